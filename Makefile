@@ -1,0 +1,36 @@
+# make demo   the main job on the bundled pair: no speculation, vLLM's chain, OPT-Tree
+# make test   ruff, mypy, pytest
+# Both create .venv with everything pinned; a machine without a GPU gets vLLM's CPU build.
+
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/ready
+TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
+
+.PHONY: demo test setup clean
+
+demo: setup
+	$(BIN)/vllm-adaptive-tree demo
+
+test: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest
+
+setup: $(READY)
+
+$(READY): requirements/cpu.txt requirements/dev.txt pyproject.toml
+	$(PYTHON) -m venv .venv
+	@if command -v nvidia-smi >/dev/null; then \
+		$(BIN)/pip install --quiet 'vllm==0.32.*'; \
+	else \
+		$(BIN)/pip install --quiet --no-deps -r requirements/cpu.txt || \
+		$(BIN)/pip install --quiet --no-deps -r requirements/cpu.txt --extra-index-url $(TORCH_CPU_INDEX); \
+	fi
+	$(BIN)/pip install --quiet -r requirements/dev.txt
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation -e .
+	touch $@
+
+clean:
+	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache

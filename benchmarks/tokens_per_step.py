@@ -1,0 +1,109 @@
+"""Tokens per step of OPT-Tree over node budgets and draft temperatures, beside vLLM's own chains.
+
+    python -m benchmarks.tokens_per_step --out benchmarks/results/tokens_per_step.json
+
+Greedy, float32, on the bundled pair and the modules held out from its training, `threshold: 0` and
+`max_depth: min(N, 16)`, at least `--steps` (request, step) pairs a row. It measures acceptance, not speed.
+"""
+
+import argparse
+import json
+import os
+import statistics
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import vllm_adaptive_tree
+from examples.train_demo_pair import documents, is_held_out
+
+PAIR = Path(vllm_adaptive_tree.__file__).parent / "demo_pair"
+BATCH, PROMPT_CHARACTERS, NEW_TOKENS = 16, 300, 128
+
+
+def prompts(count: int) -> list[str]:
+    """Beginnings and middles of held-out modules, the same in every run."""
+    held_out = [text for name, text in sorted(documents().items()) if is_held_out(name) and len(text) > 2000]
+    starts = (0, 1 / 2, 1 / 4, 3 / 4)
+    found = [t[int(s * len(t)) :][:PROMPT_CHARACTERS] for s in starts for t in held_out]
+    return found[:count]
+
+
+def measure(spec: dict[str, Any] | None, steps: int) -> dict[str, float]:
+    """Generate in rounds of BATCH prompts until `steps` drafts are verified."""
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        str(PAIR / "target"),
+        speculative_config=spec,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=1024,
+        disable_log_stats=False,
+        enable_prefix_caching=False,
+    )
+    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+
+    def counts() -> dict[str, float]:
+        names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+        found = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
+        return {name: found.get(f"vllm:spec_decode_{name}", 0.0) for name in names}
+
+    rounds, before = [], counts()
+    waiting = prompts(1000)
+    while counts()["num_drafts"] < steps:
+        batch, waiting = waiting[:BATCH], waiting[BATCH:]
+        assert batch, "too few prompts for so many steps"
+        llm.generate(batch, params, use_tqdm=False)
+        after = counts()
+        rounds.append({name: after[name] - before[name] for name in after})
+        before = after
+    llm.llm_engine.engine_core.shutdown()
+    total = {name: sum(r[name] for r in rounds) for name in rounds[0]}
+    each = [1 + r["num_accepted_tokens"] / r["num_drafts"] for r in rounds]
+    return {
+        "tokens_per_step": 1 + total["num_accepted_tokens"] / total["num_drafts"],
+        "spread": statistics.stdev(each) if len(each) > 1 else 0.0,
+        "nodes_per_step": total["num_draft_tokens"] / total["num_drafts"],
+        "steps": total["num_drafts"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", type=int, nargs="+", default=[4, 8, 12, 25, 60])
+    parser.add_argument("--temperatures", nargs="+", default=["1", "0.7", "0.5", "auto"])
+    parser.add_argument("--chains", type=int, nargs="+", default=[4, 5, 8, 12])
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    draft = str(PAIR / "draft")
+
+    rows: list[dict[str, Any]] = []
+    for length in options.chains:
+        spec = {"method": "draft_model", "model": draft, "num_speculative_tokens": length}
+        rows.append({"method": "chain", "nodes": length, **measure(spec, options.steps)})
+        print(rows[-1], flush=True)
+    for temperature in options.temperatures:
+        for nodes in options.nodes:
+            tree = {
+                "threshold": 0,
+                "max_depth": min(nodes, 16),
+                "draft_temperature": temperature if temperature == "auto" else float(temperature),
+            }
+            spec = {"method": "opt_tree", "model": draft, "num_speculative_tokens": nodes, "tree": tree}
+            row = {"method": "opt_tree", "nodes": nodes, "draft_temperature": temperature}
+            rows.append({**row, **measure(spec, options.steps)})
+            print(rows[-1], flush=True)
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(rows, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

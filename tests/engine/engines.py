@@ -1,0 +1,103 @@
+import gc
+from pathlib import Path
+from typing import Any
+
+import vllm_adaptive_tree
+
+PAIR = Path(vllm_adaptive_tree.__file__).parent / "demo_pair"
+TARGET, DRAFT = str(PAIR / "target"), str(PAIR / "draft")
+
+PROMPTS = [
+    'def read_lines(path, encoding="utf-8"):\n    """Return the lines of a file',
+    "class Counter(dict):\n    '''Dict subclass for counting",
+    "The with statement\n******************\n\nThe with statement is used to wrap",
+    "import os\nimport sys\n",
+    "    def __init__(self, name, value=None):\n        self.name = name\n",
+    "Comparisons\n***********\n\nUnlike C, all comparison operations in Python have the same priority",
+    "try:\n    from _collections import deque\nexcept ImportError:\n",
+    "def test(verbose=False):\n    for i in range(10):\n        print(",
+    "An object is immutable if",
+    "    if not isinstance(other, type(self)):\n        return NotImplemented\n",
+    "# This module implements",
+    'raise ValueError("',
+    "for key, value in sorted(items.items()):\n    ",
+    "async def wait_for(fut, timeout):\n    ",
+    "Return the absolute value of",
+    "x = [",
+]
+
+
+def tree(nodes: int, **options: Any) -> dict[str, Any]:
+    """A speculative_config for OPT-Tree on the bundled pair; options go under "tree"."""
+    return {"method": "opt_tree", "model": DRAFT, "num_speculative_tokens": nodes, "tree": options}
+
+
+class Engines:
+    def __init__(self) -> None:
+        self.llm: Any = None
+
+    def start(self, speculative_config: dict[str, Any] | None = None, **arguments: Any) -> Any:
+        from vllm import LLM
+
+        self.shutdown()
+        defaults = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "block_size": 32}
+        self.llm = LLM(
+            TARGET, speculative_config=speculative_config, disable_log_stats=False, **{**defaults, **arguments}
+        )
+        return self.llm
+
+    def shutdown(self) -> None:
+        if self.llm is not None:
+            self.llm.llm_engine.engine_core.shutdown()
+        self.llm = None
+        gc.collect()
+
+
+def runner_of(llm: Any) -> Any:
+    """The model runner of an engine in this process."""
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
+def metric(llm: Any, name: str) -> float:
+    return sum(m.value for m in llm.get_metrics() if m.name == f"vllm:{name}")
+
+
+def generate(llm: Any, prompts: list[Any], params: Any) -> list[Any]:
+    return [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def assert_identical(plain: list[Any], speculative: list[Any]) -> None:
+    """Token by token; one difference may occur where the plain run's two best logprobs are within 1e-5.
+
+    `plain` needs `logprobs=2`.
+    """
+    ties = 0
+    for index, (ours, theirs) in enumerate(zip(speculative, plain, strict=True)):
+        if list(ours.token_ids) == list(theirs.token_ids) and ours.finish_reason == theirs.finish_reason:
+            assert ours.text == theirs.text
+            continue
+        pairs = zip(ours.token_ids, theirs.token_ids, strict=False)
+        at = next((i for i, (here, there) in enumerate(pairs) if here != there), None)
+        assert at is not None, f"output {index} ends elsewhere: {ours} {theirs}"
+        best, second = sorted((entry.logprob for entry in theirs.logprobs[at].values()), reverse=True)[:2]
+        assert best - second < 1e-5, f"output {index} differs at token {at}: {ours.token_ids} {theirs.token_ids}"
+        print(f"tie in output {index} at token {at}: logprobs {best} and {second}")
+        ties += 1
+    assert ties <= 1
+
+
+class TreeSpy:
+    """Records every tree that the runner verifies."""
+
+    def __init__(self, llm: Any, monkeypatch: Any):
+        self.trees: list[Any] = []
+        self.batches: list[list[Any]] = []
+        runner = runner_of(llm)
+        original = runner._sample
+
+        def sample(logits: Any, metadata: Any) -> Any:
+            self.batches.append(list(runner.step.trees.values()))
+            self.trees += self.batches[-1]
+            return original(logits, metadata)
+
+        monkeypatch.setattr(runner, "_sample", sample)

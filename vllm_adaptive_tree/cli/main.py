@@ -1,0 +1,30 @@
+"""The command line: one module of this folder per command, with `add_arguments(parser)` and `run(options)`."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from vllm_adaptive_tree.version import __version__
+
+COMMANDS = {
+    "demo": "no speculation, vLLM's chain and OPT-Tree on the same prompts, side by side",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="vllm-adaptive-tree", description="Tree speculative decoding for stock vLLM.")
+    parser.add_argument("--version", action="version", version=__version__)
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, summary in COMMANDS.items():
+        command = import_module(f"vllm_adaptive_tree.cli.{name}")
+        subparser = subparsers.add_parser(name, help=summary, description=command.__doc__)
+        command.add_arguments(subparser)
+        subparser.set_defaults(run=command.run)
+    options = parser.parse_args(arguments)
+    code: int = options.run(options)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,183 @@
+"""Tree attention inside vLLM's CPU backend: the native kernel keeps every row that is not part of a branching tree."""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadata
+
+from vllm_adaptive_tree.attention.cpu import attend, context_bias, gather_context
+
+
+class TreeKeys(Protocol):
+    """Where the tree rows of a forward find their keys and values."""
+
+    bias: Tensor  # [R, T, L] float32
+
+    def read(self, layer: Any, kv_cache: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Key and value of one layer, [R, Hkv, L, D] float32; `key`, `value` [tokens, Hkv, D] are this forward's."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TreeRows:
+    """The rows of a flat batch that belong to trees, and where each stands in the padded [R, T]."""
+
+    rows: Tensor  # [M] int64: row in the flat batch
+    places: Tensor  # [M] int64: r * T + t
+    shape: tuple[int, int]  # R, T
+
+    def pad(self, flat: Tensor) -> Tensor:
+        """[tokens, H, D] -> [R, T, H, D]; unused places hold zeros."""
+        padded = flat.new_zeros(self.shape[0] * self.shape[1], *flat.shape[1:])
+        return padded.index_copy_(0, self.places, flat.index_select(0, self.rows)).unflatten(0, self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class TreeMetadata:
+    """Attention metadata of a forward that holds tree rows; `native` serves the other rows."""
+
+    native: CPUAttentionMetadata | None
+    native_rows: Tensor  # [rows of native] int64
+    trees: TreeRows
+    keys: TreeKeys
+
+
+class TreeAttentionImpl(CPUAttentionBackendImpl):
+    """vLLM's CPU attention, plus trees. Without `TreeMetadata` it is vLLM's own."""
+
+    @classmethod
+    def adopt(cls, layer: Any) -> None:
+        """Put this class in the place of the layer's implementation, for one engine's layers only."""
+        impl = cls.__new__(cls)
+        impl.__dict__.update(layer.impl.__dict__)
+        layer.impl = impl
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        scales = (output_scale, output_block_scale)
+        if not isinstance(attn_metadata, TreeMetadata):
+            return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
+        assert scales == (None, None)
+        native, trees, keys = attn_metadata.native, attn_metadata.trees, attn_metadata.keys
+        if native is not None:
+            rows = attn_metadata.native_rows
+            part = query.index_select(0, rows)
+            result = super().forward(layer, part, key, value, kv_cache, native, torch.empty_like(part))
+            output.index_copy_(0, rows, result)
+        tree_keys, tree_values = keys.read(layer, kv_cache, key, value)
+        result = attend(trees.pad(query), tree_keys, tree_values, keys.bias, self.scale).flatten(0, 1)
+        output.index_copy_(0, trees.rows, result.index_select(0, trees.places).to(output.dtype))
+        return output
+
+
+def native_metadata(builder: Any, lengths: Tensor, seq_lens: Tensor, block_table: Tensor, slots: Tensor) -> Any:
+    """vLLM's own metadata for some requests, their rows packed.
+
+    Args:
+        builder: vLLM's metadata builder of the layers' group.
+        lengths, seq_lens: [R] int32: rows of each request, and its tokens in the cache with them.
+        block_table: [R, blocks].
+        slots: [rows] int64.
+    """
+    starts = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    common = CommonAttentionMetadata(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=seq_lens,
+        num_reqs=len(lengths),
+        num_actual_tokens=len(slots),
+        max_query_len=int(lengths.max()),
+        max_seq_len=int(seq_lens.max()),
+        block_table_tensor=block_table,
+        slot_mapping=slots,
+        causal=True,
+    )
+    return builder.build(0, common)
+
+
+class VerifyKeys:
+    """Keys of a verification: the paged context, then the trees' own rows, which commit needs again."""
+
+    def __init__(self, trees: TreeRows, block_table: Tensor, block_size: int, context: Tensor, mask: Tensor):
+        """`block_table` [R, blocks], `context` [R] lengths, `mask` [R, T, T] bool: what each tree row sees."""
+        self.trees, self.block_table = trees, block_table
+        self.bias = _bias(context, block_table.shape[1] * block_size, mask)
+        self.saved: dict[str, tuple[Tensor, Tensor]] = {}  # layer -> key, value [R, T, Hkv, D] in the model's dtype
+
+    def read(self, layer: Any, kv_cache: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        own_key, own_value = self.saved[layer.layer_name] = self.trees.pad(key), self.trees.pad(value)
+        old_key, old_value = gather_context(kv_cache, self.block_table, layer.isa)
+        return (
+            torch.cat([old_key, own_key.transpose(1, 2).float()], 2),
+            torch.cat([old_value, own_value.transpose(1, 2).float()], 2),
+        )
+
+
+class DraftKeys:
+    """Keys of a tree that is being drafted: the context, gathered once, then every node read so far.
+
+    Nodes never enter the paged cache; accepted tokens are fed again when the draft catches up.
+    """
+
+    def __init__(self, block_table: Tensor, block_size: int, context: Tensor):
+        """`block_table` [R, blocks], `context` [R] lengths."""
+        self.block_table, self.context = block_table, context
+        self.width = block_table.shape[1] * block_size
+        self.scratch: dict[str, tuple[Tensor, Tensor]] = {}  # layer -> key, value [R, Hkv, width + room, D]
+        self.seen = torch.zeros(block_table.shape[0], 0, 0, dtype=torch.bool)  # [R, S, S]: node, its ancestors
+        self.bias = torch.empty(0)
+        self.trees: TreeRows
+
+    def open_level(self, trees: TreeRows, parent: Tensor) -> None:
+        """Prepare the next forward: W new nodes a request below `parent` [R, W], counted as in `Frontier`."""
+        requests, before, _ = self.seen.shape
+        width = parent.shape[1]
+        self.trees = trees
+        own = torch.eye(width, dtype=torch.bool).expand(requests, width, width)
+        if before == 0:  # the root
+            self.seen = own
+        else:
+            above = self.seen.gather(1, parent[:, :, None].expand(requests, width, before))
+            old = torch.nn.functional.pad(self.seen, (0, width))
+            self.seen = torch.cat([old, torch.cat([above, own], 2)], 1)
+        self.bias = _bias(self.context, self.width, self.seen[:, before:])
+
+    def read(self, layer: Any, kv_cache: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        end = self.width + self.seen.shape[1]
+        start = end - self.trees.shape[1]
+        keys, values = self._room_for(end, layer, kv_cache)
+        keys[:, :, start:end] = self.trees.pad(key).transpose(1, 2)
+        values[:, :, start:end] = self.trees.pad(value).transpose(1, 2)
+        return keys[:, :, :end], values[:, :, :end]
+
+    def _room_for(self, end: int, layer: Any, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+        """The layer's scratch, at least `end` long; it doubles its tree part when that is full."""
+        old = self.scratch.get(layer.layer_name)
+        if old is None:
+            old = gather_context(kv_cache, self.block_table, layer.isa)
+        elif old[0].shape[2] >= end:
+            return old
+        room = max(32, 2 * (end - self.width))
+        keys, values = (part.new_zeros(*part.shape[:2], self.width + room, part.shape[3]) for part in old)
+        keys[:, :, : old[0].shape[2]], values[:, :, : old[1].shape[2]] = old
+        self.scratch[layer.layer_name] = keys, values
+        return keys, values
+
+
+def _bias(context: Tensor, width: int, mask: Tensor) -> Tensor:
+    """[R] context lengths, [R, T, S] bool -> [R, T, width + S] float32."""
+    tree = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
+    return torch.cat([context_bias(context, width).expand(-1, mask.shape[1], -1), tree], 2)

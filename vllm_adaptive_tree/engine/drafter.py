@@ -1,0 +1,115 @@
+"""An independent draft model as a drafter: it catches up on accepted tokens in the paged cache, then grows trees."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from vllm.forward_context import set_forward_context
+from vllm.v1.spec_decode.draft_model import DraftModelProposer
+
+from vllm_adaptive_tree.engine.attention import DraftKeys, TreeMetadata, TreeRows, native_metadata
+
+NO_SLOT = -1  # vLLM's cache update writes nothing there
+
+
+class CatchUp(NamedTuple):
+    """Tokens of one request that the draft has not kept: those behind `start`, the new root last if there is one."""
+
+    row: int  # of the request in vLLM's batch
+    start: int  # tokens whose K/V the draft has in the cache
+    tokens: list[int]
+    rooted: bool  # the last token is a root from which a tree shall grow; its K/V is kept for this step only
+
+
+class DraftState(NamedTuple):
+    keys: DraftKeys
+    root_position: Tensor  # [R]
+    depth: Tensor  # [R, S] of every slot given to the drafter so far
+
+
+class ModelDrafter(DraftModelProposer):
+    """Loading and cache set-up are vLLM's; the forwards are ours. Satisfies `proposers.Drafter`."""
+
+    def __init__(self, vllm_config: Any, device: torch.device, runner: Any = None):
+        super().__init__(vllm_config, device, runner)
+        self.runner = runner
+
+    def catch_up(
+        self, accepted: list[CatchUp], target_hidden: Tensor | None = None
+    ) -> tuple[Tensor, DraftState | None]:
+        """Read what was accepted since the last step, and the new roots.
+
+        Returns:
+            logits [R, V] of the rooted requests, in their order, and the state of their trees (None without roots).
+        """
+        assert target_hidden is None, "an independent draft model does not read the target's hidden states"
+        kept = [item.tokens[:-1] if item.rooted else item.tokens for item in accepted]
+        rooted = [item for item in accepted if item.rooted]
+        starts = [item.start for item in accepted]
+        packed = [index for index, tokens in enumerate(kept) if tokens]  # requests with rows for the native kernel
+        tokens = [token for index in packed for token in kept[index]] + [item.tokens[-1] for item in rooted]
+        positions = [
+            position for index in packed for position in range(starts[index], starts[index] + len(kept[index]))
+        ] + [item.start + len(item.tokens) - 1 for item in rooted]
+        if not tokens:
+            return torch.empty(0), None
+        count = len(tokens) - len(rooted)
+
+        slots = torch.full((len(tokens),), NO_SLOT)
+        native = None
+        table = self._block_table()
+        if count:
+            rows = [accepted[index].row for index in packed]
+            lengths = torch.tensor([len(kept[index]) for index in packed], dtype=torch.int32)
+            seq_lens = torch.tensor([starts[index] for index in packed], dtype=torch.int32) + lengths
+            request = torch.tensor(rows).repeat_interleave(lengths)
+            position = torch.tensor(positions[:count])
+            block = table.block_table.cpu[request, position // table.block_size].long()
+            slots[:count] = block * table.block_size + position % table.block_size
+            builder = self.draft_attn_groups[0].get_metadata_builder(0)
+            native = native_metadata(builder, lengths, seq_lens, table.block_table.cpu[rows], slots[:count])
+        keys, trees = None, None
+        if rooted:
+            context = torch.tensor([item.start + len(item.tokens) - 1 for item in rooted])
+            blocks = -(-int(context.max()) // table.block_size)
+            keys = DraftKeys(table.block_table.cpu[[item.row for item in rooted], :blocks], table.block_size, context)
+            trees = TreeRows(torch.arange(count, len(tokens)), torch.arange(len(rooted)), (len(rooted), 1))
+            keys.open_level(trees, torch.zeros(len(rooted), 1, dtype=torch.int64))
+        hidden = self._forward(torch.tensor(tokens), torch.tensor(positions), slots, native, torch.arange(count), keys)
+        if keys is None:
+            return torch.empty(0), None
+        state = DraftState(keys, keys.context, torch.zeros(len(rooted), 1, dtype=torch.int64))
+        return self.model.compute_logits(hidden[count:]), state
+
+    def grow(self, tokens: Tensor, parent: Tensor, state: DraftState) -> tuple[Tensor, DraftState]:
+        """Read one level, `tokens` and `parent` [R, W] as in `Frontier`; only real nodes cost a row."""
+        depth = state.depth.gather(1, parent) + 1
+        places = (tokens >= 0).flatten().nonzero().flatten()
+        state.keys.open_level(TreeRows(torch.arange(len(places)), places, (tokens.shape[0], tokens.shape[1])), parent)
+        positions = (state.root_position[:, None] + depth).flatten()[places]
+        slots = torch.full((len(places),), NO_SLOT)
+        hidden = self._forward(tokens.flatten()[places], positions, slots, None, places[:0], state.keys)
+        logits = self.model.compute_logits(hidden)  # [M, V]
+        padded = logits.new_zeros(tokens.numel(), logits.shape[1]).index_copy_(0, places, logits)
+        return padded.unflatten(0, tokens.shape), state._replace(depth=torch.cat([state.depth, depth], 1))
+
+    def _forward(
+        self, tokens: Tensor, positions: Tensor, slots: Tensor, native: Any, native_rows: Tensor, keys: DraftKeys | None
+    ) -> Tensor:
+        """Hidden states [tokens, hidden]. `native` serves `native_rows`, `keys` the tree rows."""
+        metadata = native if keys is None else TreeMetadata(native, native_rows, keys.trees, keys)
+        layers = self._draft_attn_layer_names
+        with set_forward_context(
+            dict.fromkeys(layers, metadata),
+            self.vllm_config,
+            num_tokens=len(tokens),
+            slot_mapping=dict.fromkeys(layers, slots),
+        ):
+            # A node may lie beyond the draft's last position; that costs its quality and nothing else.
+            positions = positions.clamp(max=self.draft_model_config.max_model_len - 1)
+            hidden: Tensor = self.model(input_ids=tokens.int(), positions=positions)
+        return hidden
+
+    def _block_table(self) -> Any:
+        """vLLM's BlockTable of the cache group that holds the draft's layers."""
+        return self.runner.input_batch.block_table[self.kv_cache_gid]

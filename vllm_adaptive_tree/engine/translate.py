@@ -1,0 +1,84 @@
+"""From `speculative_config={"method": "opt_tree", ...}` to a configuration that stock vLLM accepts."""
+
+import contextlib
+import copy
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from vllm.logger import init_logger
+
+from vllm_adaptive_tree.config import TreeOptions
+from vllm_adaptive_tree.engine import support
+from vllm_adaptive_tree.engine.version_gate import require_supported_vllm
+
+logger = init_logger(f"vllm.{__name__}")
+
+CONFIG_KEY = "adaptive_tree"
+"""Where our options travel in vLLM's `additional_config`: to every process, and into the compilation hash."""
+
+WORKER = "vllm_adaptive_tree.engine.worker.TreeWorker"
+
+HEAD_NAMES = ("eagle-", "eagle3", "dflash", "dspark")
+"""Substrings of a draft's path from which vLLM concludes that it is a head, whatever `method` says."""
+
+
+def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: Any, **kwargs: Any) -> Any:
+    """Build vLLM's config for a tree method; `args` (EngineArgs) stays as the user wrote it.
+
+    Raises:
+        ValueError: for anything in the request that this release cannot serve, with the key and the remedy.
+        RuntimeError: for a vLLM outside the supported window.
+    """
+    require_supported_vllm()
+    options, vllm_keys = TreeOptions.parse(args.speculative_config)
+    support.check_arguments(args)
+    support.check_draft(args, vllm_keys["model"], vllm_keys.get("revision"))
+
+    args = copy.copy(args)
+    args.worker_cls = WORKER
+    args.async_scheduling = False
+    args.additional_config = {**args.additional_config, CONFIG_KEY: options.to_json()}
+    with _neutral_path(vllm_keys["model"], vllm_keys.get("revision")) as path:
+        args.speculative_config = {
+            **vllm_keys,
+            "model": path,
+            "method": "draft_model",
+            "num_speculative_tokens": options.num_speculative_tokens,
+        }
+        config = original(args, *rest, **kwargs)
+        config.speculative_config.model = vllm_keys["model"]
+        config.speculative_config.draft_model_config.model = vllm_keys["model"]
+    support.check_config(config, options)
+    logger.info(
+        "Tree speculative decoding: %s with up to %d nodes per request and step, draft model %s, acceptance rule "
+        "target_only, %s",
+        options.method,
+        options.num_speculative_tokens,
+        vllm_keys["model"],
+        options.tree,
+    )
+    return config
+
+
+def tree_options(vllm_config: Any) -> TreeOptions:
+    """Our options, read back in an engine process."""
+    return TreeOptions.from_json(vllm_config.additional_config[CONFIG_KEY])
+
+
+@contextlib.contextmanager
+def _neutral_path(model: str, revision: str | None) -> Iterator[str]:
+    """A name for the draft under which vLLM does not mistake a plain model for a head while the config is built."""
+    if not any(name in model.lower() for name in HEAD_NAMES):
+        yield model
+        return
+    folder = Path(model)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        folder = Path(snapshot_download(model, revision=revision, allow_patterns=["*.json", "*.model", "*.txt"]))
+    with tempfile.TemporaryDirectory(prefix="draft") as scratch:
+        link = Path(scratch) / "draft"
+        link.symlink_to(folder.resolve(), target_is_directory=True)
+        yield str(link)

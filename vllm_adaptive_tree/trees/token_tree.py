@@ -1,0 +1,52 @@
+from dataclasses import dataclass
+from typing import Self
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTree:
+    """One draft tree on the host, the root (the last committed token) not included.
+
+    Nodes stand in reveal order: a parent comes before its children, so every prefix is the tree of a run that stopped
+    earlier. `parents[i]` is a node, or -1 for the root.
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+
+    @classmethod
+    def chain(cls, tokens: list[int]) -> Self:
+        return cls(tuple(tokens), tuple(range(-1, len(tokens) - 1)))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def is_chain(self) -> bool:
+        return all(parent == node - 1 for node, parent in enumerate(self.parents))
+
+    @property
+    def depths(self) -> list[int]:
+        """Depth of every node; the root has 0, the first layer 1."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        return depths
+
+    def prefix(self, length: int) -> "TokenTree":
+        return TokenTree(self.tokens[:length], self.parents[:length])
+
+    def first_path(self) -> "TokenTree":
+        """The chain that starts at the root and always goes into the child revealed first."""
+        tokens: list[int] = []
+        at = -1
+        for node, parent in enumerate(self.parents):
+            if parent == at:
+                tokens.append(self.tokens[node])
+                at = node
+        return TokenTree.chain(tokens)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless parents come first and siblings differ."""
+        assert len(self.tokens) == len(self.parents)
+        assert all(-1 <= parent < node for node, parent in enumerate(self.parents))
+        assert len(set(zip(self.parents, self.tokens, strict=True))) == len(self), "siblings with equal tokens"

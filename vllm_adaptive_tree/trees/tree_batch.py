@@ -1,0 +1,52 @@
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+EMPTY = -1  # token of a slot that holds no node
+
+
+class TreeBatch(NamedTuple):
+    """R draft trees of at most N nodes each, roots not included, nodes in reveal order (parents first).
+
+    Slots behind a tree's last node hold token -1, parent -1, depth 0 and log weight -inf.
+    """
+
+    tokens: Tensor  # [R, N] int64
+    parent: Tensor  # [R, N] int64, -1: the root
+    depth: Tensor  # [R, N] int64, first layer 1
+    log_weight: Tensor  # [R, N] float32: log of the path probability under the draft
+
+    @property
+    def valid(self) -> Tensor:
+        return self.tokens != EMPTY  # [R, N]
+
+    def cut(self, limit: Tensor) -> "TreeBatch":
+        """Keep the first `limit[r]` nodes of every tree ([R]); reveal order makes each cut a tree."""
+        gone = torch.arange(self.tokens.shape[1], device=limit.device) >= limit[:, None]
+        return TreeBatch(
+            self.tokens.masked_fill(gone, EMPTY),
+            self.parent.masked_fill(gone, -1),
+            self.depth.masked_fill(gone, 0),
+            self.log_weight.masked_fill(gone, -torch.inf),
+        )
+
+    def child(self, node: Tensor, token: Tensor) -> Tensor:
+        """The child of `node` [R] (-1: the root) that carries `token` [R], or -1 where there is none: [R]."""
+        match = (self.parent == node[:, None]) & (self.tokens == token[:, None]) & self.valid
+        return torch.where(match.any(1), match.int().argmax(1), -1)
+
+
+def ancestors(parent: Tensor, *, levels: int | None = None) -> Tensor:
+    """[R, N] parents (-1: the root) -> [R, N, N] bool: entry (i, j) says that j is i or an ancestor of i.
+
+    `levels` bounds the depth where it is known.
+    """
+    requests, nodes = parent.shape
+    above = torch.nn.functional.pad(parent + 1, (1, 0))  # [R, N + 1]: 0 stands for the root, which is its own parent
+    at = torch.arange(1, nodes + 1, device=parent.device).expand(requests, nodes)
+    reach = torch.zeros(requests, nodes, nodes + 1, dtype=torch.bool, device=parent.device)
+    for _ in range(nodes if levels is None else levels):
+        reach.scatter_(2, at[:, :, None], True)
+        at = above.gather(1, at)
+    return reach[:, :, 1:]
