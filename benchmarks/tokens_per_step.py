@@ -3,7 +3,7 @@
     python -m benchmarks.tokens_per_step --out benchmarks/results/tokens_per_step.json
 
 Greedy, float32, on the bundled pair and the modules held out from its training, `threshold: 0` and
-`max_depth: min(N, 16)`, at least `--steps` (request, step) pairs a row. It measures acceptance, not speed.
+`max_depth: min(N, 16)`; every row decodes the same prompts, 128 tokens each. It measures acceptance, not speed.
 """
 
 import argparse
@@ -29,13 +29,13 @@ BATCH, PROMPT_CHARACTERS, NEW_TOKENS = 16, 300, 128
 def prompts(count: int) -> list[str]:
     """Beginnings and middles of held-out modules, the same in every run."""
     held_out = [text for name, text in sorted(documents().items()) if is_held_out(name) and len(text) > 2000]
-    starts = (0, 1 / 2, 1 / 4, 3 / 4)
+    starts = [eighth / 8 for eighth in range(8)]
     found = [t[int(s * len(t)) :][:PROMPT_CHARACTERS] for s in starts for t in held_out]
     return found[:count]
 
 
-def measure(spec: dict[str, Any] | None, steps: int) -> dict[str, float]:
-    """Generate in rounds of BATCH prompts until `steps` drafts are verified."""
+def measure(spec: dict[str, Any], texts: list[str]) -> dict[str, float]:
+    """Decode `texts` in rounds of BATCH; the spread is the standard deviation over the rounds."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(
@@ -55,11 +55,8 @@ def measure(spec: dict[str, Any] | None, steps: int) -> dict[str, float]:
         return {name: found.get(f"vllm:spec_decode_{name}", 0.0) for name in names}
 
     rounds, before = [], counts()
-    waiting = prompts(1000)
-    while counts()["num_drafts"] < steps:
-        batch, waiting = waiting[:BATCH], waiting[BATCH:]
-        assert batch, "too few prompts for so many steps"
-        llm.generate(batch, params, use_tqdm=False)
+    for start in range(0, len(texts), BATCH):
+        llm.generate(texts[start : start + BATCH], params, use_tqdm=False)
         after = counts()
         rounds.append({name: after[name] - before[name] for name in after})
         before = after
@@ -79,15 +76,15 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, nargs="+", default=[4, 8, 12, 25, 60])
     parser.add_argument("--temperatures", nargs="+", default=["1", "0.7", "0.5", "auto"])
     parser.add_argument("--chains", type=int, nargs="+", default=[4, 5, 8, 12])
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--prompts", type=int, default=96)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    draft = str(PAIR / "draft")
+    draft, texts = str(PAIR / "draft"), prompts(options.prompts)
 
     rows: list[dict[str, Any]] = []
     for length in options.chains:
         spec = {"method": "draft_model", "model": draft, "num_speculative_tokens": length}
-        rows.append({"method": "chain", "nodes": length, **measure(spec, options.steps)})
+        rows.append({"method": "chain", "nodes": length, **measure(spec, texts)})
         print(rows[-1], flush=True)
     for temperature in options.temperatures:
         for nodes in options.nodes:
@@ -98,7 +95,7 @@ def main() -> None:
             }
             spec = {"method": "opt_tree", "model": draft, "num_speculative_tokens": nodes, "tree": tree}
             row = {"method": "opt_tree", "nodes": nodes, "draft_temperature": temperature}
-            rows.append({**row, **measure(spec, options.steps)})
+            rows.append({**row, **measure(spec, texts)})
             print(rows[-1], flush=True)
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
