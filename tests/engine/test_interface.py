@@ -54,7 +54,7 @@ def test_translation(arguments: Any) -> None:
     assert (options.tree.threshold, options.tree.max_depth, options.tree.draft_temperature) == (0, 8, "auto")
 
 
-def test_threshold_auto_is_measured(engines: Engines, caplog: Any) -> None:
+def test_threshold_auto_is_measured(engines: Engines) -> None:
     llm = engines.start(tree(8, threshold="auto"))
     runner = runner_of(llm)
     assert 0.05 <= runner.proposer.threshold <= 0.9

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 from vllm import SamplingParams
-from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from vllm.sampling_params import RequestOutputKind
 
-from tests.engine.engines import PROMPTS, Engines, TreeSpy, assert_identical, generate, metric, tree
+from tests.engine.engines import PROMPTS, Engines, assert_identical, generate, metric, tree
 
 LONG = ["\n\n".join(PROMPTS[i:] + PROMPTS[:i]) for i in range(0, 16, 3)]  # about 200 tokens each
 SMALL = {"max_model_len": 320, "max_num_batched_tokens": 64}  # prompts come in chunks
@@ -22,17 +22,6 @@ STOPS = [
     greedy(60, stop_token_ids=list(range(270, 320))),
     greedy(60, ignore_eos=False, min_tokens=12, stop_token_ids=list(range(270, 400))),
 ] * 4
-OBJECT = {
-    "type": "object",
-    "properties": {"name": {"type": "string"}, "size": {"type": "integer"}},
-    "required": ["name", "size"],
-}
-SHAPES = [
-    {"regex": r"[a-z_]{3,12}\(([a-z]{1,8}, )*[a-z]{1,8}\)"},
-    {"choice": ["None", "NotImplemented", "NotImplementedError"]},
-    {"json": OBJECT},
-]
-STRUCTURED = [greedy(40, structured_outputs=StructuredOutputsParams(**SHAPES[i % 3])) for i in range(16)]
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +39,6 @@ def plain(engines: Engines) -> dict[str, list[Any]]:
         "end": generate(llm, LONG, with_logprobs(greedy(200))),  # until max_model_len
         "stops": generate(llm, PROMPTS, with_logprobs(STOPS)),
         "short": generate(llm, PROMPTS, with_logprobs(greedy(40))),
-        "structured": generate(llm, PROMPTS, with_logprobs(STRUCTURED)),
     }
 
 
@@ -75,13 +63,6 @@ def test_max_model_len_reached(small: Any, plain: dict[str, list[Any]]) -> None:
 def test_stop_strings_and_stop_tokens(small: Any, plain: dict[str, list[Any]]) -> None:
     assert sum(output.finish_reason == "stop" for output in plain["stops"]) >= 4
     assert_identical(plain["stops"], generate(small, PROMPTS, STOPS))
-
-
-def test_structured_output_gets_single_paths(small: Any, plain: dict[str, list[Any]], monkeypatch: Any) -> None:
-    spy = TreeSpy(small, monkeypatch)
-    assert_identical(plain["structured"], generate(small, PROMPTS, STRUCTURED))
-    assert any(len(t) > 1 for t in spy.trees)
-    assert all(t.is_chain for t in spy.trees)
 
 
 def test_abort_in_flight(small: Any, plain: dict[str, list[Any]]) -> None:

@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import Any
 
 MARK = "_adaptive_tree"
+"""On a wrapped function: it is ours. On a SpeculativeConfig: it came from a tree method (it survives pickling)."""
 
 
 def patch_create_engine_config() -> None:
@@ -33,6 +34,24 @@ def patch_create_engine_config() -> None:
 
     setattr(create_engine_config, MARK, True)
     EngineArgs.create_engine_config = create_engine_config
+
+
+def patch_validate_spec_decode() -> None:
+    """Wrap `SamplingParams._validate_spec_decode`: min_p and logit_bias stay refused beside vLLM's own methods, and are
+    let through beside ours, whose walk samples every token with vLLM's whole sampler."""
+    from vllm.sampling_params import SamplingParams
+
+    original = SamplingParams._validate_spec_decode
+    if getattr(original, MARK, False):
+        return
+
+    @wraps(original)
+    def validate(self: Any, speculative_config: Any) -> None:
+        if not getattr(speculative_config, MARK, False):
+            original(self, speculative_config)
+
+    setattr(validate, MARK, True)
+    SamplingParams._validate_spec_decode = validate
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 
 def register() -> None:
     """Teach vLLM to translate our methods. Until one is asked for, nothing else changes."""
-    from vllm_adaptive_tree.engine.patches import patch_create_engine_config
+    from vllm_adaptive_tree.engine.patches import patch_create_engine_config, patch_validate_spec_decode
 
     patch_create_engine_config()
+    patch_validate_spec_decode()

@@ -1,5 +1,6 @@
 """The adapter to vLLM's V1 model runner on a CPU: the one file that walks requests on the host."""
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ from torch import Tensor
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import SamplerOutput
+from vllm.v1.sample.logits_processor import build_logitsprocs
 from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
@@ -31,15 +33,17 @@ GREEDY_DRAFT_TEMPERATURE = 0.6
 
 class TreeModelRunner(CPUModelRunner):
     def __init__(self, vllm_config: Any, device: torch.device):
-        with swapped(gpu_model_runner, "DraftModelProposer", ModelDrafter):
+        with (
+            swapped(gpu_model_runner, "DraftModelProposer", ModelDrafter),
+            swapped(gpu_model_runner, "build_logitsprocs", _all_processors),
+        ):
             super().__init__(vllm_config, device)
         self.options = tree_options(vllm_config)
         # Draft after bookkeeping, from token lists; vLLM's padded drafting is for its own chains.
         self.speculative_config.disable_padded_drafter_batch = True
-        threshold = self.options.tree.threshold
-        self.proposer = OptTree(
-            max_depth=self.options.tree.max_depth, threshold=0.5 if threshold == "auto" else threshold
-        )
+        tree = self.options.tree
+        # "auto" is measured once the models are loaded; until then every level pays.
+        self.proposer = OptTree(max_depth=tree.max_depth, threshold=0 if tree.threshold == "auto" else tree.threshold)
         self.trees: dict[str, TokenTree] = {}  # drafted, not yet scheduled
         self.step: Verification | None = None
         self.clock = PhaseClock()
@@ -99,7 +103,9 @@ class TreeModelRunner(CPUModelRunner):
             draws = TargetDraws(self.sampler, self.input_batch.sampling_metadata, logits, step, limits)
             accepted = target_only(step.batch(), draws, levels=step.levels, proceed=lambda active: bool(active.any()))
             logprobs = draws.close()
-            tokens, nodes = from_rank_0(torch.stack(accepted))
+            missing = step.levels + 1 - accepted.tokens.shape[1]  # the walk may have ended early
+            tokens, nodes = from_rank_0(torch.nn.functional.pad(torch.stack(accepted), (0, missing), value=-1))
+            tokens = tokens[:, : int((tokens >= 0).any(0).sum())]
         with self.clock.phase("commit"):
             commit(step, nodes, self.compilation_config.static_forward_context)
         return SamplerOutput(sampled_token_ids=tokens.int(), logprobs_tensors=logprobs)
@@ -184,6 +190,13 @@ class _Timed:
             result = self.drafter.grow(tokens, parent, state)
         self.clock.seconds["tree"] -= self.clock.seconds["draft"] - before
         return result
+
+
+def _all_processors(vllm_config: Any, *args: Any) -> Any:
+    """The processors of plain decoding, min_p and logit_bias among them; vLLM drops those beside speculation."""
+    plain = copy.copy(vllm_config)
+    plain.speculative_config = None
+    return build_logitsprocs(plain, *args)
 
 
 def _scheduled_tree(tree: TokenTree | None, tokens: list[int], request: str) -> TokenTree:

@@ -31,7 +31,8 @@ class TargetDraws:
         rows = torch.where(active, self.first + 1 + node, self.first)
         walking = set(active.nonzero().flatten().tolist())
         generators = {row: generator for row, generator in self.sampling.generators.items() if row in walking}
-        output = self.sampler(self.logits[rows], dataclasses.replace(self.sampling, generators=generators))
+        sampling = dataclasses.replace(self.sampling, generators=generators, spec_token_ids=[[] for _ in self.first])
+        output = self.sampler(self.logits[rows], sampling)
         token = output.sampled_token_ids[:, 0].long()
         if output.logprobs_tensors is not None:
             self.logprobs.append(output.logprobs_tensors)

@@ -11,6 +11,7 @@ from vllm.logger import init_logger
 
 from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.engine import support
+from vllm_adaptive_tree.engine.patches import MARK
 from vllm_adaptive_tree.engine.version_gate import require_supported_vllm
 
 logger = init_logger(f"vllm.{__name__}")
@@ -50,6 +51,7 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
         config = original(args, *rest, **kwargs)
         config.speculative_config.model = vllm_keys["model"]
         config.speculative_config.draft_model_config.model = vllm_keys["model"]
+    setattr(config.speculative_config, MARK, True)
     support.check_config(config, options)
     logger.info(
         "Tree speculative decoding: %s with up to %d nodes per request and step, draft model %s, acceptance rule "
