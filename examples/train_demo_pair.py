@@ -25,6 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 VOCABULARY = 2048
 END = "<|endoftext|>"
+CHAT = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"  # no chat model: texts in a row
 SPECIALS = [END, "<|user|>", "<|assistant|>"]
 CONTEXT, MICRO_BATCH, ACCUMULATE = 512, 4, 4  # tokens per step: 8,192
 SKIP = {"test", "tests", "idle_test", "site-packages", "encodings", "pydoc_data"}  # tables, or not prose and code
@@ -57,9 +58,11 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
         vocab_size=VOCABULARY, special_tokens=SPECIALS, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
     )
     bpe.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(
+    tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe, bos_token=END, eos_token=END, pad_token=END, clean_up_tokenization_spaces=False
     )
+    tokenizer.chat_template = CHAT
+    return tokenizer
 
 
 def llama(*, hidden: int, layers: int, mlp: int, heads: int) -> LlamaForCausalLM:

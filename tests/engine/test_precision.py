@@ -1,0 +1,64 @@
+"""bfloat16, eager and with vLLM's default compilation: a tree differs from no speculation no more than a chain does.
+
+In bfloat16 the logits of a row depend on how many rows the forward had, so near ties fall either way; vLLM's own chain
+sets the scale.
+"""
+
+import math
+from pydoc_data.topics import topics
+from typing import Any
+
+import pytest
+import torch
+from vllm import SamplingParams
+
+from tests.engine.engines import DRAFT, PROMPTS, Engines, assert_identical, generate, metric, tree
+
+TEXTS = [text[start : start + 240] for text in topics.values() for start in (0, 600) if len(text) > 900][:100]
+CHAIN = {"method": "draft_model", "model": DRAFT, "num_speculative_tokens": 5}
+
+
+def greedy(tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=2)
+
+
+def first_difference(ours: Any, theirs: Any) -> int | None:
+    pairs = enumerate(zip(ours.token_ids, theirs.token_ids, strict=True))
+    return next((at for at, (here, there) in pairs if here != there), None)
+
+
+def ulp(value: float) -> float:
+    """Distance to the next bfloat16 (8 bits of significand)."""
+    return 2.0 ** (math.frexp(abs(value))[1] - 8)
+
+
+@pytest.mark.parametrize("enforce_eager", [True, False], ids=["eager", "compiled"])
+def test_bfloat16(engines: Engines, enforce_eager: bool) -> None:
+    assert len(TEXTS) == 100
+    arguments = {"dtype": "bfloat16", "enforce_eager": enforce_eager, "logprobs_mode": "raw_logits"}
+    plain = generate(engines.start(**arguments), TEXTS, greedy(64))
+    chain = generate(engines.start(CHAIN, **arguments), TEXTS, greedy(64))
+    llm = engines.start(tree(12), **arguments)
+    ours = generate(llm, TEXTS, greedy(64))
+    assert metric(llm, "spec_decode_num_accepted_tokens") > 0
+    allowed = sum(first_difference(a, b) is not None for a, b in zip(chain, plain, strict=True))
+    differing = [(b, at) for a, b in zip(ours, plain, strict=True) if (at := first_difference(a, b)) is not None]
+    print(f"{len(differing)} of 100 differ from no speculation; vLLM's chain: {allowed}")
+    assert len(differing) <= allowed + 2 * math.sqrt(allowed + 1)
+    for output, at in differing:
+        best, second = sorted((entry.logprob for entry in output.logprobs[at].values()), reverse=True)[:2]
+        assert best - second <= 2 * ulp(best), f"{best} and {second} are no near tie"
+
+
+def test_ulp() -> None:
+    for value in (1.0, 3.7, 11.0, -20.0):
+        here = torch.tensor(value, dtype=torch.bfloat16)
+        above = (here.view(torch.int16) + 1).view(torch.bfloat16)
+        assert abs(above.float() - here.float()) == ulp(here.item())
+
+
+def test_float32_compiled(engines: Engines) -> None:
+    plain = generate(engines.start(enforce_eager=False), PROMPTS, greedy(40))
+    llm = engines.start(tree(12), enforce_eager=False)
+    assert_identical(plain, generate(llm, PROMPTS, greedy(40)))
+    assert metric(llm, "spec_decode_num_accepted_tokens") > 0
