@@ -115,6 +115,8 @@ def test_bad_values(changes: dict[str, Any], words: list[str]) -> None:
         ({"pipeline_parallel_size": 2}, ["pipeline_parallel_size"]),
         ({"async_scheduling": True}, ["async_scheduling"]),
         ({"enable_lora": True}, ["enable_lora"]),
+        ({"data_parallel_size": 2}, ["data_parallel_size"]),
+        ({"enable_prompt_embeds": True}, ["enable_prompt_embeds"]),
         ({"kv_cache_dtype": "fp8"}, ["kv_cache_dtype"]),
         ({"worker_cls": "some.Worker"}, ["worker_cls"]),
         ({"logits_processors": ["some.Processor"]}, ["logits_processors"]),
