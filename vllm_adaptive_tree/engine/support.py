@@ -104,11 +104,13 @@ def check_config(config: Any, options: TreeOptions) -> None:
                 f"model: {target.model!r} cannot be served with a tree method: {what} are not supported; "
                 "use a decoder-only target with full causal attention"
             )
-    for name, dtype in (("kv_cache_dtype", config.cache_config.cache_dtype), ("draft", spec.kv_cache_dtype or "auto")):
+    for name, dtype in (
+        ("kv_cache_dtype", config.cache_config.cache_dtype),
+        ("speculative_config['kv_cache_dtype']", spec.kv_cache_dtype or "auto"),
+    ):
         if dtype not in ("auto", str(target.dtype).removeprefix("torch.")):
             raise ValueError(
-                f"{'speculative_config[kv_cache_dtype]' if name == 'draft' else name}={dtype!r} is not supported "
-                "beside a tree method; use 'auto' (the model's own dtype)"
+                f"{name}={dtype!r} is not supported beside a tree method; use 'auto' (the model's own dtype)"
             )
     nodes, room = options.num_speculative_tokens, scheduler.max_num_batched_tokens
     if 2 + nodes > room:

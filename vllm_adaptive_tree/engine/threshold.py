@@ -51,7 +51,7 @@ def _target_forward(runner: Any, rows: int) -> Callable[[], Tensor]:
     mask = torch.ones(1, rows, rows, dtype=torch.bool).tril()
     keys = VerifyKeys(trees, torch.zeros(1, 0, dtype=torch.int32), 1, torch.zeros(1), mask)
     metadata = TreeMetadata(None, trees.rows[:0], trees, keys)
-    slots = torch.full((rows,), NO_SLOT)
+    slots, start = torch.full((rows,), NO_SLOT), torch.zeros(rows, dtype=torch.int64)
     layers = list(runner.compilation_config.static_forward_context)
 
     def forward() -> Tensor:
@@ -61,7 +61,7 @@ def _target_forward(runner: Any, rows: int) -> Callable[[], Tensor]:
             num_tokens=rows,
             slot_mapping=dict.fromkeys(layers, slots),
         ):
-            hidden = runner.model(input_ids=torch.zeros(rows, dtype=torch.int32), positions=torch.arange(rows))
+            hidden = runner.model(input_ids=start.int(), positions=start)
         logits: Tensor = runner.model.compute_logits(hidden)
         return logits
 

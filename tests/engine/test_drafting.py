@@ -1,0 +1,49 @@
+"""The trees are drawn from the draft model's law: identity alone would not notice a wrong mask or position there."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from vllm import SamplingParams
+
+from tests.engine.engines import DRAFT, PROMPTS, Engines, generate, runner_of, tree
+from vllm_adaptive_tree.engine import runner_v1
+
+
+def test_path_probabilities_are_the_draft_s(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = engines.start(tree(25, threshold=0, max_depth=6), max_num_batched_tokens=128)
+    runner, seen = runner_of(llm), []
+    original = runner_v1.draft_tree
+
+    def draft_tree(*args: Any, **kwargs: Any) -> Any:
+        batch = original(*args, **kwargs)
+        state = args[3]
+        texts = {
+            int(n): runner.input_batch.token_ids_cpu[row, :n].tolist()
+            for row, n in enumerate(runner.input_batch.num_tokens_no_spec[: runner.input_batch.num_reqs])
+        }
+        for r, root in enumerate(state.root_position.tolist()):
+            seen.append((texts[root + 1], batch.tokens[r], batch.parent[r], batch.log_weight[r]))
+        return batch
+
+    monkeypatch.setattr(runner_v1, "draft_tree", draft_tree)
+    prompts = [PROMPTS[0], PROMPTS[2], PROMPTS[9]]  # of unequal lengths, so that a context tells its request
+    generate(llm, prompts, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
+    assert len(seen) > 15
+
+    draft = AutoModelForCausalLM.from_pretrained(DRAFT, dtype=torch.float32)
+    deepest = 0
+    for context, tokens, parent, weight in seen[::4]:
+        paths: list[list[int]] = []
+        for node in range(25):
+            paths.append((paths[parent[node]] if parent[node] >= 0 else []) + [int(tokens[node])])
+        for node in (0, 5, 12, 20, 24):
+            path = paths[node]
+            deepest = max(deepest, len(path))
+            with torch.no_grad():
+                logits = draft(torch.tensor([context + path])).logits[0, len(context) - 1 : -1]
+            law = (logits / runner_v1.GREEDY_DRAFT_TEMPERATURE).log_softmax(-1)
+            expected = sum(float(law[i, token]) for i, token in enumerate(path))
+            assert expected == pytest.approx(float(weight[node]), abs=2e-3)
+    assert deepest >= 4
