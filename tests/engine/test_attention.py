@@ -9,10 +9,15 @@ from vllm_adaptive_tree.attention.cpu import attend, context_bias, gather_contex
 LENGTHS = [1, 31, 32, 33, 100]  # contexts across block borders
 
 
-@pytest.mark.parametrize("isa", ["vec", "vec16"])
+AMX = pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="this CPU has no AMX")
+
+
+@pytest.mark.parametrize("isa", ["vec", "vec16", pytest.param("amx", marks=AMX)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dim", [32, 64, 128])
 def test_gather_reads_what_the_native_op_wrote(isa: str, dtype: torch.dtype, dim: int) -> None:
+    if isa == "amx" and dtype == torch.float32:
+        pytest.skip("vLLM packs for AMX in bfloat16 only")
     torch.manual_seed(0)
     heads, block_size, count = 2, 32, 70
     cache = torch.zeros(6, heads, block_size, 2 * dim, dtype=dtype)

@@ -176,6 +176,9 @@ def test_targets_outside_the_allow_list(tmp_path: Path, engines: Engines) -> Non
             support.check_layer("layer.0", layer)
         assert "layer.0" in str(error.value)
         setattr(layer.impl, attribute, before)
+    support.check_packing("layer.0", layer)
+    with pytest.raises(ValueError, match="neon"):
+        support.check_packing("layer.0", type("Layer", (), {"isa": "neon"})())
     with pytest.raises(ValueError, match="Linear"):
         support.check_layer("layer.0", type("Linear", (), {})())
 

@@ -7,6 +7,9 @@ native kernel has no mask and returns no log-sum-exp, so its result cannot be me
 import torch
 from torch import Tensor
 
+PACKINGS = ("vec", "vec16", "amx")
+"""Packings of vLLM's CPU cache that `gather_context` reads: those of x86."""
+
 
 def gather_context(kv_cache: Tensor, block_table: Tensor, isa: str) -> tuple[Tensor, Tensor]:
     """Copy the blocks of R requests out of vLLM's CPU cache, to float32.
@@ -14,7 +17,7 @@ def gather_context(kv_cache: Tensor, block_table: Tensor, isa: str) -> tuple[Ten
     Args:
         kv_cache: [blocks, Hkv, block_size, 2 * head_dim], the layer's cache.
         block_table: [R, B] blocks of each request, as many as the longest context needs.
-        isa: the cache's packing as vLLM names it ("vec", "vec16", "amx").
+        isa: the cache's packing as vLLM names it, one of `PACKINGS`.
 
     Returns:
         key and value, [R, Hkv, B * block_size, head_dim].

@@ -54,6 +54,11 @@ class TreeModelRunner(CPUModelRunner):
             support.check_layer(name, layer)
             TreeAttentionImpl.adopt(layer)
 
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        super().initialize_kv_cache(*args, **kwargs)
+        for name, layer in self.compilation_config.static_forward_context.items():
+            support.check_packing(name, layer)
+
     # -- verify: the trees of this step, their positions, their mask
 
     def _prepare_inputs(self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray) -> Any:

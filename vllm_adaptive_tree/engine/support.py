@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from vllm_adaptive_tree.attention.cpu import PACKINGS
 from vllm_adaptive_tree.config import TreeOptions
 
 HEAD_ARCHITECTURES = ("eagle", "mtp", "medusa", "dflash", "dspark", "mlpspeculator")
@@ -151,3 +152,12 @@ def check_layer(name: str, layer: Any) -> None:
                 f"model: layer {name!r} uses {what}, which a tree method does not support; use another target, or a "
                 "chain ('draft_model')"
             )
+
+
+def check_packing(name: str, layer: Any) -> None:
+    """Refuse a KV cache that vLLM packs for a CPU we have no reader for; known once the cache exists."""
+    if layer.isa not in PACKINGS:
+        raise ValueError(
+            f"model: vLLM packs the KV cache of layer {name!r} for {layer.isa!r} on this CPU; tree methods read "
+            f"{', '.join(PACKINGS)} (x86). Use a chain ('draft_model') here"
+        )
