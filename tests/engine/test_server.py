@@ -57,6 +57,14 @@ def metric(url: str, name: str) -> float:
     return sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{name}{{"))
 
 
+def wait_for_running(url: str, count: int) -> None:
+    for _ in range(50):
+        if metric(url, "num_requests_running") == count:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"{metric(url, 'num_requests_running')} requests run, not {count}")
+
+
 @pytest.fixture(scope="module")
 def plain(engines: Engines) -> dict[str, Any]:
     llm = engines.start()
@@ -140,10 +148,10 @@ def test_sixteen_clients_and_a_disconnect(server: str, client: OpenAI, texts: li
     body = {**GREEDY, "max_tokens": 480}
     stream = client.completions.create(prompt="x", **body, stream=True, extra_body=IGNORE_EOS)
     next(iter(stream))
-    assert metric(server, "num_requests_running") == 1
+    wait_for_running(server, 1)
     stream.close()
     assert asyncio.run(run()) == texts
-    assert metric(server, "num_requests_running") == 0
+    wait_for_running(server, 0)
 
 
 def test_async_llm(texts: list[str]) -> None:
