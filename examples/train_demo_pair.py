@@ -4,7 +4,7 @@
 
 The text is what every machine with Python has: the standard library's sources and the language reference that ships in
 `pydoc_data`. The target learns the text; the draft learns the target's laws (distillation). One module in 32 is held
-out, chosen by a checksum of its name; the losses on it are written to `training.json`. About 50 minutes on two cores.
+out, chosen by a checksum of its name; the losses on it are written to `training.json`. It took 97 CPU minutes.
 """
 
 import argparse
