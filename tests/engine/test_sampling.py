@@ -19,7 +19,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "frequency_penalty": {"frequency_penalty": 0.9},
     "bad_words": {"bad_words": ["the", " self", "import"]},
     "min_tokens": {"min_tokens": 17, "ignore_eos": False, "stop_token_ids": list(range(260, 500))},
-    "logit_bias": {"logit_bias": {262: 4.0, 300: -100.0, 280: 2.0}},
+    "logit_bias": {"logit_bias": {262: 12.0, 300: -100.0, 201: -100.0}},
     "allowed_token_ids": {"allowed_token_ids": list(range(3, 900))},
     "stop": {"stop": ["e", "self"], "min_tokens": 3},
     "stop_token_ids": {"stop_token_ids": list(range(260, 320))},
@@ -41,7 +41,7 @@ def batch(kind: dict[str, Any], **extra: Any) -> list[SamplingParams]:
 @pytest.fixture(scope="module")
 def plain(engines: Engines) -> dict[str, list[Any]]:
     llm = engines.start()
-    found = {}
+    found = {"none": generate(llm, PROMPTS[:6], batch({}, logprobs=2))}
     for name, kind in KINDS.items():
         found[name] = generate(llm, PROMPTS[:6], batch(kind, logprobs=kind.get("logprobs", 2)))
     params = SamplingParams(temperature=0.8, seed=7, n=3, max_tokens=30, ignore_eos=True)
@@ -58,6 +58,8 @@ def llm(engines: Engines, plain: dict[str, list[Any]]) -> Any:
 @pytest.mark.parametrize("name", KINDS)
 def test_parameter(llm: Any, plain: dict[str, list[Any]], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     spy = TreeSpy(llm, monkeypatch)
+    changed = [list(a.token_ids) != list(b.token_ids) for a, b in zip(plain[name], plain["none"], strict=True)]
+    assert name == "logprobs" or any(changed), "a parameter without effect proves nothing"
     assert_identical(plain[name], generate(llm, PROMPTS[:6], batch(KINDS[name])))
     assert any(not t.is_chain for t in spy.trees)
 
