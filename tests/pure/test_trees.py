@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from vllm_adaptive_tree.trees import TokenTree, ancestors
+from vllm_adaptive_tree.trees import TokenTree
 
 from .toys import on_device, on_host, paths, random_tree
 
@@ -72,15 +72,24 @@ def test_child(seed):
             assert found == [where[r].get((*here[r], token), -1) for r in range(2)]
 
 
-@pytest.mark.parametrize("nodes", [1, 2, 3, 4, 5, 8, 9, 17])
-def test_ancestors_against_a_loop(nodes):
-    trees = [random_tree(nodes, vocabulary=4, seed=seed) for seed in range(6)] + [TokenTree.chain([0] * nodes)]
-    batch = on_device(trees)
-    mask = ancestors(batch.parent)  # [R, N, N]
-    for tree, rows in zip(trees, mask.tolist(), strict=True):
-        seen: list[set[int]] = []
-        for node, parent in enumerate(tree.parents):
-            seen.append({node} | (seen[parent] if parent >= 0 else set()))
-            assert {other for other in range(nodes) if rows[node][other]} == seen[node]
-    assert torch.equal(mask.sum(2), batch.depth)
-    assert torch.equal(ancestors(batch.parent, levels=int(batch.depth.max())), mask)
+@pytest.mark.parametrize("seed", range(20))
+def test_branches_read_as_chains_in_the_slots_of_their_depth(seed):
+    tree = random_tree(12, vocabulary=3, seed=seed)
+    slots: dict[int, int] = {}  # depth -> node whose keys stand there
+    visited = []
+    for branch in tree.branches():
+        for node in branch:
+            slots[tree.depths[node]] = node
+        for node in branch:
+            at = node
+            while at >= 0:
+                assert slots[tree.depths[at]] == at
+                at = tree.parents[at]
+        visited += branch
+    assert sorted(visited) == list(range(len(tree)))
+    assert len(tree.branches()) == len(set(range(len(tree))) - set(tree.parents)), "one branch a leaf"
+
+
+def test_branches_of_a_chain():
+    assert TokenTree.chain([3, 1, 2]).branches() == [[0, 1, 2]]
+    assert BRANCHED.branches() == [[0, 2, 6], [3, 5], [1, 4]]

@@ -1,7 +1,7 @@
-"""Tree attention inside vLLM's CPU backend: the native kernel keeps every row that is not part of a branching tree."""
+"""Tree attention inside vLLM's CPU backend: verification walks paths with the native kernel, drafting uses a mask."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,19 +11,9 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAtte
 from vllm_adaptive_tree.attention.cpu import attend, context_bias, gather_context
 
 
-class TreeKeys(Protocol):
-    """Where the tree rows of a forward find their keys and values."""
-
-    bias: Tensor  # [R, T, L] float32
-
-    def read(self, layer: Any, kv_cache: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Key and value of one layer, [R, Hkv, L, D] float32; `key`, `value` [tokens, Hkv, D] are this forward's."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class TreeRows:
-    """The rows of a flat batch that belong to trees, and where each stands in the padded [R, T]."""
+    """The rows of a draft forward that belong to trees, and where each stands in the padded [R, T]."""
 
     rows: Tensor  # [M] int64: row in the flat batch
     places: Tensor  # [M] int64: r * T + t
@@ -36,17 +26,39 @@ class TreeRows:
 
 
 @dataclass(frozen=True, slots=True)
-class TreeMetadata:
-    """Attention metadata of a forward that holds tree rows; `native` serves the other rows."""
+class Round:
+    """At most one branch of every tree; the first round also holds every row that belongs to no branching tree."""
+
+    rows: Tensor  # [M] int64: rows of the flat batch that attend
+    nodes: slice  # of `VerifyMetadata.nodes`: the nodes among them
+    slots: Tensor  # [nodes] int64: where their K/V goes first, the slot of the node's position
+    native: CPUAttentionMetadata
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyMetadata:
+    """A verification: every tree is walked depth first, each path a causal sequence in the request's own slots.
+
+    A branch overwrites the tail of the one before it, so the native kernel sees a chain each time and returns the bits
+    of plain decoding. Commit needs the overwritten K/V again.
+    """
+
+    rounds: list[Round]
+    nodes: Tensor  # [nodes of all trees] int64: rows of the flat batch, in the order of the walk
+    saved: dict[str, tuple[Tensor, Tensor]]  # layer -> key, value [nodes, Hkv, D]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftMetadata:
+    """A draft forward: `native` serves the packed rows that read accepted tokens, `keys` the rows of the trees."""
 
     native: CPUAttentionMetadata | None
     native_rows: Tensor  # [rows of native] int64
-    trees: TreeRows
-    keys: TreeKeys
+    keys: "DraftKeys"
 
 
 class TreeAttentionImpl(CPUAttentionBackendImpl):
-    """vLLM's CPU attention, plus trees. Without `TreeMetadata` it is vLLM's own."""
+    """vLLM's CPU attention, plus trees. With vLLM's own metadata it is vLLM's own."""
 
     @classmethod
     def adopt(cls, layer: Any) -> None:
@@ -67,20 +79,48 @@ class TreeAttentionImpl(CPUAttentionBackendImpl):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
+        if isinstance(attn_metadata, VerifyMetadata):
+            return self._verify(layer, query, key, value, kv_cache, attn_metadata, output)
+        if isinstance(attn_metadata, DraftMetadata):
+            return self._draft(layer, query, key, value, kv_cache, attn_metadata, output)
         scales = (output_scale, output_block_scale)
-        if not isinstance(attn_metadata, TreeMetadata):
-            return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
-        assert scales == (None, None)
-        native, trees, keys = attn_metadata.native, attn_metadata.trees, attn_metadata.keys
-        if native is not None:
-            rows = attn_metadata.native_rows
-            part = query.index_select(0, rows)
-            result = super().forward(layer, part, key, value, kv_cache, native, torch.empty_like(part))
-            output.index_copy_(0, rows, result)
+        return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
+
+    def _verify(
+        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, step: VerifyMetadata, out: Tensor
+    ) -> Tensor:
+        keys, values = key.index_select(0, step.nodes), value.index_select(0, step.nodes)
+        step.saved[layer.layer_name] = keys, values
+        for turn in step.rounds:
+            self.do_kv_cache_update(layer, keys[turn.nodes], values[turn.nodes], kv_cache, turn.slots)
+            self._native(layer, query, key, value, kv_cache, turn.native, turn.rows, out)
+        return out
+
+    def _draft(
+        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, step: DraftMetadata, out: Tensor
+    ) -> Tensor:
+        if step.native is not None:
+            self._native(layer, query, key, value, kv_cache, step.native, step.native_rows, out)
+        trees, keys = step.keys.trees, step.keys
         tree_keys, tree_values = keys.read(layer, kv_cache, key, value)
         result = attend(trees.pad(query), tree_keys, tree_values, keys.bias, self.scale).flatten(0, 1)
-        output.index_copy_(0, trees.rows, result.index_select(0, trees.places).to(output.dtype))
-        return output
+        return out.index_copy_(0, trees.rows, result.index_select(0, trees.places).to(out.dtype))
+
+    def _native(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        metadata: CPUAttentionMetadata,
+        rows: Tensor,
+        out: Tensor,
+    ) -> None:
+        """vLLM's kernel on some rows of the flat batch."""
+        part = query.index_select(0, rows)
+        result = super().forward(layer, part, key, value, kv_cache, metadata, torch.empty_like(part))
+        out.index_copy_(0, rows, result)
 
 
 def native_metadata(builder: Any, lengths: Tensor, seq_lens: Tensor, block_table: Tensor, slots: Tensor) -> Any:
@@ -106,24 +146,6 @@ def native_metadata(builder: Any, lengths: Tensor, seq_lens: Tensor, block_table
         causal=True,
     )
     return builder.build(0, common)
-
-
-class VerifyKeys:
-    """Keys of a verification: the paged context, then the trees' own rows, which commit needs again."""
-
-    def __init__(self, trees: TreeRows, block_table: Tensor, block_size: int, context: Tensor, mask: Tensor):
-        """`block_table` [R, blocks], `context` [R] lengths, `mask` [R, T, T] bool: what each tree row sees."""
-        self.trees, self.block_table = trees, block_table
-        self.bias = _bias(context, block_table.shape[1] * block_size, mask)
-        self.saved: dict[str, tuple[Tensor, Tensor]] = {}  # layer -> key, value [R, T, Hkv, D] in the model's dtype
-
-    def read(self, layer: Any, kv_cache: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        own_key, own_value = self.saved[layer.layer_name] = self.trees.pad(key), self.trees.pad(value)
-        old_key, old_value = gather_context(kv_cache, self.block_table, layer.isa)
-        return (
-            torch.cat([old_key, own_key.transpose(1, 2).float()], 2),
-            torch.cat([old_value, own_value.transpose(1, 2).float()], 2),
-        )
 
 
 class DraftKeys:

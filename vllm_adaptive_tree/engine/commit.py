@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from vllm_adaptive_tree.engine.verification import Verification
@@ -16,21 +15,18 @@ def commit(step: Verification, nodes: Tensor, layers: dict[str, Any]) -> None:
         nodes: [requests, D + 1] accepted nodes of every request, -1 behind the path.
         layers: vLLM's static forward context, layer name -> Attention.
     """
-    sources, rows = [], []  # place in the saved [R, T]; row whose slot is the final one
-    for index, request in enumerate(step.branching):
-        width = step.keys[0][0].trees.shape[1]
-        for place, node in enumerate(nodes[request].tolist()):
+    homes = {}  # row of an accepted node -> row whose slot is its final one
+    for request in step.branching:
+        for depth, node in enumerate(nodes[request].tolist(), start=1):
             if node < 0:
                 break
-            if node != place:  # an accepted prefix of the reveal order stands in its slots already
-                sources.append(index * width + 1 + node)
-                rows.append(step.row_start[request] + 1 + place)
-    if not sources:
+            homes[step.row_of(request, node)] = step.row_start[request] + depth
+    if not homes:
         return
-    source, row = torch.tensor(sources), torch.tensor(rows)
-    for keys, names, slot_mapping in step.keys:
-        slots = slot_mapping[row]
+    for metadata, names, slot_mapping in step.groups:
+        source = [place for place, row in enumerate(metadata.nodes.tolist()) if row in homes]
+        slots = slot_mapping[[homes[row] for row in metadata.nodes[source].tolist()]]
         for name in names:
             layer = layers[name]
-            key, value = (saved.flatten(0, 1).index_select(0, source) for saved in keys.saved[name])
+            key, value = (saved[source] for saved in metadata.saved[name])
             layer.impl.do_kv_cache_update(layer, key, value, layer.kv_cache, slots)

@@ -7,7 +7,7 @@ from torch import Tensor
 from vllm.forward_context import set_forward_context
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
-from vllm_adaptive_tree.engine.attention import DraftKeys, TreeMetadata, TreeRows, native_metadata
+from vllm_adaptive_tree.engine.attention import DraftKeys, DraftMetadata, TreeRows, native_metadata
 
 NO_SLOT = -1  # vLLM's cache update writes nothing there
 
@@ -97,7 +97,7 @@ class ModelDrafter(DraftModelProposer):
         self, tokens: Tensor, positions: Tensor, slots: Tensor, native: Any, native_rows: Tensor, keys: DraftKeys | None
     ) -> Tensor:
         """Hidden states [tokens, hidden]. `native` serves `native_rows`, `keys` the tree rows."""
-        metadata = native if keys is None else TreeMetadata(native, native_rows, keys.trees, keys)
+        metadata = native if keys is None else DraftMetadata(native, native_rows, keys)
         layers = self._draft_attn_layer_names
         with set_forward_context(
             dict.fromkeys(layers, metadata),

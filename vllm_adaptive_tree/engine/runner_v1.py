@@ -1,6 +1,7 @@
 """The adapter to vLLM's V1 model runner on a CPU: the one file that walks requests on the host."""
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -81,16 +82,18 @@ class TreeModelRunner(CPUModelRunner):
         step = self.step
         if step is None or not step.branching:
             return metadata, common
-        drafts = self.drafter._draft_attn_layer_names
-        for cache_group, groups in enumerate(self.attn_groups):
-            block_size = self.input_batch.block_table[cache_group].block_size
-            for group in groups:
-                layers = [name for name in group.layer_names if name not in drafts]
-                if layers:
-                    native = metadata[layers[0]]
-                    own = step.metadata(group.get_metadata_builder(0), layers, block_size, native)
-                    metadata.update(dict.fromkeys(layers, own))
+        for group, layers in self.target_groups():
+            own = step.metadata(group.get_metadata_builder(0), layers, metadata[layers[0]])
+            metadata.update(dict.fromkeys(layers, own))
         return metadata, common
+
+    def target_groups(self) -> Iterator[tuple[Any, list[str]]]:
+        """vLLM's attention groups that hold layers of the target, and those layers."""
+        drafts = self.drafter._draft_attn_layer_names
+        for group in (group for groups in self.attn_groups for group in groups):
+            layers = [name for name in group.layer_names if name not in drafts]
+            if layers:
+                yield group, layers
 
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
         with self.clock.phase("verify"):

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 from vllm.forward_context import set_forward_context
 
-from vllm_adaptive_tree.engine.attention import TreeMetadata, TreeRows, VerifyKeys
+from vllm_adaptive_tree.engine.attention import native_metadata
 from vllm_adaptive_tree.engine.drafter import NO_SLOT, CatchUp
 from vllm_adaptive_tree.engine.ranks import from_rank_0
+from vllm_adaptive_tree.engine.verification import Verification
+from vllm_adaptive_tree.trees import TokenTree
 
 ROUNDS = 20
 LOWEST, HIGHEST = 0.05, 0.9
@@ -46,20 +48,22 @@ def _draft_level(drafter: Any, nodes: int) -> Callable[[], Tensor]:
 
 
 def _target_forward(runner: Any, rows: int) -> Callable[[], Tensor]:
-    """A verification of `rows` rows behind an empty context."""
-    trees = TreeRows(torch.arange(rows), torch.arange(rows), (1, rows))
-    mask = torch.ones(1, rows, rows, dtype=torch.bool).tril()
-    keys = VerifyKeys(trees, torch.zeros(1, 0, dtype=torch.int32), 1, torch.zeros(1), mask)
-    metadata = TreeMetadata(None, trees.rows[:0], trees, keys)
+    """A verification of a root and a binary tree behind an empty context, in the null block."""
+    tree = TokenTree((0,) * (rows - 1), tuple((node - 2) // 2 for node in range(1, rows)))
+    step = Verification({0: tree}, [0], [rows], [0])
     slots, start = torch.full((rows,), NO_SLOT), torch.zeros(rows, dtype=torch.int64)
-    layers = list(runner.compilation_config.static_forward_context)
+    metadata: dict[str, Any] = {}
+    for group, layers in runner.target_groups():
+        table = torch.zeros(1, rows, dtype=torch.int32)
+        lengths = torch.tensor([rows], dtype=torch.int32)
+        builder = group.get_metadata_builder(0)
+        native = native_metadata(builder, lengths, lengths, table, slots)
+        own = step.metadata(builder, layers, native) if step.branching else native
+        metadata.update(dict.fromkeys(layers, own))
 
     def forward() -> Tensor:
         with set_forward_context(
-            dict.fromkeys(layers, metadata),
-            runner.vllm_config,
-            num_tokens=rows,
-            slot_mapping=dict.fromkeys(layers, slots),
+            metadata, runner.vllm_config, num_tokens=rows, slot_mapping=dict.fromkeys(metadata, slots)
         ):
             hidden = runner.model(input_ids=start.int(), positions=start)
         logits: Tensor = runner.model.compute_logits(hidden)

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_adaptive_tree.engine.attention import TreeMetadata, TreeRows, VerifyKeys, native_metadata
-from vllm_adaptive_tree.trees import TokenTree, TreeBatch, ancestors
+from vllm_adaptive_tree.engine.attention import Round, VerifyMetadata, native_metadata
+from vllm_adaptive_tree.trees import TokenTree, TreeBatch
 from vllm_adaptive_tree.trees.tree_batch import EMPTY
 
 
@@ -19,9 +19,9 @@ class Verification:
         self.row_start, self.row_count, self.computed = row_start, row_count, computed
         self.depths = {request: tree.depths for request, tree in trees.items()}
         self.levels = max((max(depths) for depths in self.depths.values() if depths), default=0)
-        self.branching = [request for request, tree in trees.items() if not tree.is_chain]
+        self.branching = {request: tree.branches() for request, tree in trees.items() if not tree.is_chain}
         assert all(row_count[request] == 1 + len(trees[request]) for request in self.branching), "root and nodes"
-        self.keys: list[tuple[VerifyKeys, list[str], Tensor]] = []  # per cache group: keys, layers, slot mapping
+        self.groups: list[tuple[VerifyMetadata, list[str], Tensor]] = []  # per attention group: layers, slot mapping
 
     def batch(self) -> TreeBatch:
         """The trees as tensors, one row for every request of the batch."""
@@ -44,48 +44,56 @@ class Verification:
             depths = torch.tensor(self.depths[request])
             positions[first : first + len(depths)] = self.computed[request] + depths
 
-    def metadata(self, builder: Any, layers: list[str], block_size: int, native: Any) -> TreeMetadata:
+    def row_of(self, request: int, node: int) -> int:
+        """Row of a node in the flat batch; -1 is the root."""
+        return self.row_start[request] + 1 + node
+
+    def metadata(self, builder: Any, layers: list[str], native: Any) -> VerifyMetadata:
         """Metadata of one attention group.
 
         Args:
-            builder: vLLM's metadata builder of that group, for the native part.
+            builder: vLLM's metadata builder of that group.
             layers: the target's layers of that group.
-            block_size: tokens per block in its block table.
             native: the CPUAttentionMetadata that vLLM built for the whole batch.
         """
-        branching = set(self.branching)
-        others = [request for request in range(len(self.row_start)) if request not in branching]
-        trees = self._tree_rows()
-        context = torch.tensor([self.computed[request] for request in self.branching])
-        blocks = -(-int(context.max()) // block_size)
-        keys = VerifyKeys(trees, native.block_table[self.branching, :blocks], block_size, context, self._mask())
-        self.keys.append((keys, layers, native.slot_mapping))
-        rows = torch.tensor([row for request in others for row in self._rows(request)], dtype=torch.int64)
-        part = None
-        if others:
-            lengths = torch.tensor([self.row_count[request] for request in others], dtype=torch.int32)
-            table, slots = native.block_table[others], native.slot_mapping[rows]
-            part = native_metadata(builder, lengths, native.seq_lens[others], table, slots)
-        return TreeMetadata(part, rows, trees, keys)
-
-    def _rows(self, request: int) -> range:
-        return range(self.row_start[request], self.row_start[request] + self.row_count[request])
-
-    def _tree_rows(self) -> TreeRows:
-        width = max(self.row_count[request] for request in self.branching)
-        rows = [row for request in self.branching for row in self._rows(request)]
-        places = [
-            index * width + place
-            for index, request in enumerate(self.branching)
-            for place in range(self.row_count[request])
-        ]
-        return TreeRows(torch.tensor(rows), torch.tensor(places), (len(self.branching), width))
-
-    def _mask(self) -> Tensor:
-        """[R, T, T] bool over root and nodes: everyone sees the root, itself and its ancestors."""
-        batch = self.batch()
-        parent = batch.parent[self.branching]
-        mask = torch.nn.functional.pad(ancestors(parent, levels=self.levels), (1, 0, 1, 0))
-        mask[:, :, 0] = True
-        width = max(self.row_count[request] for request in self.branching)
-        return mask[:, :width, :width]
+        nodes: list[int] = []
+        rounds = []
+        for turn in range(max(len(branches) for branches in self.branching.values())):
+            requests, rows, lengths, seq_lens, homes = [], [], [], [], []
+            start = len(nodes)
+            for request, (first, count) in enumerate(zip(self.row_start, self.row_count, strict=True)):
+                if request not in self.branching:
+                    own = list(range(first, first + count)) if turn == 0 else []
+                    end = self.computed[request] + count
+                elif turn < len(self.branching[request]):
+                    branch = self.branching[request][turn]
+                    own = [self.row_of(request, node) for node in branch]
+                    nodes += own
+                    depths = self.depths[request]
+                    homes += [first + depths[node] for node in branch]  # its slot is that of the row at its depth
+                    end = self.computed[request] + 1 + depths[branch[-1]]
+                    own = [first, *own] if turn == 0 else own
+                else:
+                    own = []
+                if own:
+                    requests.append(request)
+                    rows += own
+                    lengths.append(len(own))
+                    seq_lens.append(end)
+            rounds.append(
+                Round(
+                    torch.tensor(rows),
+                    slice(start, len(nodes)),
+                    native.slot_mapping[homes],
+                    native_metadata(
+                        builder,
+                        torch.tensor(lengths, dtype=torch.int32),
+                        torch.tensor(seq_lens, dtype=torch.int32),
+                        native.block_table[requests],
+                        native.slot_mapping[rows],
+                    ),
+                )
+            )
+        metadata = VerifyMetadata(rounds, torch.tensor(nodes), {})
+        self.groups.append((metadata, layers, native.slot_mapping))
+        return metadata

@@ -32,6 +32,23 @@ class TokenTree:
             depths.append(1 if parent < 0 else depths[parent] + 1)
         return depths
 
+    def branches(self) -> list[list[int]]:
+        """The nodes depth first, cut behind every leaf: each branch goes on from an earlier one, or from the root."""
+        children: list[list[int]] = [[] for _ in range(len(self) + 1)]
+        for node, parent in enumerate(self.parents):
+            children[parent].append(node)  # the root's are the last
+        branches: list[list[int]] = []
+        open_nodes, before = children[-1][::-1], None
+        while open_nodes:
+            node = open_nodes.pop()
+            if before is not None and self.parents[node] == before:
+                branches[-1].append(node)
+            else:
+                branches.append([node])
+            open_nodes += children[node][::-1]
+            before = node
+        return branches
+
     def prefix(self, length: int) -> "TokenTree":
         return TokenTree(self.tokens[:length], self.parents[:length])
 

@@ -35,18 +35,3 @@ class TreeBatch(NamedTuple):
         """The child of `node` [R] (-1: the root) that carries `token` [R], or -1 where there is none: [R]."""
         match = (self.parent == node[:, None]) & (self.tokens == token[:, None]) & self.valid
         return torch.where(match.any(1), match.int().argmax(1), -1)
-
-
-def ancestors(parent: Tensor, *, levels: int | None = None) -> Tensor:
-    """[R, N] parents (-1: the root) -> [R, N, N] bool: entry (i, j) says that j is i or an ancestor of i.
-
-    `levels` bounds the depth where it is known.
-    """
-    requests, nodes = parent.shape
-    above = torch.nn.functional.pad(parent + 1, (1, 0))  # [R, N + 1]: 0 stands for the root, which is its own parent
-    at = torch.arange(1, nodes + 1, device=parent.device).expand(requests, nodes)
-    reach = torch.zeros(requests, nodes, nodes + 1, dtype=torch.bool, device=parent.device)
-    for _ in range(nodes if levels is None else levels):
-        reach.scatter_(2, at[:, :, None], True)
-        at = above.gather(1, at)
-    return reach[:, :, 1:]
