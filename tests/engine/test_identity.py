@@ -59,10 +59,6 @@ def test_seeded_sampling_and_negative_control(
             assert here.keys() == there.keys()
             assert all(abs(here[t].logprob - there[t].logprob) < 1e-4 for t in here)
 
-    seconds = llm.collective_rpc("adaptive_tree_seconds")[0]
-    assert seconds["steps"] > 0
-    assert min(seconds[phase] for phase in ("draft", "tree", "verify", "accept", "commit")) > 0
-
     llm.reset_prefix_cache()
     monkeypatch.setattr(runner_v1, "commit", lambda *_: None)
     with pytest.raises(AssertionError, match="differs at token|ends elsewhere"):

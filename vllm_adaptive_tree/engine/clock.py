@@ -5,11 +5,10 @@ from contextlib import contextmanager
 
 
 class PhaseClock:
-    """Seconds spent in each phase of the decoding steps so far."""
+    """Seconds spent in each phase of a decoding step."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
-        self.steps = 0
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -18,3 +17,8 @@ class PhaseClock:
             yield
         finally:
             self.seconds[name] += time.perf_counter() - started
+
+    def take(self) -> dict[str, float]:
+        """Seconds by phase since the last call."""
+        taken, self.seconds = self.seconds, defaultdict(float)
+        return dict(taken)

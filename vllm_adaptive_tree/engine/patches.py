@@ -54,6 +54,33 @@ def patch_validate_spec_decode() -> None:
     SamplingParams._validate_spec_decode = validate
 
 
+def patch_connector_metrics() -> None:
+    """Wrap the front end's readers of encoder-cache connector statistics, in which the figures of our steps travel."""
+    from prometheus_client import Counter, Gauge, Histogram
+    from vllm.distributed.ec_transfer.ec_connector.metrics import ECConnectorLogging, ECConnectorProm
+
+    from vllm_adaptive_tree.engine.metrics import KEY, TreeProm
+
+    original, original_observe = ECConnectorProm.__init__, ECConnectorLogging.observe
+    if getattr(original, MARK, False):
+        return
+
+    @wraps(original)
+    def init(self: Any, vllm_config: Any, labelnames: list[str], values: dict[int, list[object]]) -> None:
+        original(self, vllm_config, labelnames, values)
+        if getattr(vllm_config.speculative_config, MARK, False):
+            types = {Gauge: self._gauge_cls, Counter: self._counter_cls, Histogram: self._histogram_cls}
+            self.prom_metrics = TreeProm(vllm_config, types, labelnames, values)
+
+    @wraps(original_observe)
+    def observe(self: Any, transfer_stats_data: dict[str, Any]) -> None:
+        if KEY not in transfer_stats_data:  # a connector's own; vLLM fails here without a connector
+            original_observe(self, transfer_stats_data)
+
+    setattr(init, MARK, True)
+    ECConnectorProm.__init__, ECConnectorLogging.observe = init, observe
+
+
 @contextmanager
 def swapped(module: ModuleType, name: str, value: Any) -> Iterator[None]:
     """`module.name` is `value` inside the block: where vLLM builds a class inline, it builds ours."""

@@ -3,7 +3,8 @@
 
 def register() -> None:
     """Teach vLLM to translate our methods. Until one is asked for, nothing else changes."""
-    from vllm_adaptive_tree.engine.patches import patch_create_engine_config, patch_validate_spec_decode
+    from vllm_adaptive_tree.engine import patches
 
-    patch_create_engine_config()
-    patch_validate_spec_decode()
+    patches.patch_create_engine_config()
+    patches.patch_validate_spec_decode()
+    patches.patch_connector_metrics()

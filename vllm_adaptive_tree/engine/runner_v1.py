@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from vllm_adaptive_tree.engine.attention import TreeAttentionImpl
 from vllm_adaptive_tree.engine.clock import PhaseClock
 from vllm_adaptive_tree.engine.commit import commit
 from vllm_adaptive_tree.engine.drafter import CatchUp, ModelDrafter
+from vllm_adaptive_tree.engine.metrics import step_figures
 from vllm_adaptive_tree.engine.patches import swapped
 from vllm_adaptive_tree.engine.ranks import from_rank_0
 from vllm_adaptive_tree.engine.share import nodes_per_request
@@ -101,11 +103,18 @@ class TreeModelRunner(CPUModelRunner):
 
     # -- accept and commit
 
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        sampling = self.execute_model_state is not None
+        output = super().sample_tokens(grammar_output)
+        step, self.step = self.step, None
+        if sampling and step is not None:
+            output.ec_connector_output = step_figures(self.clock, chain.from_iterable(step.depths.values()))
+        return output
+
     def _sample(self, logits: Tensor | None, spec_decode_metadata: Any) -> SamplerOutput:
         assert logits is not None
-        step, self.step = self.step, None
+        step = self.step
         assert step is not None
-        self.clock.steps += 1
         with self.clock.phase("accept"):
             limits = [self._token_limit(request) for request in self.input_batch.req_ids]
             draws = TargetDraws(self.sampler, self.input_batch.sampling_metadata, logits, step, limits)
@@ -211,8 +220,6 @@ def _scheduled_tree(tree: TokenTree | None, tokens: list[int], request: str) -> 
     """The tree of the tokens that the scheduler kept: a prefix of what was drafted."""
     if tree is not None and tree.tokens[: len(tokens)] == tuple(tokens):
         return tree.prefix(len(tokens))
-    if -1 in tokens:  # the scheduler's padding of a resumed or fully cached request
-        return TokenTree.chain(tokens)
     raise RuntimeError(f"request {request}: scheduled draft tokens {tokens} are not those of its tree {tree}")
 
 

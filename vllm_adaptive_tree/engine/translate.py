@@ -47,6 +47,8 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
             "model": path,
             "method": "draft_model",
             "num_speculative_tokens": options.num_speculative_tokens,
+            # One size for every batch; beside a schedule vLLM pads no resumed or cached request with draft tokens -1.
+            "num_speculative_tokens_per_batch_size": [(1, 1, options.num_speculative_tokens)],
         }
         config = original(args, *rest, **kwargs)
         config.speculative_config.model = vllm_keys["model"]

@@ -26,7 +26,3 @@ class TreeWorker(cpu_worker.CPUWorker):
             runner.proposer.threshold = measured_threshold(runner, runner.options.num_speculative_tokens)
             logger.info("tree threshold 'auto': %.3f tokens per level, measured", runner.proposer.threshold)
         return times
-
-    def adaptive_tree_seconds(self) -> dict[str, Any]:
-        """Seconds per phase and steps so far, for `LLM.collective_rpc("adaptive_tree_seconds")`."""
-        return {"steps": self.model_runner.clock.steps, **self.model_runner.clock.seconds}

@@ -1,0 +1,60 @@
+"""Figures of every step, from the worker to `/metrics` and `LLM.get_metrics()`.
+
+They travel in vLLM's slot for encoder-cache connectors, which a tree method refuses anyway: the scheduler passes that
+slot's `data` from `ModelRunnerOutput` to `SchedulerStats` without looking into it.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from prometheus_client import Counter as PromCounter
+from prometheus_client import Histogram
+from vllm.distributed.ec_transfer.ec_connector.metrics import ECConnectorPromMetrics, ECConnectorStats
+from vllm.v1.outputs import ECConnectorOutput
+
+from vllm_adaptive_tree.engine.clock import PhaseClock
+
+KEY = "adaptive_tree"
+SECONDS = "vllm:adaptive_tree_phase_seconds"
+NODES = "vllm:adaptive_tree_nodes"
+BUCKETS = [0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0]
+
+
+def step_figures(clock: PhaseClock, depths: Iterable[int]) -> ECConnectorOutput:
+    """Seconds of every phase since the last call, and how many nodes of each of the `depths` were verified."""
+    nodes = Counter(depths)
+    figures = {"seconds": clock.take(), "nodes": {str(depth): count for depth, count in nodes.items()}}
+    return ECConnectorOutput(ec_connector_stats=ECConnectorStats({KEY: figures}))
+
+
+class TreeProm(ECConnectorPromMetrics):
+    """The Prometheus side, in the front end: a histogram of seconds per phase and a counter of nodes by depth."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ):
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self.seconds = metric_types[Histogram](
+            name=SECONDS,
+            documentation="Seconds of a step in each phase of tree speculative decoding.",
+            labelnames=[*labelnames, "phase"],
+            buckets=BUCKETS,
+        )
+        self.nodes = metric_types[PromCounter](
+            name=NODES,
+            documentation="Draft nodes verified, by depth in the tree (1: below the root).",
+            labelnames=[*labelnames, "depth"],
+        )
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        labels = self.per_engine_labelvalues[engine_idx]
+        figures = transfer_stats_data[KEY]
+        for phase, seconds in figures["seconds"].items():
+            self.seconds.labels(*labels, phase).observe(seconds)
+        for depth, count in figures["nodes"].items():
+            self.nodes.labels(*labels, depth).inc(count)
