@@ -34,11 +34,10 @@ def prompts(count: int) -> list[str]:
     return found[:count]
 
 
-def measure(spec: dict[str, Any], texts: list[str]) -> dict[str, float]:
-    """Decode `texts` in rounds of BATCH; the spread is the standard deviation over the rounds."""
-    from vllm import LLM, SamplingParams
+def start(spec: dict[str, Any]) -> Any:
+    from vllm import LLM
 
-    llm = LLM(
+    return LLM(
         str(PAIR / "target"),
         speculative_config=spec,
         dtype="float32",
@@ -47,7 +46,13 @@ def measure(spec: dict[str, Any], texts: list[str]) -> dict[str, float]:
         disable_log_stats=False,
         enable_prefix_caching=False,
     )
-    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+
+
+def measure(llm: Any, texts: list[str], temperature: float = 0.0) -> dict[str, float]:
+    """Decode `texts` in rounds of BATCH; the spread is the standard deviation over the rounds."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=temperature, max_tokens=NEW_TOKENS, ignore_eos=True)
 
     def counts() -> dict[str, float]:
         names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
@@ -55,12 +60,11 @@ def measure(spec: dict[str, Any], texts: list[str]) -> dict[str, float]:
         return {name: found.get(f"vllm:spec_decode_{name}", 0.0) for name in names}
 
     rounds, before = [], counts()
-    for start in range(0, len(texts), BATCH):
-        llm.generate(texts[start : start + BATCH], params, use_tqdm=False)
+    for first in range(0, len(texts), BATCH):
+        llm.generate(texts[first : first + BATCH], params, use_tqdm=False)
         after = counts()
         rounds.append({name: after[name] - before[name] for name in after})
         before = after
-    llm.llm_engine.engine_core.shutdown()
     total = {name: sum(r[name] for r in rounds) for name in rounds[0]}
     each = [1 + r["num_accepted_tokens"] / r["num_drafts"] for r in rounds]
     return {
@@ -69,6 +73,13 @@ def measure(spec: dict[str, Any], texts: list[str]) -> dict[str, float]:
         "nodes_per_step": total["num_draft_tokens"] / total["num_drafts"],
         "steps": total["num_drafts"],
     }
+
+
+def measured(spec: dict[str, Any], texts: list[str]) -> dict[str, float]:
+    llm = start(spec)
+    found = measure(llm, texts)
+    llm.llm_engine.engine_core.shutdown()
+    return found
 
 
 def main() -> None:
@@ -84,7 +95,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for length in options.chains:
         spec = {"method": "draft_model", "model": draft, "num_speculative_tokens": length}
-        rows.append({"method": "chain", "nodes": length, **measure(spec, texts)})
+        rows.append({"method": "chain", "nodes": length, **measured(spec, texts)})
         print(rows[-1], flush=True)
     for temperature in options.temperatures:
         for nodes in options.nodes:
@@ -95,7 +106,7 @@ def main() -> None:
             }
             spec = {"method": "opt_tree", "model": draft, "num_speculative_tokens": nodes, "tree": tree}
             row = {"method": "opt_tree", "nodes": nodes, "draft_temperature": temperature}
-            rows.append({**row, **measure(spec, texts)})
+            rows.append({**row, **measured(spec, texts)})
             print(rows[-1], flush=True)
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,7 @@
 """Tree speculative decoding for stock vLLM: the draft tree follows the draft model's own probabilities."""
 
+from vllm_adaptive_tree.registry import register_acceptance, register_proposer
 from vllm_adaptive_tree.trees import TokenTree
 from vllm_adaptive_tree.version import __version__
 
-__all__ = ["TokenTree", "__version__"]
+__all__ = ["TokenTree", "__version__", "register_acceptance", "register_proposer"]

@@ -9,6 +9,7 @@ from vllm import SamplingParams
 
 from tests.engine.engines import DRAFT, PROMPTS, Engines, generate, runner_of, tree
 from vllm_adaptive_tree.engine import runner_v1
+from vllm_adaptive_tree.methods import GREEDY_DRAFT_TEMPERATURE
 
 
 def test_path_probabilities_are_the_draft_s(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -17,15 +18,15 @@ def test_path_probabilities_are_the_draft_s(engines: Engines, monkeypatch: pytes
     original = runner_v1.draft_tree
 
     def draft_tree(*args: Any, **kwargs: Any) -> Any:
-        batch = original(*args, **kwargs)
-        state = args[3]
+        proposal = original(*args, **kwargs)
+        batch, state = proposal.tree, args[3]
         texts = {
             int(n): runner.input_batch.token_ids_cpu[row, :n].tolist()
             for row, n in enumerate(runner.input_batch.num_tokens_no_spec[: runner.input_batch.num_reqs])
         }
         for r, root in enumerate(state.root_position.tolist()):
             seen.append((texts[root + 1], batch.tokens[r], batch.parent[r], batch.log_weight[r]))
-        return batch
+        return proposal
 
     monkeypatch.setattr(runner_v1, "draft_tree", draft_tree)
     prompts = [PROMPTS[0], PROMPTS[2], PROMPTS[9]]  # of unequal lengths, so that a context tells its request
@@ -43,7 +44,7 @@ def test_path_probabilities_are_the_draft_s(engines: Engines, monkeypatch: pytes
             deepest = max(deepest, len(path))
             with torch.no_grad():
                 logits = draft(torch.tensor([context + path])).logits[0, len(context) - 1 : -1]
-            law = (logits / runner_v1.GREEDY_DRAFT_TEMPERATURE).log_softmax(-1)
+            law = (logits / GREEDY_DRAFT_TEMPERATURE).log_softmax(-1)
             expected = sum(float(law[i, token]) for i, token in enumerate(path))
             assert expected == pytest.approx(float(weight[node]), abs=2e-3)
     assert deepest >= 4

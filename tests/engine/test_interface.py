@@ -9,14 +9,21 @@ import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 
 from tests.engine.engines import DRAFT, PROMPTS, TARGET, Engines, generate, runner_of, tree
-from vllm_adaptive_tree.engine import support
+from vllm_adaptive_tree.config import TreeOptions
+from vllm_adaptive_tree.engine import support, translate
 from vllm_adaptive_tree.engine.translate import tree_options
+from vllm_adaptive_tree.methods import resolve
 
 
 def build(spec: Any, target: str = TARGET, **arguments: Any) -> Any:
     return EngineArgs(
         model=target, speculative_config=spec, **{"max_model_len": 512, **arguments}
     ).create_engine_config()
+
+
+def asked(method: str, rule: str = "auto", **options: Any) -> dict[str, Any]:
+    """A speculative_config for any method; options go under "tree"."""
+    return {**tree(20, **options), "method": method, "rejection_sample_method": rule}
 
 
 def edited(folder: str, tmp_path: Path, **changes: Any) -> str:
@@ -82,15 +89,19 @@ def test_a_plain_draft_is_a_plain_draft_whatever_its_path(name: str, tmp_path: P
         ({"model": None}, ["model", "missing"]),
         ({"model": 3}, ["model", "name the draft"]),
         ({"model": "/no/such/folder"}, ["model", "/no/such/folder", "config.json"]),
-        ({"method": "dyspec"}, ["method", "dyspec", "opt_tree"]),
         ({"rejection_sample_method": "standard"}, ["rejection_sample_method", "vLLM's rule"]),
-        ({"rejection_sample_method": "spechub"}, ["rejection_sample_method", "not in this release"]),
-        ({"rejection_sample_method": "best"}, ["rejection_sample_method", "target_only"]),
+        (
+            {"rejection_sample_method": "spechub"},
+            ["'spechub'", "hub_pair", "auto, target_only, traversal", "allow_lossy"],
+        ),
+        ({"rejection_sample_method": "best"}, ["rejection_sample_method", "'best'", "target_only", "traversal"]),
         ({"prompt_lookup_max": 3}, ["prompt_lookup_max", "remove it", "revision"]),
         ({"attention_backend": "CPU_ATTN"}, ["attention_backend", "remove it"]),
         ({"tree": 3}, ["tree", "mapping"]),
         ({"tree": {"depth": 3}}, ["depth", "max_depth"]),
         ({"tree": {"budget": 30}}, ["budget", "not in this release"]),
+        ({"tree": {"cost_profile": "file.json"}}, ["cost_profile", "not in this release"]),
+        ({"tree": {"allow_lossy": "yes"}}, ["allow_lossy", "true or false"]),
         ({"tree": {"max_depth": 0}}, ["max_depth", "at least 1"]),
         ({"tree": {"threshold": -0.1}}, ["threshold", "at least 0"]),
         ({"tree": {"threshold": float("nan")}}, ["threshold"]),
@@ -106,6 +117,100 @@ def test_bad_values(changes: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ValueError, match="speculative_config|tensor") as error:
         build({**tree(25), **changes})
     assert all(word in str(error.value) for word in words)
+
+
+@pytest.mark.parametrize(
+    ("spec", "rule", "kind"),
+    [
+        (asked("opt_tree"), "target_only", "one_hot"),
+        (asked("opt_tree", "traversal"), "traversal", "one_hot"),
+        ({"method": "dyspec", "model": DRAFT, "num_speculative_tokens": 20}, "traversal", "without_replacement"),
+        (asked("dyspec", "rrsw", mode="heap", max_children=4), "rrsw", "without_replacement"),
+        (asked("eagle2", top_k=4, max_depth=3), "target_only", "one_hot"),
+        (asked("static_tree"), "traversal", "without_replacement"),
+        (asked("static_tree", children="top_k"), "target_only", "one_hot"),
+        (asked("static_tree", children="iid", shape=[2, 2]), "traversal", "iid"),
+        (asked("static_tree", "rrs", shape="ternary"), "rrs", "iid"),
+        (asked("static_tree", "k_seq", shape=[[0], [1], [0, 0]]), "k_seq", "iid"),
+        (asked("static_tree", "spechub", shape="binary"), "spechub", "hub_pair"),
+        (asked("static_tree", "greedy_multi_draft", shape=[3, 2]), "greedy_multi_draft", "top_k_plus_one"),
+        (asked("mcsd", "rrsw"), "rrsw", "without_replacement"),
+        (asked("mcsd", "rrs", children="iid"), "rrs", "iid"),
+    ],
+)
+def test_every_method_brings_the_children_that_its_rule_needs(spec: Any, rule: str, kind: str) -> None:
+    pair = resolve(tree_options(build(spec)))
+    assert (pair.rule_name, pair.proposer.kind, pair.lossless) == (rule, kind, True)
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        (asked("c2t"), ["'gate'", "missing", "classifier"]),
+        (asked("c2t", gate="/no/such/file"), ["'gate'", "/no/such/file"]),
+        (asked("c2t", gate=f"{DRAFT}/model.safetensors"), ["gate", "3 features"]),
+        (asked("c2t", gate=f"{DRAFT}/config.json"), ["gate", "cannot read"]),
+        (asked("c2t", beta=2), ["beta", "between 0 and 1"]),
+        (asked("sequoia"), ["'vector'", "missing", "file"]),
+        (asked("sequoia", vector="/no/such/file"), ["'vector'", "/no/such/file"]),
+        (asked("sequoia", vector=f"{DRAFT}/config.json"), ["'vector'", '{"vector": [numbers between 0 and 1]}']),
+        (asked("mcsd", init_width=2), ["init_width", "not in this release", "init_width 1"]),
+        (asked("mcsd", stop="type1", gate="file"), ["stop", "'type1'", "not in this release", "'type2'"]),
+        (asked("mcsd", stop="type2"), ["'gate'", "missing"]),
+        (asked("mcsd", shape="binary"), ["shape", "k-config"]),
+        (asked("static_tree", shape="quaternary"), ["shape", "'ternary'"]),
+        (asked("static_tree", shape=[]), ["shape", "k-config"]),
+        (asked("static_tree", shape=[[0], [1, 0]]), ["[1, 0]", "parent [1]"]),
+        (asked("static_tree", shape=[[1]]), ["[1]", "earlier sibling"]),
+        (asked("static_tree", children="best"), ["children", "'top_k'"]),
+        (asked("dyspec", mode="tree"), ["mode", "'heap'"]),
+        (asked("dyspec", top_k=4), ["top_k", "dyspec", "max_children"]),
+        (asked("eagle2", threshold=0.5), ["threshold", "eagle2", "top_k"]),
+        (asked("static_tree", draft_temperature=1.0), ["draft_temperature", "static_tree", "shape"]),
+    ],
+)
+def test_bad_options_of_a_method(spec: Any, words: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"speculative_config|gate|shape") as error:
+        build(spec)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+ILLEGAL = [
+    (asked("opt_tree", "rrsw"), "target_only, traversal", "without_replacement"),
+    (asked("eagle2", "k_seq"), "target_only, traversal", "iid"),
+    (asked("dyspec", "rrs"), "target_only, rrsw, traversal", "iid"),
+    (asked("dyspec", "spechub"), "target_only, rrsw, traversal", "hub_pair"),
+    (asked("static_tree", "rrsw", children="iid"), "target_only, rrs, k_seq, traversal", "without_replacement"),
+    (asked("static_tree", "rrs", children="top_k"), "target_only, traversal", "iid"),
+    (
+        asked("static_tree", "spechub", shape="ternary"),
+        "target_only, rrs, rrsw, greedy_multi_draft, k_seq, traversal",
+        "at most 2 children",
+    ),
+]
+
+
+@pytest.mark.parametrize(("spec", "legal", "why"), ILLEGAL)
+def test_an_illegal_pair_is_refused_with_the_legal_rules(spec: Any, legal: str, why: str) -> None:
+    with pytest.raises(ValueError, match="would change the target's law") as error:
+        build(spec)
+    rule = spec["rejection_sample_method"]
+    assert all(word in str(error.value) for word in (repr(rule), f"auto, {legal};", why, "'allow_lossy': true"))
+    for name in legal.split(", "):
+        assert resolve(TreeOptions.parse({**spec, "rejection_sample_method": name})[0]).lossless
+
+
+@pytest.mark.parametrize("spec", [spec for spec, *_ in ILLEGAL])
+def test_an_illegal_pair_that_is_asked_for_runs_and_is_logged(spec: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr(translate.logger, "warning", lambda text, *values: warnings.append(text % values))
+    config = build({**spec, "tree": {**spec["tree"], "allow_lossy": True}})
+    assert not resolve(tree_options(config)).lossless
+    assert [spec["rejection_sample_method"] in text and "changes the target's law" in text for text in warnings] == [
+        True
+    ]
+    build(asked("dyspec", "rrsw", allow_lossy=True))
+    assert len(warnings) == 1, "a legal pair is nothing to warn of"
 
 
 @pytest.mark.parametrize(

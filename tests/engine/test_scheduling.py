@@ -3,10 +3,11 @@
 from typing import Any
 
 import pytest
+import torch
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from tests.engine.engines import PROMPTS, Engines, assert_identical, generate, metric, tree
+from tests.engine.engines import DRAFT, PROMPTS, Engines, assert_identical, generate, metric, runner_of, tree
 
 LONG = ["\n\n".join(PROMPTS[i:] + PROMPTS[:i]) for i in range(0, 16, 3)]  # about 200 tokens each
 SMALL = {"max_model_len": 320, "max_num_batched_tokens": 64}  # prompts come in chunks
@@ -103,3 +104,77 @@ def test_every_running_request_gets_a_token_in_every_step(engines: Engines) -> N
         assert started <= served, "a running request was left out"
         started = (started | served) - {output.request_id for output in outputs if output.finished}
     assert metric(llm, "spec_decode_num_draft_tokens") > nodes
+
+
+PAIRS = {
+    "dyspec": {**tree(12), "method": "dyspec", "rejection_sample_method": "rrsw"},
+    "static_tree": {**tree(12, shape=[3, 2, 1]), "method": "static_tree", "rejection_sample_method": "traversal"},
+}
+
+
+def in_turn(params: SamplingParams, count: int) -> list[SamplingParams]:
+    """Every second request is sampled, without a seed, and ends at another length."""
+    copies = [params.clone() for _ in range(count)]
+    for i in range(1, count, 2):
+        copies[i].temperature, copies[i].max_tokens = 0.9, copies[i].max_tokens - i % 7
+    return copies
+
+
+class LawSpy:
+    """Compares the laws kept beside every tree with what the draft model says of that text, read alone."""
+
+    def __init__(self, llm: Any, monkeypatch: pytest.MonkeyPatch):
+        from transformers import AutoModelForCausalLM
+
+        self.draft = AutoModelForCausalLM.from_pretrained(DRAFT, dtype=torch.float32)
+        self.runner, self.laws = runner_of(llm), 0
+        original = self.runner._sample
+
+        def sample(logits: Any, metadata: Any) -> Any:
+            for row, draft in self.runner.scheduled.items():
+                self.check(self.runner.input_batch.req_ids[row], draft)
+            return original(logits, metadata)
+
+        monkeypatch.setattr(self.runner, "_sample", sample)
+
+    def check(self, request: str, draft: Any) -> None:
+        """At the root and at the last inner node."""
+        state = self.runner.requests[request]
+        for node in {-1, max(draft.tree.parents, default=-1)}:
+            path, at = [], node
+            while at >= 0:
+                path, at = [draft.tree.tokens[at], *path], draft.tree.parents[at]
+            text = torch.tensor([[*state.prompt_token_ids, *state.output_token_ids, *path]])
+            with torch.inference_mode():
+                law = (self.draft(text).logits[0, -1] / draft.temperature).softmax(-1)
+            torch.testing.assert_close(draft.law(node), law, atol=1e-4, rtol=0)
+            self.laws += 1
+
+
+@pytest.mark.parametrize("method", PAIRS)
+def test_draft_laws_survive_what_happens_between_steps(
+    engines: Engines, plain: dict[str, list[Any]], method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = engines.start(PAIRS[method], **SMALL, num_gpu_blocks_override=24)
+    spy = LawSpy(llm, monkeypatch)
+    for prompts in (LONG, LONG[:2], LONG[:2]):  # in chunks, and at last from the prefix cache
+        hits = metric(llm, "prefix_cache_hits")
+        ours = generate(llm, prompts, in_turn(greedy(24), len(prompts)))
+        assert_identical(plain["long"][: len(prompts) : 2], ours[::2])
+    assert metric(llm, "prefix_cache_hits") > hits
+    before = metric(llm, "num_preemptions")
+
+    engine = llm.llm_engine
+    for i, params in enumerate(in_turn(greedy(40, output_kind=RequestOutputKind.FINAL_ONLY), 16)):
+        engine.add_request(f"own-{i}", PROMPTS[i], params)
+    outputs, steps = {}, 0
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            outputs[int(output.request_id.split("-")[1])] = output.outputs[0]
+        steps += 1
+        if steps == 4:
+            engine.abort_request(["own-1", "own-4", "own-6"], internal=False)
+    survivors = [i for i in range(0, 16, 2) if i not in (4, 6)]
+    assert_identical([plain["short"][i] for i in survivors], [outputs[i] for i in survivors])
+    assert metric(llm, "num_preemptions") > before
+    assert spy.laws > 200

@@ -51,10 +51,10 @@ def serving(module: list[str], **environment: str) -> Iterator[str]:
         server.wait(30)
 
 
-def metric(url: str, name: str) -> float:
+def metric(url: str, name: str, label: str = "") -> float:
     with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
         lines = answer.read().decode().splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{name}{{"))
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{name}{{") and label in line)
 
 
 def wait_for_running(url: str, count: int) -> None:
@@ -95,6 +95,7 @@ def test_vllm_serve(texts: list[str], tmp_path: Path) -> None:
         answer = client.completions.create(prompt=PROMPTS[:4], **GREEDY, extra_body=IGNORE_EOS)
         assert [choice.text for choice in answer.choices] == texts[:4]
         assert metric(url, "spec_decode_num_accepted_tokens_total") > 0
+        assert metric(url, "adaptive_tree_phase_seconds_count", 'phase="verify"') > 0
 
 
 @pytest.fixture(scope="module")

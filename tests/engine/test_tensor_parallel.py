@@ -20,9 +20,10 @@ def main():
                                   "draft_tensor_parallel_size": 2, "tree": {"threshold": "auto"}},
               disable_log_stats=False)
     outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True), use_tqdm=False)
-    accepted = sum(m.value for m in llm.get_metrics() if m.name == "vllm:spec_decode_num_accepted_tokens")
+    names = ["spec_decode_num_accepted_tokens", "spec_decode_num_draft_tokens", "adaptive_tree_nodes"]
+    counters = [sum(m.value for m in llm.get_metrics() if m.name == f"vllm:{name}") for name in names]
     print("RESULT" + json.dumps([[list(o.outputs[0].token_ids) for o in outputs],
-                                 [o.outputs[0].text for o in outputs], accepted]))
+                                 [o.outputs[0].text for o in outputs], counters]))
 
 if __name__ == "__main__":
     main()
@@ -51,6 +52,7 @@ def test_two_ranks(engines: Engines, tmp_path: object) -> None:
     )
     lines = [line for line in result.stdout.splitlines() if line.startswith("RESULT")]
     assert lines, result.stdout[-3000:] + result.stderr[-3000:]
-    tokens, texts, accepted = json.loads(lines[0].removeprefix("RESULT"))
+    tokens, texts, (accepted, drafted, nodes) = json.loads(lines[0].removeprefix("RESULT"))
     assert accepted > 0
+    assert nodes == drafted > 0
     assert_identical(plain, [Output(t, text) for t, text in zip(tokens, texts, strict=True)])

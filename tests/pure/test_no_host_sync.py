@@ -3,17 +3,33 @@
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import Any
+from contextlib import ExitStack
+from typing import Any, Self
 
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from vllm_adaptive_tree.acceptance import target_only
-from vllm_adaptive_tree.proposers import Frontier, OptTree, draft_tree
-from vllm_adaptive_tree.trees import TreeBatch
+from vllm_adaptive_tree.acceptance import RULES, Children, Kind, traversal, walk
+from vllm_adaptive_tree.gates.mlp import Gate
+from vllm_adaptive_tree.noise import KeyedNoise
+from vllm_adaptive_tree.proposers import (
+    C2T,
+    DySpec,
+    Eagle2,
+    Frontier,
+    Mcsd,
+    OptTree,
+    Proposal,
+    Proposer,
+    Request,
+    StaticTree,
+    draft_tree,
+)
+from vllm_adaptive_tree.trees import Shape, TreeBatch
 
 from .toys import ToyLM, grow_trees
 
@@ -23,28 +39,55 @@ WAITS = {
     aten.equal,
     aten.masked_select,
     aten.nonzero,
+    aten.repeat_interleave,
     aten._unique2,
     aten.unique_consecutive,
     aten.unique_dim,
 }
 INDEXING = {aten.index, aten.index_put, aten.index_put_}
+CPU = (None, "cpu", torch.device("cpu"))
 
 
 class HostSyncError(Exception):
     pass
 
 
-class NoHostSync(TorchDispatchMode):
+class NoWaits(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         packet = func.overloadpacket
         masks = packet in INDEXING and any(index is not None and index.dtype == torch.bool for index in args[1])
-        to_host = packet is aten._to_copy and kwargs.get("device") == torch.device("cpu")
-        if packet in WAITS or masks or to_host:
+        target = kwargs.get("device") if packet is aten._to_copy else None
+        to_host = target == torch.device("cpu")
+        to_device = target is not None and args[0].device != target and not kwargs.get("non_blocking")
+        if packet in WAITS or masks or to_host or to_device:
             raise HostSyncError(str(func))
         devices = {x.device for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dim() > 0}
         assert len(devices) <= 1, f"{func} mixes {devices}"
         return func(*args, **kwargs)
+
+
+class NoLists(TorchFunctionMode):
+    """A list among the indices, or as the data of a tensor made on a device, goes there by a copy that waits."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (Tensor.__getitem__, Tensor.__setitem__):
+            indices = args[1] if isinstance(args[1], tuple) else (args[1],)
+            lists = any(isinstance(index, list | range) for index in indices)
+        else:
+            lists = func in (torch.tensor, torch.as_tensor) and kwargs.get("device", "cpu") not in CPU
+            lists |= func is Tensor.new_tensor
+        if lists:
+            raise HostSyncError(str(func))
+        return func(*args, **kwargs)
+
+
+class NoHostSync(ExitStack):
+    def __enter__(self) -> Self:
+        self.enter_context(NoWaits())
+        self.enter_context(NoLists())
+        return self
 
 
 # On the CPU the code runs on values; a meta tensor stands for a device's, where copies to the host can be seen.
@@ -52,7 +95,9 @@ DEVICES = pytest.mark.parametrize("device", ["cpu", "meta"])
 
 
 @DEVICES
-@pytest.mark.parametrize("name", ["item", "bool", "int", "nonzero", "mask", "assign", "unique", "equal"])
+@pytest.mark.parametrize(
+    "name", ["item", "bool", "int", "nonzero", "mask", "assign", "unique", "equal", "list", "put", "repeat"]
+)
 def test_the_mode_sees(name, device):
     x = torch.arange(4.0, device=device)
     offenders: dict[str, Callable[[], object]] = {
@@ -64,6 +109,9 @@ def test_the_mode_sees(name, device):
         "assign": lambda: x.index_put_((x > 1,), x[0]),
         "unique": lambda: x.unique(),
         "equal": lambda: torch.equal(x, x),
+        "list": lambda: x[[1, 2]],
+        "put": lambda: x.__setitem__([1, 2], x[0]),
+        "repeat": lambda: x.repeat_interleave(x.long()),
     }
     with NoHostSync(), pytest.raises(HostSyncError):
         offenders[name]()
@@ -73,6 +121,25 @@ def test_the_mode_sees(name, device):
 def test_the_mode_sees_copies_to_the_host(copy):
     with NoHostSync(), pytest.raises(HostSyncError):
         copy(torch.ones(2, device="meta"))
+
+
+@pytest.mark.parametrize(
+    "copy",
+    [
+        lambda: torch.tensor([1, 2], device="meta"),
+        lambda: torch.ones(2, device="meta").new_tensor([1]),
+        lambda: torch.ones(2).to("meta"),
+    ],
+)
+def test_the_mode_sees_copies_to_the_device_that_wait(copy):
+    with NoHostSync(), pytest.raises(HostSyncError):
+        copy()
+
+
+def test_the_mode_lets_pass_what_does_not_wait():
+    with NoHostSync():
+        x = torch.tensor([1, 2]).to("meta", non_blocking=True)
+        x[:, None][x, 0], x[..., 1:], torch.full_like(x, 3), torch.where(x > 1, 0.5, x)
 
 
 def tree_on(device: str) -> TreeBatch:
@@ -88,44 +155,118 @@ class BlindDrafter:
         return self.logits[:, : tokens.shape[1]], state
 
 
+REQUESTS, NODES, VOCABULARY = 2, 6, 9
+SHAPE = Shape.of([[0], [1], [2], [0, 0], [0, 1], [0, 0, 0]])
+KINDS: list[Kind] = ["one_hot", "without_replacement", "iid", "hub_pair", "top_k_plus_one"]
+PROPOSERS: dict[str, Callable[[str], Proposer]] = {
+    "opt_tree": lambda device: OptTree(max_depth=4, threshold=0.1),
+    "eagle2": lambda device: Eagle2(max_depth=4, top_k=3),
+    "dyspec, heap": lambda device: DySpec(max_depth=4, max_children=3, threshold=0),
+    "dyspec, threshold": lambda device: DySpec(max_depth=4, max_children=3, threshold=0.05),
+    "c2t": lambda device: c2t(device, chain=False),
+    "c2t, chain": lambda device: c2t(device, chain=True),
+    "mcsd": lambda device: Mcsd(SHAPE, gate=Gate(11, 4).to(device)),
+    **{f"static, {kind}": lambda device, kind=kind: StaticTree(SHAPE, kind=kind) for kind in KINDS},
+}
+
+
+def c2t(device: str, *, chain: bool) -> C2T:
+    gate = Gate(3, 4).to(device)
+    return C2T(gate, beta=0.4, top_k=3, entropy_top=5, max_depth=4, second_pruning=True, chain=chain)
+
+
+def keyed(device: str, purpose: int = 0) -> KeyedNoise:
+    return KeyedNoise(*torch.arange(2 * REQUESTS, device=device).view(2, -1), purpose)
+
+
 @DEVICES
-def test_opt_tree(device):
-    root, below, temperature = (x.to(device) for x in (torch.randn(2, 9), torch.randn(2, 6, 9), torch.ones(2)))
-    widths = iter([6, 4, 5])
+@pytest.mark.parametrize("width", [NODES, 2])
+@pytest.mark.parametrize("name", PROPOSERS)
+def test_proposers(name, width, device):
+    """With and without the columns that nobody uses."""
 
     def cut(frontier: Frontier, growing: Tensor) -> tuple[Frontier, bool]:
-        width = next(widths)
         return Frontier(frontier.tokens[:, :width], frontier.parent[:, :width]), True
 
-    proposer = OptTree(max_depth=4, threshold=0.1)
+    proposer = PROPOSERS[name](device)
+    root, below = torch.randn(REQUESTS, VOCABULARY).to(device), torch.randn(REQUESTS, NODES, VOCABULARY).to(device)
+    temperature, greedy = torch.ones(REQUESTS).to(device), (torch.arange(REQUESTS) > 0).to(device)
+
+    def run() -> Proposal:
+        request = Request(temperature, greedy, keyed(device))
+        return draft_tree(proposer, BlindDrafter(below), root, None, nodes=NODES, request=request, agree=cut)
+
+    run()  # what is made once for a device may wait
     with NoHostSync():
-        tree = draft_tree(proposer, BlindDrafter(below), root, None, nodes=6, temperature=temperature, agree=cut)
-    assert [(column.shape, column.device.type) for column in tree] == [((2, 6), device)] * 4
+        proposal = run()
+    columns = [*proposal.tree, proposal.read, proposal.drawn]
+    assert [(column.shape[1], column.device.type) for column in columns] == [(NODES, device)] * 5 + [
+        (NODES + 1, device)
+    ]
 
 
 @DEVICES
 def test_tree_batch(device):
     tree, two = tree_on(device), torch.tensor([1, 2]).to(device)
     with NoHostSync():
-        found = tree.cut(two).child(two, two)
-    assert found.device.type == device
+        cut = tree.cut(two)
+        found = [cut.child(two, two), cut.children(two, 3), cut.nth_child(two, two)]
+    assert {x.device.type for x in found} == {device}
 
 
 @DEVICES
-def test_target_only(device):
-    tree = tree_on(device)
-    law = torch.rand(6, 2, 3).to(device)  # [N + 1, R, V]
-    requests = torch.arange(2).to(device)
+@pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if rule.draw])
+def test_rules(rule, device):
+    p, q = (torch.rand(REQUESTS, VOCABULARY).softmax(1).to(device) for _ in range(2))
+    tokens, drawn = torch.tensor([[1, 2, 3], [4, -1, -1]]).to(device), torch.tensor([3, 2]).to(device)
     with NoHostSync():
-        accepted = target_only(
-            tree, lambda node, active: (law[node + 1, requests].argmax(1), torch.ones_like(active)), levels=3
+        token = RULES[rule].draw(p, q, Children(tokens, drawn, 3), keyed(device))
+    assert (token.shape, token.device.type) == ((REQUESTS,), device)
+
+
+@DEVICES
+def test_walk(device):
+    tree = tree_on(device)
+    law = torch.rand(6, REQUESTS, 3).to(device)  # [N + 1, R, V]
+    row = torch.arange(REQUESTS).to(device)
+    with NoHostSync():
+        accepted = walk(tree, lambda node, active: (law[node + 1, row].argmax(1), torch.ones_like(active)), levels=3)
+    assert (accepted.tokens.shape, accepted.tokens.device.type) == ((REQUESTS, 4), device)
+
+
+@DEVICES
+@pytest.mark.parametrize("kind", KINDS)
+def test_traversal(kind, device):
+    tree = tree_on(device)
+    p, q = (torch.rand(6, REQUESTS, 3).softmax(2).to(device) for _ in range(2))
+    row, drawn = torch.arange(REQUESTS).to(device), torch.full((REQUESTS,), 2).to(device)
+    with NoHostSync():
+        accepted = traversal(
+            tree,
+            kind,
+            lambda node, active: p[node + 1, row],
+            lambda node: (q[node + 1, row], drawn),
+            keyed(device),
+            levels=3,
+            most=3,
+            among=row > 0,
         )
-    assert accepted.tokens.shape == (2, 4)
-    assert accepted.tokens.device.type == device
+    assert (accepted.tokens.shape, accepted.tokens.device.type) == ((REQUESTS, 4), device)
+
+
+@DEVICES
+def test_noise(device):
+    law, place = torch.rand(REQUESTS, 4, VOCABULARY).to(device), torch.arange(4).expand(REQUESTS, 4).to(device)
+    with NoHostSync():
+        noise = keyed(device).at(place)
+        answers = noise.choose(law), noise.accept(law[..., 0]), noise.draw_without_replacement(law, 3)
+    assert [answer.shape for answer in answers] == [(REQUESTS, 4), (REQUESTS, 4), (REQUESTS, 4, 3)]
 
 
 def test_the_pure_rooms_do_not_import_vllm():
-    rooms = ", ".join(f"vllm_adaptive_tree.{room}" for room in ("trees", "proposers", "acceptance", "config"))
+    rooms = ", ".join(
+        f"vllm_adaptive_tree.{room}" for room in ("trees", "proposers", "acceptance", "gates", "noise", "config")
+    )
     check = f"import sys, {rooms}; sys.exit(', '.join(m for m in sys.modules if m.split('.')[0] == 'vllm') or None)"
     result = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr

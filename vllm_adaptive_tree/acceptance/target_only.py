@@ -1,49 +1,13 @@
-"""`target_only`: walk the tree with the target's own draws (form A of NSS; OPT-Tree's verification)."""
-
-from collections.abc import Callable
-from typing import NamedTuple
-
-import torch
 from torch import Tensor
 
-from vllm_adaptive_tree.trees import TreeBatch
+from vllm_adaptive_tree.acceptance.rejection import Children
+from vllm_adaptive_tree.noise import Noise
 
 
-class Accepted(NamedTuple):
-    """The emitted tokens of R requests: the accepted path and the one extra token behind it; -1 pads."""
+def target_only(p: Tensor, q: Tensor, children: Children, noise: Noise) -> Tensor:
+    """Draw from the target; the children do not matter (form A of NSS; OPT-Tree's verification, arXiv 2406.17276).
 
-    tokens: Tensor  # [R, D + 1]
-    nodes: Tensor  # [R, D + 1]: the node that carried each token, -1 for the extra token
-
-
-def target_only(
-    tree: TreeBatch,
-    draw: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
-    *,
-    levels: int,
-    proceed: Callable[[Tensor], bool] = lambda active: True,
-) -> Accepted:
-    """Draw a token from the target at the root; while a child carries it, go there and draw again.
-
-    Exactly one draw per emitted token, from the law that plain decoding would use there: lossless for every tree, and
-    with the same noise the same tokens as plain decoding.
-
-    Args:
-        draw: (node [R], active [R] bool) -> (token [R] from the target's law at that node (-1: the root), may_go_on
-            [R] bool: false ends the walk behind that token). Rows that are not active are ignored.
-        levels: the largest depth of a tree.
-        proceed: may read `active` to end the loop early.
+    Lossless for every tree, and with the same noise the same tokens as plain decoding. Accepts p(children): the best
+    that any lossless rule can do for children that were not sampled.
     """
-    node = torch.full_like(tree.tokens[:, 0], -1)
-    active = torch.ones_like(node, dtype=torch.bool)
-    tokens, nodes = [], []
-    for _ in range(levels + 1):
-        token, may_go_on = draw(node, active)
-        child = torch.where(active & may_go_on, tree.child(node, token), -1)
-        tokens.append(token.masked_fill(~active, -1))
-        nodes.append(child)
-        active = child >= 0
-        node = torch.where(active, child, node)
-        if not proceed(active):
-            break
-    return Accepted(torch.stack(tokens, 1), torch.stack(nodes, 1))
+    return noise.choose(p)

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -15,23 +16,26 @@ from vllm.v1.sample.logits_processor import build_logitsprocs
 from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from vllm_adaptive_tree.acceptance import target_only
+from vllm_adaptive_tree.acceptance import RULES
 from vllm_adaptive_tree.engine import support
+from vllm_adaptive_tree.engine.acceptance import Requests, accept
 from vllm_adaptive_tree.engine.attention import TreeAttentionImpl
 from vllm_adaptive_tree.engine.clock import PhaseClock
 from vllm_adaptive_tree.engine.commit import commit
 from vllm_adaptive_tree.engine.drafter import CatchUp, ModelDrafter
+from vllm_adaptive_tree.engine.drafts import Draft, to_drafts
 from vllm_adaptive_tree.engine.metrics import step_figures
 from vllm_adaptive_tree.engine.patches import swapped
 from vllm_adaptive_tree.engine.ranks import from_rank_0
 from vllm_adaptive_tree.engine.share import nodes_per_request
-from vllm_adaptive_tree.engine.target_draws import TargetDraws
+from vllm_adaptive_tree.engine.target import Target
+from vllm_adaptive_tree.engine.thinking_budget import ThinkingBudgets
 from vllm_adaptive_tree.engine.translate import tree_options
 from vllm_adaptive_tree.engine.verification import Verification
-from vllm_adaptive_tree.proposers import Frontier, OptTree, draft_tree
-from vllm_adaptive_tree.trees import TokenTree, TreeBatch
-
-GREEDY_DRAFT_TEMPERATURE = 0.6
+from vllm_adaptive_tree.method_options import DySpecOptions
+from vllm_adaptive_tree.methods import draft_temperature, resolve
+from vllm_adaptive_tree.noise import KeyedNoise
+from vllm_adaptive_tree.proposers import Frontier, Proposal, Request, draft_tree
 
 
 class TreeModelRunner(CPUModelRunner):
@@ -42,12 +46,16 @@ class TreeModelRunner(CPUModelRunner):
         ):
             super().__init__(vllm_config, device)
         self.options = tree_options(vllm_config)
+        self.pair = resolve(self.options)
+        self.proposer: Any = self.pair.proposer
         # Draft after bookkeeping, from token lists; vLLM's padded drafting is for its own chains.
         self.speculative_config.disable_padded_drafter_batch = True
+        self.drafts: dict[str, Draft] = {}  # drafted, not yet scheduled
+        self.scheduled: dict[int, Draft] = {}  # of this step, by row
+        self.seeds: dict[str, int] = {}  # of requests that brought none
         tree = self.options.tree
-        # "auto" is measured once the models are loaded; until then every level pays.
-        self.proposer = OptTree(max_depth=tree.max_depth, threshold=0 if tree.threshold == "auto" else tree.threshold)
-        self.trees: dict[str, TokenTree] = {}  # drafted, not yet scheduled
+        self.steering = isinstance(tree, DySpecOptions) and tree.mode == "threshold" and tree.threshold == "auto"
+        self.random = np.random.default_rng(vllm_config.model_config.seed)
         self.step: Verification | None = None
         self.clock = PhaseClock()
 
@@ -59,6 +67,7 @@ class TreeModelRunner(CPUModelRunner):
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_kv_cache(*args, **kwargs)
+        self.input_batch.thinking_budget_state_holder = ThinkingBudgets.of(self.vllm_config, self.device)
         for name, layer in self.compilation_config.static_forward_context.items():
             support.check_packing(name, layer)
 
@@ -67,12 +76,14 @@ class TreeModelRunner(CPUModelRunner):
     def _prepare_inputs(self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray) -> Any:
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         for request in (*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())):
-            self.trees.pop(request, None)
-        trees = {}
-        for request, tokens in scheduler_output.scheduled_spec_decode_tokens.items():
-            trees[self.input_batch.req_id_to_index[request]] = _scheduled_tree(
-                self.trees.pop(request, None), tokens, request
-            )
+            self.drafts.pop(request, None)
+        for request in scheduler_output.finished_req_ids:
+            self.seeds.pop(request, None)
+        self.scheduled = {
+            self.input_batch.req_id_to_index[request]: _scheduled(self.drafts.pop(request, None), tokens, request)
+            for request, tokens in scheduler_output.scheduled_spec_decode_tokens.items()
+        }
+        trees = {row: draft.tree for row, draft in self.scheduled.items()}
         counts = num_scheduled_tokens.tolist()
         computed = self.input_batch.num_computed_tokens_cpu[: len(counts)].tolist()
         self.step = Verification(trees, np.cumsum([0, *counts[:-1]]).tolist(), counts, computed)
@@ -105,21 +116,31 @@ class TreeModelRunner(CPUModelRunner):
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         sampling = self.execute_model_state is not None
-        output = super().sample_tokens(grammar_output)
+        with self._only_seeds_that_count():
+            output = super().sample_tokens(grammar_output)
         step, self.step = self.step, None
         if sampling and step is not None:
             output.ec_connector_output = step_figures(self.clock, chain.from_iterable(step.depths.values()))
         return output
+
+    @contextmanager
+    def _only_seeds_that_count(self) -> Iterator[None]:
+        """Hide the generators of prompts that go on in the next step: what they draw is thrown away, and vLLM would
+        wind them back by an offset, which the generators of a CPU do not have."""
+        generators = self.input_batch.generators
+        hidden = {row: generators.pop(row) for row in list(generators) if self.discard_request_mask.np[row]}
+        try:
+            yield
+        finally:
+            generators.update(hidden)
 
     def _sample(self, logits: Tensor | None, spec_decode_metadata: Any) -> SamplerOutput:
         assert logits is not None
         step = self.step
         assert step is not None
         with self.clock.phase("accept"):
-            limits = [self._token_limit(request) for request in self.input_batch.req_ids]
-            draws = TargetDraws(self.sampler, self.input_batch.sampling_metadata, logits, step, limits)
-            accepted = target_only(step.batch(), draws, levels=step.levels, proceed=lambda active: bool(active.any()))
-            logprobs = draws.close()
+            target = Target(self.sampler, self.input_batch.sampling_metadata, logits, step)
+            accepted, logprobs = accept(self.pair, target, step, self.scheduled, self._requests(step))
             missing = step.levels + 1 - accepted.tokens.shape[1]  # the walk may have ended early
             tokens, nodes = from_rank_0(torch.nn.functional.pad(torch.stack(accepted), (0, missing), value=-1))
             tokens = tokens[:, : int((tokens >= 0).any(0).sum())]
@@ -127,11 +148,27 @@ class TreeModelRunner(CPUModelRunner):
             commit(step, nodes, self.compilation_config.static_forward_context)
         return SamplerOutput(sampled_token_ids=tokens.int(), logprobs_tensors=logprobs)
 
-    def _token_limit(self, request: str) -> int | None:
-        """Stop at the token that reaches `min_tokens`: the sampler lifts its ban on stop tokens between steps only."""
-        state = self.requests[request]
-        missing = state.sampling_params.min_tokens - len(state.output_token_ids)
-        return missing if missing > 0 else None
+    def _requests(self, step: Verification) -> Requests:
+        states = [self.requests[request] for request in self.input_batch.req_ids]
+        sampling = [state.sampling_params for state in states]
+        by_target = self.pair.rule is RULES["target_only"]
+        auto = self.options.rejection_sample_method == "auto"
+        # Stop at the token that reaches `min_tokens`: the sampler lifts its ban on stop tokens between steps only.
+        missing = [one.min_tokens - len(state.output_token_ids) for one, state in zip(sampling, states, strict=True)]
+        return Requests(
+            own=torch.tensor([by_target or _greedy(one) or (auto and one.seed is not None) for one in sampling]),
+            limit=torch.tensor([tokens if tokens > 0 else step.levels + 1 for tokens in missing]),
+            seed=self._seeds(self.input_batch.req_ids),
+            position=torch.tensor(step.computed),
+        )
+
+    def _seeds(self, requests: Any) -> Tensor:
+        """A request's own seed, or one given at its first step."""
+        for request in requests:
+            if request not in self.seeds:
+                own = self.requests[request].sampling_params.seed
+                self.seeds[request] = int(self.random.integers(1 << 62)) if own is None else own
+        return torch.tensor([self.seeds[request] for request in requests])
 
     # -- draft: catch up, grow
 
@@ -153,21 +190,35 @@ class TreeModelRunner(CPUModelRunner):
             logits, state = self.drafter.catch_up(items)
         if state is None:
             return [[] for _ in requests]
-        rooted = [item.row for item in items if item.rooted]
+        rooted = [item for item in items if item.rooted]
+        names = [requests[item.row] for item in rooted]
+        sampling = [self.requests[name].sampling_params for name in names]
+        wanted = [0.0 if _greedy(one) else one.temperature for one in sampling]
+        temperature = torch.tensor([draft_temperature(self.options, one) for one in wanted])
+        position = torch.tensor([item.start + len(item.tokens) - 1 for item in rooted])
+        request = Request(
+            temperature=temperature,
+            greedy=torch.tensor([_greedy(one) for one in sampling]),
+            noise=KeyedNoise(self._seeds(names), position, purpose=0),
+        )
+        levels: list[Tensor] = []
         with self.clock.phase("tree"):
-            batch = draft_tree(
+            proposal = draft_tree(
                 self.proposer,
                 _Timed(self.drafter, self.clock),
                 logits,
                 state,
                 nodes=nodes,
-                temperature=torch.tensor([self._draft_temperature(requests[row]) for row in rooted]),
+                request=request,
                 agree=_agree,
+                keep=levels.append if self.pair.rule is not RULES["target_only"] else lambda _: None,
             )
-            for row, tree in zip(rooted, _to_host(batch), strict=True):
-                structured = self.requests[requests[row]].sampling_params.structured_outputs is not None
-                self.trees[requests[row]] = tree.first_path() if structured else tree
-        return [list(self.trees[request].tokens) if request in self.trees else [] for request in requests]
+            drafts = to_drafts(_from_rank_0(proposal), levels, temperature)
+            for name, one, draft in zip(names, sampling, drafts, strict=True):
+                self.drafts[name] = draft if one.structured_outputs is None else draft.first_path()
+        if self.steering:
+            self.proposer.steer(sum(len(draft.tree) for draft in drafts) / (nodes * len(drafts)))
+        return [list(self.drafts[name].tree.tokens) if name in self.drafts else [] for name in requests]
 
     def _catch_up(self, row: int, scheduler_output: SchedulerOutput, sampled: bool, nodes: int) -> CatchUp | None:
         """What the draft has to read of one request, from the first token of this step on."""
@@ -185,13 +236,6 @@ class TreeModelRunner(CPUModelRunner):
         if end <= start:
             return None
         return CatchUp(row, start, self.input_batch.token_ids_cpu[row, start:end].tolist(), rooted)
-
-    def _draft_temperature(self, request: str) -> float:
-        temperature = self.options.tree.draft_temperature
-        if temperature != "auto":
-            return temperature
-        own = self.requests[request].sampling_params.temperature
-        return own if own >= 1e-5 else GREEDY_DRAFT_TEMPERATURE
 
 
 class _Timed:
@@ -216,27 +260,31 @@ def _all_processors(vllm_config: Any, *args: Any) -> Any:
     return build_logitsprocs(plain, *args)
 
 
-def _scheduled_tree(tree: TokenTree | None, tokens: list[int], request: str) -> TokenTree:
-    """The tree of the tokens that the scheduler kept: a prefix of what was drafted."""
-    if tree is not None and tree.tokens[: len(tokens)] == tuple(tokens):
-        return tree.prefix(len(tokens))
-    raise RuntimeError(f"request {request}: scheduled draft tokens {tokens} are not those of its tree {tree}")
+def _greedy(sampling: Any) -> bool:
+    return sampling.temperature < 1e-5  # as vLLM's sampler
+
+
+def _scheduled(draft: Draft | None, tokens: list[int], request: str) -> Draft:
+    """The draft of the tokens that the scheduler kept: a prefix of what was drafted."""
+    if draft is not None and draft.tree.tokens[: len(tokens)] == tuple(tokens):
+        return draft.prefix(len(tokens))
+    raise RuntimeError(f"request {request}: scheduled draft tokens {tokens} are not those of its tree {draft}")
 
 
 def _agree(frontier: Frontier, growing: Tensor) -> tuple[Frontier, bool]:
-    """Every rank grows rank 0's frontier, cut down to the widest request; stop when no tree grows."""
+    """Every rank grows rank 0's frontier, cut behind its last used column; stop when no tree grows."""
     if get_tp_group().world_size > 1:
         tokens, parent = from_rank_0(torch.stack(frontier))
         frontier = Frontier(tokens, parent)
-    used = frontier.tokens >= 0
-    width = int(used.sum(1).max())
+    used = (frontier.tokens >= 0).any(0).nonzero()
+    width = int(used.max()) + 1 if len(used) else 0
     return Frontier(frontier.tokens[:, :width], frontier.parent[:, :width]), width > 0
 
 
-def _to_host(batch: TreeBatch) -> list[TokenTree]:
-    tokens, parents = from_rank_0(torch.stack([batch.tokens, batch.parent]))
-    counts = (tokens >= 0).sum(1).tolist()
-    return [
-        TokenTree(tuple(token[:count]), tuple(parent[:count]))
-        for token, parent, count in zip(tokens.tolist(), parents.tolist(), counts, strict=True)
-    ]
+def _from_rank_0(proposal: Proposal) -> Proposal:
+    if get_tp_group().world_size == 1:
+        return proposal
+    tree = proposal.tree
+    columns = from_rank_0(torch.cat([tree.tokens, tree.parent, proposal.read, proposal.drawn], 1))
+    tokens, parent, read, drawn = columns.split([tree.tokens.shape[1]] * 3 + [proposal.drawn.shape[1]], 1)
+    return Proposal(tree._replace(tokens=tokens, parent=parent), read, drawn)

@@ -13,6 +13,7 @@ from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.engine import support
 from vllm_adaptive_tree.engine.patches import MARK
 from vllm_adaptive_tree.engine.version_gate import require_supported_vllm
+from vllm_adaptive_tree.methods import resolve
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -34,6 +35,7 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
     """
     require_supported_vllm()
     options, vllm_keys = TreeOptions.parse(args.speculative_config)
+    pair = resolve(options)
     support.check_arguments(args)
     support.check_draft(args, vllm_keys["model"], vllm_keys.get("revision"))
 
@@ -56,13 +58,22 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
     setattr(config.speculative_config, MARK, True)
     support.check_config(config, options)
     logger.info(
-        "Tree speculative decoding: %s with up to %d nodes per request and step, draft model %s, acceptance rule "
-        "target_only, %s",
+        "Tree speculative decoding: %s with up to %d nodes per request and step, draft model %s, acceptance rule %s "
+        "(%s children), %s",
         options.method,
         options.num_speculative_tokens,
         vllm_keys["model"],
+        pair.rule_name,
+        pair.proposer.kind,
         options.tree,
     )
+    if not pair.lossless:
+        logger.warning(
+            "allow_lossy: %s beside %s children changes the target's law; what is sampled is not what the target alone "
+            "would give",
+            pair.rule_name,
+            pair.proposer.kind,
+        )
     return config
 
 

@@ -3,21 +3,42 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
+from vllm_adaptive_tree.acceptance import Kind
+from vllm_adaptive_tree.noise import Noise
 from vllm_adaptive_tree.trees import TreeBatch
+
+MOST_COLUMNS = 1 << 32
 
 
 class Frontier(NamedTuple):
     """The nodes that the draft model shall read next.
 
-    Each request's nodes are packed to the left; `tokens` is -1 behind them, so the engine may cut the width down to the
-    widest request. `parent` counts the slots given to the drafter so far: 0 is the root, then every slot of every
-    frontier in turn, the unused ones included.
+    `tokens` is -1 where a request has no node; the engine may cut off columns at the end that nobody uses. `parent`
+    counts the slots given to the drafter so far: 0 is the root, then every slot of every frontier in turn, the unused
+    ones included.
     """
 
     tokens: Tensor  # [R, W]
     parent: Tensor  # [R, W]
+
+
+class Proposal(NamedTuple):
+    """R finished trees, and what an acceptance rule has to know of how their nodes were drawn."""
+
+    tree: TreeBatch
+    read: Tensor  # [R, N]: the drafter's number of each node, counted as in `Frontier`; -1: never read
+    drawn: Tensor  # [R, N + 1]: how many children the root (first) and each node were to get
+
+
+class Request(NamedTuple):
+    """What a tree is grown for; R entries each."""
+
+    temperature: Tensor  # [R]: the law q that shapes or draws the children is softmax(logits / temperature)
+    greedy: Tensor  # [R] bool: the target takes its argmax, so the best children serve better than sampled ones
+    noise: Noise
 
 
 class Drafter(Protocol):
@@ -34,9 +55,15 @@ class Proposer(Protocol):
     """Grows R trees level by level; `growth` is the proposer's own record and never read by others."""
 
     max_depth: int
+    kinds: tuple[Kind, ...]
+    """Kinds of children that it can produce, in order of preference."""
+    kind: Kind
+    """The one that it shall produce; one of `kinds`."""
+    most_children: int
+    """The most children of a node."""
 
-    def begin(self, logits: Tensor, *, nodes: int, temperature: Tensor) -> Any:
-        """Layer 1 from the root's logits [R, V]; at most `nodes` nodes a tree; `temperature` [R] shapes the law."""
+    def begin(self, logits: Tensor, *, nodes: int, request: Request) -> Any:
+        """Layer 1 from the root's logits [R, V]; at most `nodes` nodes a tree."""
         ...
 
     def growing(self, growth: Any) -> Tensor:
@@ -51,7 +78,7 @@ class Proposer(Protocol):
         """Add the level below the frontier, from its logits [R, W, V]; trees that are not growing stay as they are."""
         ...
 
-    def finish(self, growth: Any) -> TreeBatch: ...
+    def finish(self, growth: Any) -> Proposal: ...
 
 
 def draft_tree(
@@ -61,19 +88,41 @@ def draft_tree(
     state: Any,
     *,
     nodes: int,
-    temperature: Tensor,
+    request: Request,
     agree: Callable[[Frontier, Tensor], tuple[Frontier, bool]] = lambda frontier, growing: (frontier, True),
-) -> TreeBatch:
+    keep: Callable[[Tensor], None] = lambda logits: None,
+) -> Proposal:
     """Grow one tree per request from the root's logits [R, V].
 
-    `agree` may read `growing` [R] to end the growth early, may cut the frontier's unused width, and makes every rank
-    read the same frontier.
+    `agree` may read `growing` [R] to end the growth early, may cut the frontier's unused columns, and makes every rank
+    read the same frontier. `keep` is given the logits [R, W, V] of every level, the root's first.
     """
-    growth = proposer.begin(logits, nodes=nodes, temperature=temperature)
+    keep(logits[:, None])
+    growth = proposer.begin(logits, nodes=nodes, request=request)
     for _ in range(proposer.max_depth - 1):
         frontier, more = agree(proposer.frontier(growth), proposer.growing(growth))
-        if not more:
+        if not more or frontier.tokens.shape[1] == 0:
             break
         logits, state = drafter.grow(frontier.tokens, frontier.parent, state)
+        keep(logits)
         growth = proposer.extend(growth, logits)
     return proposer.finish(growth)
+
+
+def places(level: int, logits: Tensor) -> Tensor:
+    """Keys [R, W] for the noise of a frontier with logits [R, W, V]: a request's own level and column, so that neither
+    the batch around it nor columns that are cut off change its draws."""
+    requests, width, _ = logits.shape
+    return (level * MOST_COLUMNS + torch.arange(width, device=logits.device)).expand(requests, width)
+
+
+def law(logits: Tensor, temperature: Tensor) -> Tensor:
+    """softmax(logits / temperature), as `log_law`."""
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    return (logits.to(dtype) / temperature[..., None]).softmax(-1)
+
+
+def log_law(logits: Tensor, temperature: Tensor) -> Tensor:
+    """log softmax(logits / temperature) in at least float32; `temperature` lacks the last dimension."""
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    return (logits.to(dtype) / temperature[..., None]).log_softmax(-1)

@@ -1,6 +1,7 @@
-"""What a tree is: one tree on the host, a batch of trees on a device."""
+"""What a draft tree is."""
 
+from vllm_adaptive_tree.trees.shape import Shape
 from vllm_adaptive_tree.trees.token_tree import TokenTree
 from vllm_adaptive_tree.trees.tree_batch import TreeBatch
 
-__all__ = ["TokenTree", "TreeBatch"]
+__all__ = ["Shape", "TokenTree", "TreeBatch"]

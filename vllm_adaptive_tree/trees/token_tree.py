@@ -1,3 +1,4 @@
+from collections import Counter
 from dataclasses import dataclass
 from typing import Self
 
@@ -32,6 +33,11 @@ class TokenTree:
             depths.append(1 if parent < 0 else depths[parent] + 1)
         return depths
 
+    @property
+    def widest(self) -> int:
+        """The most children of a node, at least 1."""
+        return max(Counter(self.parents).values(), default=1)
+
     def branches(self) -> list[list[int]]:
         """The nodes depth first, cut behind every leaf: each branch goes on from an earlier one, or from the root."""
         children: list[list[int]] = [[] for _ in range(len(self) + 1)]
@@ -52,15 +58,13 @@ class TokenTree:
     def prefix(self, length: int) -> "TokenTree":
         return TokenTree(self.tokens[:length], self.parents[:length])
 
-    def first_path(self) -> "TokenTree":
-        """The chain that starts at the root and always goes into the child revealed first."""
-        tokens: list[int] = []
-        at = -1
+    def first_path(self) -> list[int]:
+        """The nodes of the chain that starts at the root and always goes into the child revealed first."""
+        nodes: list[int] = []
         for node, parent in enumerate(self.parents):
-            if parent == at:
-                tokens.append(self.tokens[node])
-                at = node
-        return TokenTree.chain(tokens)
+            if parent == (nodes[-1] if nodes else -1):
+                nodes.append(node)
+        return nodes
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless parents come first and siblings differ."""

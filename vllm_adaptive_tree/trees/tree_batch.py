@@ -35,3 +35,16 @@ class TreeBatch(NamedTuple):
         """The child of `node` [R] (-1: the root) that carries `token` [R], or -1 where there is none: [R]."""
         match = (self.parent == node[:, None]) & (self.tokens == token[:, None]) & self.valid
         return torch.where(match.any(1), match.int().argmax(1), -1)
+
+    def children(self, node: Tensor, most: int) -> Tensor:
+        """Tokens of the first `most` children of `node` [R] (-1: the root) in reveal order, -1 behind: [R, most]."""
+        match = (self.parent == node[:, None]) & self.valid
+        order = match.int().sort(dim=1, descending=True, stable=True)
+        tokens = self.tokens.gather(1, order.indices).masked_fill(order.values == 0, EMPTY)[:, :most]
+        return torch.nn.functional.pad(tokens, (0, most - tokens.shape[1]), value=EMPTY)
+
+    def nth_child(self, node: Tensor, n: Tensor) -> Tensor:
+        """The n-th child ([R], from 0) of `node` [R], or -1 where there are not so many: [R]."""
+        match = (self.parent == node[:, None]) & self.valid
+        hit = match & (match.cumsum(1) == n[:, None] + 1)
+        return torch.where(hit.any(1), hit.int().argmax(1), -1)

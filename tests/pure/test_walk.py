@@ -1,4 +1,4 @@
-"""The whole law of what OPT-Tree and `target_only` emit, by enumeration."""
+"""The walk from the root, and the whole law of what OPT-Tree and `target_only` emit, by enumeration."""
 
 from collections.abc import Callable
 
@@ -6,53 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm_adaptive_tree.acceptance import Accepted, target_only
+from vllm_adaptive_tree.acceptance import Accepted, walk
 from vllm_adaptive_tree.trees import TokenTree, TreeBatch
 
-from .toys import ForkingRandom, Path, ToyLM, every_outcome, grow_trees, on_device, on_host, paths, random_tree
+from .toys import Drafts, Emitted, Path, ToyLM, emitted, every_cut, grow_trees, on_device, on_host, paths, random_tree
 
 Draw = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-
-
-def law_below(model: ToyLM, tree: TreeBatch) -> Callable[[Tensor], Tensor]:
-    """node [1] -> the model's law behind that node [1, V]"""
-    histories = [0, *(model.history(path) for path in paths(on_host(tree)[0]))]
-    return lambda node: model.law[[histories[node.item() + 1]]]
-
-
-def total_variation(law: Tensor, other: Tensor) -> float:
-    assert law.sum().item() == pytest.approx(1)
-    return (law - other).abs().sum().item() / 2
-
-
-def emitted_law(run: Callable[[ForkingRandom], Path], target: ToyLM, length: int) -> Tensor:
-    """The law [V ** length] of the tokens of one run, continued by the target."""
-    law = torch.zeros(target.vocabulary**length, dtype=torch.float64)
-    for weight, tokens in every_outcome(run):
-        rest = target.continuations(max(0, length - len(tokens)), tokens)  # [V ** missing]
-        first = int("".join(map(str, tokens[:length])), target.vocabulary) * len(rest)
-        law[first : first + len(rest)] += weight * rest
-    return law
-
-
-def walk(tree: TreeBatch, model: ToyLM, random: ForkingRandom) -> Accepted:
-    law = law_below(model, tree)
-    return target_only(
-        tree,
-        lambda node, active: (random.choose(law(node)), torch.ones_like(active)),
-        levels=int(tree.depth.max()),
-        proceed=lambda active: bool(active.any()),
-    )
-
-
-def emitted(accepted: Accepted) -> list[Path]:
-    return [tuple(token for token in row if token >= 0) for row in accepted.tokens.tolist()]
-
-
-def error(tree: TreeBatch, target: ToyLM, length: int, *, drawn_from: ToyLM | None = None) -> float:
-    law = emitted_law(lambda random: emitted(walk(tree, drawn_from or target, random))[0], target, length)
-    return total_variation(law, target.continuations(length))
-
 
 SETTINGS = [(3, 2, 0), (4, 2, 1), (3, 3, 2)]  # vocabulary, depth, seed
 
@@ -64,19 +23,33 @@ def pair(vocabulary: int, depth: int, seed: int) -> tuple[ToyLM, TreeBatch]:
     return target, grow_trees([draft], nodes=6, max_depth=depth)
 
 
-@pytest.mark.parametrize("nodes", range(1, 7))
+def by_target(tree: TreeBatch, target: ToyLM, length: int) -> Emitted:
+    """What `target_only` emits of every cut of one tree; it needs to know nothing of how the tree came about."""
+    entries = torch.zeros(1, 1 + tree.tokens.shape[1], dtype=torch.int64)
+    q = entries[..., None].expand(-1, -1, target.vocabulary).double()
+    drafts = Drafts(torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.int64), tree, q, entries, 1)
+    return emitted(every_cut(drafts, groups=1), [target], "target_only", "one_hot", length=length)
+
+
+def error(tree: TreeBatch, target: ToyLM, length: int, *, drawn_from: ToyLM | None = None) -> float:
+    """The largest total variation of any cut."""
+    law = by_target(tree, drawn_from or target, length).law
+    return (law - target.continuations(length)).abs().sum(1).max().item() / 2
+
+
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_every_cut_of_the_tree_keeps_the_law(setting, nodes):
+def test_every_cut_of_the_tree_keeps_the_law(setting):
     target, tree = pair(*setting)
     assert on_host(tree)[0].depths.count(2) > 1
-    assert error(tree.cut(torch.tensor([nodes])), target, length=setting[1] + 1) < 1e-9
+    assert error(tree, target, length=setting[1] + 1) < 1e-9
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_chains_keep_the_law(setting):
     target, tree = pair(*setting)
-    chain = on_device([on_host(tree)[0].first_path()])
-    assert error(chain, target, length=setting[1] + 1) < 1e-9
+    (tree,) = on_host(tree)
+    chain = TokenTree.chain([tree.tokens[node] for node in tree.first_path()])
+    assert error(on_device([chain]), target, length=setting[1] + 1) < 1e-9
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -88,9 +61,9 @@ def test_any_tree_keeps_the_law(seed):
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_mean_acceptance_is_the_targets_mass_on_the_tree(setting):
     target, tree = pair(*setting)
-    outcomes = every_outcome(lambda random: walk(tree, target, random))
-    mean = sum(weight * (accepted.nodes >= 0).sum().item() for weight, accepted in outcomes)
-    assert mean == pytest.approx(sum(map(target.probability, paths(on_host(tree)[0]))), abs=1e-12)
+    masses = [target.probability(path) for path in paths(on_host(tree)[0])]
+    expected = [sum(masses[:nodes]) for nodes in range(len(masses) + 1)]
+    assert by_target(tree, target, length=1).accepted.tolist() == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -100,32 +73,8 @@ def test_the_check_sees_draws_from_the_draft(setting):
     assert error(tree, target, length=setting[1] + 1, drawn_from=draft) > 1e-2
 
 
-def rejection_sampling(p: Tensor, q: Tensor, children: Tensor, random: ForkingRandom) -> int:
-    """Sequential rejection for children [1, k] drawn from q [1, V] without replacement, in their order."""
-    for child in children.unbind(1):
-        if random.accept((p[0, child] / q[0, child]).clamp(max=1)):
-            return child.item()
-        p = (p - q).clamp(min=0) / (p - q).clamp(min=0).sum()
-        q = q.index_fill(1, child, 0.0)
-        q = q / q.sum()
-    return random.choose(p).item()
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_the_check_tells_a_legal_rule_from_a_biased_one(seed):
-    """The same rule is exact for sampled children and wrong for the q-best ones, which are always proposed."""
-    draft, target = ToyLM.random(4, 1, seed=seed, scale=1.0), ToyLM.random(4, 1, seed=seed + 50, scale=1.0)
-    p, q = target.law[:1], draft.law[:1]
-
-    def sampled(random: ForkingRandom) -> Path:
-        return (rejection_sampling(p, q, random.draw_without_replacement(q, 2), random),)
-
-    def best(random: ForkingRandom) -> Path:
-        return (rejection_sampling(p, q, q.topk(2).indices, random),)
-
-    plain = target.continuations(2)
-    assert total_variation(emitted_law(sampled, target, 2), plain) < 1e-9
-    assert total_variation(emitted_law(best, target, 2), plain) > 1e-2
+def tokens_of(accepted: Accepted) -> list[Path]:
+    return [tuple(token for token in row if token >= 0) for row in accepted.tokens.tolist()]
 
 
 def test_a_greedy_target_emits_its_argmax_chain():
@@ -139,9 +88,9 @@ def test_a_greedy_target_emits_its_argmax_chain():
         rows = [t.logits[h[at + 1]] for t, h, at in zip(targets, histories, node.tolist(), strict=True)]
         return torch.stack(rows).argmax(1), torch.ones_like(active)
 
-    accepted = target_only(tree, draw, levels=4)
+    accepted = walk(tree, draw, levels=4)
     lengths = set()
-    for r, tokens in enumerate(emitted(accepted)):
+    for r, tokens in enumerate(tokens_of(accepted)):
         for at, token in enumerate(tokens):
             assert token == targets[r].logits[targets[r].history(tokens[:at])].argmax()
         assert tokens not in paths(trees[r]), "the last token is the one that the tree lacks"
@@ -152,7 +101,7 @@ def test_a_greedy_target_emits_its_argmax_chain():
 
 
 def walk_chains(draw: Draw, **options: Callable[[Tensor], bool]) -> Accepted:
-    return target_only(on_device([TokenTree.chain([1, 1, 1]), TokenTree.chain([1])]), draw, levels=3, **options)
+    return walk(on_device([TokenTree.chain([1, 1, 1]), TokenTree.chain([1])]), draw, levels=3, **options)
 
 
 def always_one(node: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
@@ -169,7 +118,7 @@ def test_rows_that_have_ended_stay_ended():
     """The first request leaves the tree at once; what is drawn for it afterwards would lead back into the tree."""
     draws = iter([[0, 1], [1, 1], [1, 1], [1, 1]])
     tree = on_device([TokenTree.chain([1, 1, 1])] * 2)
-    accepted = target_only(tree, lambda node, active: (torch.tensor(next(draws)), torch.ones_like(active)), levels=3)
+    accepted = walk(tree, lambda node, active: (torch.tensor(next(draws)), torch.ones_like(active)), levels=3)
     assert accepted.tokens.tolist() == [[0, -1, -1, -1], [1, 1, 1, 1]]
     assert accepted.nodes.tolist() == [[-1, -1, -1, -1], [0, 1, 2, -1]]
 
@@ -179,14 +128,14 @@ def test_may_go_on_ends_the_walk_behind_the_token(last):
     """The first request may not go on below depth `last`; the second request does not notice."""
     depth_of_node = torch.tensor([1, 2, 3, 0])  # -1 is the root
     accepted = walk_chains(lambda node, active: (torch.ones_like(node), depth_of_node[node] < torch.tensor([last, 9])))
-    assert emitted(accepted) == [(1,) * (last + 1), (1, 1)]
+    assert tokens_of(accepted) == [(1,) * (last + 1), (1, 1)]
     assert (accepted.nodes >= 0).sum(1).tolist() == [last, 1]
 
 
 def test_proceed_only_saves_the_idle_rounds():
     stopped = walk_chains(lambda node, active: (2 - active.long(), active), proceed=lambda active: bool(active.any()))
     assert stopped.tokens.tolist() == walk_chains(always_one).tokens.tolist()
-    short = target_only(
+    short = walk(
         on_device([TokenTree.chain([0, 0, 0])]), always_one, levels=3, proceed=lambda active: bool(active.any())
     )
     assert short.tokens.tolist() == [[1]]

@@ -1,0 +1,147 @@
+"""The joint law of the next four tokens, drawn 20,000 times in the engine, is that of the target alone.
+
+Slow: `pytest -m slow -s tests/engine/test_law.py` prints the figures.
+"""
+
+import time
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from vllm import SamplingParams
+
+from tests.engine.engines import DRAFT, PROMPTS, TARGET, Engines
+from vllm_adaptive_tree.engine import runner_v1
+
+pytestmark = pytest.mark.slow
+
+DRAWS, TOKENS, TOP_K = 20_000, 4, 4
+PROMPT = PROMPTS[9]  # the draft agrees with the target here, but not too much
+FEW = 10  # draws expected of a cell that stands alone
+
+PLAIN = {"temperature": 1.0, "top_k": TOP_K}
+CUT = {"temperature": 0.8, "top_k": TOP_K, "top_p": 0.9}
+
+PAIRS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "top_k children, auto": ("static_tree", "auto", {"shape": [2, 2, 1], "children": "top_k"}, PLAIN),
+    "dyspec, rrsw": ("dyspec", "rrsw", {}, PLAIN),
+    "dyspec, rrsw, top_p": ("dyspec", "rrsw", {}, CUT),
+    "without replacement, traversal": ("static_tree", "traversal", {"shape": [2, 2, 1]}, PLAIN),
+    "iid, rrs": ("static_tree", "rrs", {"shape": [3, 2, 1]}, PLAIN),
+    "iid, k_seq": ("static_tree", "k_seq", {"shape": [3, 2, 1]}, PLAIN),
+    "iid, traversal": ("static_tree", "traversal", {"shape": [3, 2, 1], "children": "iid"}, PLAIN),
+    "hub pairs, spechub": ("static_tree", "spechub", {"shape": "binary"}, PLAIN),
+    "top k and one, greedy_multi_draft": ("static_tree", "greedy_multi_draft", {"shape": [3, 2, 2]}, PLAIN),
+}
+WRONG: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "top_k children, rrsw": ("static_tree", "rrsw", {"shape": [2, 2, 1], "children": "top_k"}, PLAIN),
+    "without replacement, k_seq": (
+        "static_tree",
+        "k_seq",
+        {"shape": [3, 2, 1], "children": "without_replacement"},
+        PLAIN,
+    ),
+}
+
+
+def law(params: dict[str, Any]) -> dict[tuple[int, ...], float]:
+    """Every continuation that the target can give, with its probability."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    target = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32)
+    prompt = AutoTokenizer.from_pretrained(TARGET)(PROMPT).input_ids
+    found = {(): 1.0}
+    for _ in range(TOKENS):
+        with torch.inference_mode():
+            logits = target(torch.tensor([[*prompt, *path] for path in found])).logits[:, -1]
+        best = (logits / params["temperature"]).topk(TOP_K)
+        p = best.values.double().softmax(-1)
+        p = p.masked_fill(p.cumsum(-1) - p >= params.get("top_p", 1.0), 0.0)  # the tokens before it are enough
+        p = p / p.sum(-1, keepdim=True)
+        rows = zip(found.items(), best.indices.tolist(), p.tolist(), strict=True)
+        found = {
+            (*path, token): mass * share
+            for (path, mass), tokens, shares in rows
+            for token, share in zip(tokens, shares, strict=True)
+            if share > 0
+        }
+    return found
+
+
+def chi_square(drawn: Counter[tuple[int, ...]], exact: dict[tuple[int, ...], float]) -> tuple[float, int]:
+    """p value and cells; the rarest cells count as one."""
+    expected = {path: mass * drawn.total() for path, mass in exact.items()}
+    cells = [(drawn[path], count) for path, count in expected.items() if count >= FEW]
+    rest = [(drawn[path], count) for path, count in expected.items() if count < FEW]
+    if rest:
+        cells.append((sum(seen for seen, _ in rest), sum(count for _, count in rest)))
+    statistic = sum((seen - count) ** 2 / count for seen, count in cells)
+    freedom = torch.tensor((len(cells) - 1) / 2, dtype=torch.float64)
+    return torch.special.gammaincc(freedom, torch.tensor(statistic / 2, dtype=torch.float64)).item(), len(cells)
+
+
+class FirstTrees:
+    """How deep the acceptance goes in the first tree of every request."""
+
+    def __init__(self, root: int, monkeypatch: pytest.MonkeyPatch):
+        self.depths: Counter[int] = Counter()
+        original = runner_v1.accept
+
+        def accept(pair: Any, target: Any, step: Any, drafts: Any, requests: Any) -> Any:
+            accepted, logprobs = original(pair, target, step, drafts, requests)
+            first = requests.position == root
+            self.depths.update((accepted.nodes[first] >= 0).sum(1).tolist())
+            return accepted, logprobs
+
+        monkeypatch.setattr(runner_v1, "accept", accept)
+
+    def share(self, depth: int) -> float:
+        return sum(count for reached, count in self.depths.items() if reached >= depth) / self.depths.total()
+
+
+def drawn_by(
+    engines: Engines, pair: tuple[str, str, dict[str, Any], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> tuple[float, float]:
+    """p value, and the share of draws with an accepted node of depth 2 or more in their first tree."""
+    method, rule, options, params = pair
+    llm = engines.start(
+        {
+            "method": method,
+            "model": DRAFT,
+            "num_speculative_tokens": 21 if rule == "greedy_multi_draft" else 14,
+            "rejection_sample_method": rule,
+            "tree": options,
+        },
+        max_num_seqs=256,
+        max_num_batched_tokens=8192,
+        max_model_len=64,
+    )
+    exact = law(params)
+    started = time.monotonic()
+    sampling = SamplingParams(n=100, max_tokens=TOKENS, ignore_eos=True, detokenize=False, **params)
+    trees = FirstTrees(len(llm.get_tokenizer()(PROMPT).input_ids), monkeypatch)
+    outputs = llm.generate([PROMPT] * (DRAWS // 100), sampling, use_tqdm=False)
+    drawn = Counter(tuple(one.token_ids) for output in outputs for one in output.outputs)
+    assert drawn.total() == trees.depths.total() == DRAWS
+    assert drawn.keys() <= exact.keys()
+    p, cells = chi_square(drawn, exact)
+    print(
+        f"{method} {rule} {options} {params}: p = {p:.3g}, {cells} cells of {len(exact)}, depth >= 2 "
+        f"{trees.share(2):.1%}, {time.monotonic() - started:.0f} s"
+    )
+    return p, trees.share(2)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_four_tokens_follow_the_target_s_law(engines: Engines, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    p, deep = drawn_by(engines, PAIRS[name], monkeypatch)
+    assert deep >= 0.2, "too little of what was drawn came from a tree"
+    assert p > 1e-4
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_an_illegal_pair_is_caught(engines: Engines, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    method, rule, options, params = WRONG[name]
+    p, _ = drawn_by(engines, (method, rule, {**options, "allow_lossy": True}, params), monkeypatch)
+    assert p < 1e-6

@@ -1,0 +1,252 @@
+"""What a user may write into `speculative_config`, and that it arrives unchanged in another process."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from vllm_adaptive_tree.config import METHODS, OUR_KEYS, VLLM_KEYS, TreeOptions, is_tree_method
+
+ALL = {"draft": None, "allow_lossy": False}
+SHAPED = {**ALL, "children": None}
+DEFAULTS = {
+    "opt_tree": {**ALL, "max_depth": 10, "threshold": 0.5, "draft_temperature": "auto"},
+    "dyspec": {**ALL, "mode": "threshold", "threshold": "auto", "draft_temperature": 0.6}
+    | {"max_children": 16, "max_depth": 16},
+    "c2t": {**ALL, "beta": 0.5, "top_k": 15, "entropy_top": 1000, "max_depth": 10}
+    | {"second_pruning": True, "mode": "tree", "gate": None},
+    "eagle2": {**ALL, "top_k": 10, "max_depth": 6},
+    "static_tree": {**SHAPED, "shape": "eagle1"},
+    "sequoia": {**SHAPED, "vector": None, "max_depth": 10},
+    "mcsd": {**SHAPED, "shape": (4, 2, 2, 1), "init_width": 1} | {"stop": "none", "stop_threshold": 0.4, "gate": None},
+}
+OTHER_VALUES = {  # of every option another legal value
+    "opt_tree": {"max_depth": 3, "threshold": "auto", "draft_temperature": 1.5, "draft": "model", "allow_lossy": True},
+    "dyspec": {"mode": "heap", "threshold": 0, "draft_temperature": 1, "max_children": 4, "max_depth": 5},
+    "c2t": {"beta": 1, "top_k": 4, "entropy_top": 10, "max_depth": 3}
+    | {"second_pruning": False, "mode": "chain", "gate": "c2t.safetensors"},
+    "eagle2": {"top_k": 3, "max_depth": 2},
+    "static_tree": {"shape": [[0], [1], [0, 0]], "children": "iid"},
+    "sequoia": {"vector": "chances.json", "max_depth": 4, "children": "top_k"},
+    "mcsd": {"shape": [3, 1, 1], "stop": "type2", "stop_threshold": 0, "gate": "mcsd.safetensors"},
+}
+EVERY_METHOD = pytest.mark.parametrize("method", METHODS)
+
+
+def config(method: str, tree: dict | None = None, **keys) -> dict:
+    return {"method": method, "model": "draft", "num_speculative_tokens": 25, "tree": tree or {}, **keys}
+
+
+def parsed(method: str, tree: dict | None = None, **keys) -> TreeOptions:
+    return TreeOptions.parse(config(method, tree, **keys))[0]
+
+
+def in_another_process(options: TreeOptions) -> TreeOptions:
+    return TreeOptions.from_json(json.loads(json.dumps(options.to_json())))
+
+
+def test_the_methods():
+    assert set(METHODS) == set(DEFAULTS)
+    assert all(is_tree_method({"method": method}) for method in METHODS)
+    for other in ("eagle", "ngram", "draft_model", None, 3):
+        assert not is_tree_method({"method": other})
+    assert not is_tree_method({})
+    assert not is_tree_method("opt_tree")
+
+
+@EVERY_METHOD
+def test_defaults(method):
+    options = parsed(method)
+    assert options == parsed(method, tree=None)
+    assert options.rejection_sample_method == "auto"
+    assert options.num_speculative_tokens == 25
+    assert options.to_json()["tree"] == DEFAULTS[method]
+
+
+@EVERY_METHOD
+def test_every_option_arrives(method):
+    given = OTHER_VALUES[method]
+    options = parsed(method, given)
+    assert {key: getattr(options.tree, key) for key in given} == {
+        **given,
+        **(
+            {"shape": tuple(tuple(x) if isinstance(x, list) else x for x in given["shape"])} if "shape" in given else {}
+        ),
+    }
+    assert all(given[key] != DEFAULTS[method][key] for key in given)
+
+
+@EVERY_METHOD
+def test_options_travel_as_json(method):
+    for tree in ({}, OTHER_VALUES[method]):
+        options = parsed(method, tree, rejection_sample_method="target_only", num_speculative_tokens=7)
+        assert in_another_process(options) == options
+        assert in_another_process(in_another_process(options)) == options
+
+
+def test_keys_may_carry_dashes():
+    options, rest = TreeOptions.parse(
+        {
+            "method": "opt_tree",
+            "model": "draft",
+            "num-speculative-tokens": 3,
+            "tree": {"max-depth": 2},
+            "max-model-len": 9,
+        }
+    )
+    assert (options.num_speculative_tokens, options.tree.max_depth) == (3, 2)
+    assert rest == {"model": "draft", "max_model_len": 9}
+
+
+def test_vllm_s_keys_go_on():
+    theirs = {key: f"value of {key}" for key in VLLM_KEYS}
+    assert TreeOptions.parse(config("dyspec", **theirs))[1] == {"model": "draft", **theirs}
+
+
+def test_unknown_keys_list_the_known_ones():
+    with pytest.raises(
+        ValueError, match=r"\['prompt_lookup_max'\] has no meaning beside method 'eagle2'; remove it"
+    ) as e:
+        parsed("eagle2", prompt_lookup_max=3)
+    assert all(key in str(e.value) for key in (*OUR_KEYS, *VLLM_KEYS))
+
+
+@EVERY_METHOD
+def test_unknown_tree_keys_list_the_known_ones(method):
+    with pytest.raises(
+        ValueError, match=rf"\['tree'\]\['depht'\] is not an option of '{method}'; known options: "
+    ) as e:
+        parsed(method, {"depht": 3})
+    known = str(e.value).rsplit(": ", 1)[1].split(", ")
+    assert set(known) == set(DEFAULTS[method])
+
+
+@pytest.mark.parametrize("key", ["budget", "cost_profile"])
+def test_options_of_later_releases_say_so(key):
+    with pytest.raises(ValueError, match=rf"\['{key}'\] is not in this release; remove it"):
+        parsed("opt_tree", {key: "auto"})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": None}, r"\['model'\] is missing: method 'dyspec' needs the draft model"),
+        ({"model": ""}, r"\['model'\] must name the draft model, got ''"),
+        ({"model": 3}, r"\['model'\] must name the draft model, got 3"),
+        ({"num_speculative_tokens": None}, r"\['num_speculative_tokens'\] is missing.*25 for example"),
+        ({"num_speculative_tokens": 0}, r"\['num_speculative_tokens'\].*whole number of at least 1.*got 0"),
+        ({"num_speculative_tokens": True}, r"\['num_speculative_tokens'\].*got True"),
+        ({"num_speculative_tokens": 2.5}, r"\['num_speculative_tokens'\].*got 2.5"),
+        ({"num_speculative_tokens": "9"}, r"\['num_speculative_tokens'\].*got '9'"),
+        ({"tree": [1]}, r"\['tree'\] must be a mapping of options, got \[1\]"),
+        ({"tree": None}, r"\['tree'\] must be a mapping of options, got None"),
+        ({"rejection_sample_method": "best"}, r"\['rejection_sample_method'\] must be one of auto, .*rrsw.*got 'best'"),
+        ({"rejection_sample_method": None}, r"\['rejection_sample_method'\] must be one of auto, .*got None"),
+        ({"rejection_sample_method": ["rrs"]}, r"\['rejection_sample_method'\] must be one of auto"),
+        ({"rejection_sample_method": "standard"}, r"'standard' is vLLM's rule.*remove the key or use one of auto"),
+        ({"rejection_sample_method": "synthetic"}, r"'synthetic' is vLLM's rule"),
+        ({"rejection_sample_method": "block"}, r"'block' is vLLM's rule"),
+    ],
+)
+def test_bad_keys(change, message):
+    given = {key: value for key, value in {**config("dyspec"), **change}.items() if value is not None or key != "model"}
+    with pytest.raises(ValueError, match=message):
+        TreeOptions.parse(given)
+
+
+COUNTS = [0, -1, 2.0, "3", None, True]
+SHARES = [-0.1, 1.1, "0.5", None, True, float("nan")]
+BAD_VALUES = {
+    ("opt_tree", "max_depth", "whole number of at least 1"): COUNTS,
+    ("opt_tree", "threshold", "a number of at least 0"): [-0.1, "fast", None, True, float("inf")],
+    ("opt_tree", "draft_temperature", "a number above 0 or 'auto'"): [0, -1, "hot", None, True],
+    ("opt_tree", "allow_lossy", "true or false"): [1, "true", None],
+    ("dyspec", "mode", "one of 'threshold', 'heap'"): ["greedy", None, 3, ["heap"]],
+    ("dyspec", "threshold", "a number of at least 0"): [-0.1, "heap", None],
+    ("dyspec", "draft_temperature", "a number above 0"): [0, "auto", None],
+    ("dyspec", "max_children", "whole number of at least 1"): COUNTS,
+    ("dyspec", "max_depth", "whole number of at least 1"): COUNTS,
+    ("c2t", "beta", "a number between 0 and 1"): SHARES,
+    ("c2t", "top_k", "whole number of at least 1"): COUNTS,
+    ("c2t", "entropy_top", "whole number of at least 1"): COUNTS,
+    ("c2t", "max_depth", "whole number of at least 1"): COUNTS,
+    ("c2t", "second_pruning", "true or false"): [0, "no", None],
+    ("c2t", "mode", "one of 'tree', 'chain'"): ["threshold", None, {}],
+    ("c2t", "gate", "the path of a file"): ["", 3, ["gate"]],
+    ("eagle2", "top_k", "whole number of at least 1"): COUNTS,
+    ("eagle2", "max_depth", "whole number of at least 1"): COUNTS,
+    ("static_tree", "shape", "'eagle1', 'binary', 'ternary', a k-config as .* or rank paths as"): [
+        *["eagle2", 3, None, [], (), [4, 0], [4, 2.0], [True], [1, [0]], [[0], "1"], [[0], [-1]], [["0"]], {}]
+    ],
+    ("static_tree", "children", "one of 'top_k', 'without_replacement', 'iid'"): ["hub_pair", "one_hot", ["iid"], {}],
+    ("sequoia", "vector", "the path of a file"): ["", [0.5, 0.3]],
+    ("sequoia", "max_depth", "whole number of at least 1"): COUNTS,
+    ("sequoia", "children", "one of 'top_k'"): ["best"],
+    ("mcsd", "shape", "a k-config as"): ["eagle1", [], [[0], [1]], [2, 0], 3, None],
+    ("mcsd", "init_width", "whole number of at least 1"): COUNTS,
+    ("mcsd", "stop", "one of 'none', 'type2', 'type1'"): ["type3", None, 2],
+    ("mcsd", "stop_threshold", "a number between 0 and 1"): SHARES,
+    ("mcsd", "gate", "the path of a file"): ["", 3],
+    ("mcsd", "children", "one of 'top_k'"): ["best"],
+}
+
+
+@pytest.mark.parametrize(("option", "values"), BAD_VALUES.items(), ids=[f"{x[0]}-{x[1]}" for x in BAD_VALUES])
+def test_bad_values_name_the_option_and_what_it_must_be(option, values):
+    method, key, what = option
+    for value in values:
+        with pytest.raises(
+            ValueError, match=rf"\['tree'\]\['{key}'\] must be .*{what}.*, got {re.escape(repr(value))}"
+        ):
+            parsed(method, {key: value})
+
+
+def test_no_option_is_left_unchecked():
+    elsewhere = {(method, key) for method in METHODS for key in ALL}
+    options = {(method, key) for method in METHODS for key in DEFAULTS[method]}
+    assert {(method, key) for method, key, _ in BAD_VALUES} | elsewhere == options
+
+
+@EVERY_METHOD
+def test_the_kind_of_draft(method):
+    assert parsed(method, {"draft": "model"}).tree.draft == "model"
+    for head in ("eagle", "eagle3", "mtp"):
+        with pytest.raises(ValueError, match=rf"\['draft'\]: '{head}' heads are not supported yet; use an independent"):
+            parsed(method, {"draft": head})
+    for value in ("ngram", 3, ["model"]):
+        with pytest.raises(ValueError, match=r"\['draft'\] must be 'model', got"):
+            parsed(method, {"draft": value})
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ([[0], [1, 0]], r"\[1, 0\] has no parent \[1\]; add it"),
+        ([[0], [2]], r"\[2\] needs its earlier sibling \[1\]; add it"),
+        ([[0], [0]], r"\[0\] is empty or stands there twice"),
+    ],
+)
+def test_a_shape_with_a_hole_names_the_path(shape, message):
+    with pytest.raises(ValueError, match=message):
+        parsed("static_tree", {"shape": shape})
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"init_width": 2}, r"\['init_width'\]=2 is not in this release; use init_width 1"),
+        ({"stop": "type1", "gate": "x"}, r"\['stop'\]='type1' is not in this release; .*'none' or 'type2'"),
+        ({"stop": "type2"}, r"\['gate'\] is missing: stop 'type2' needs the file of its model"),
+    ],
+)
+def test_what_mcsd_lacks(tree, message):
+    with pytest.raises(ValueError, match=message):
+        parsed("mcsd", tree)
+
+
+def test_configuring_does_not_import_vllm():
+    check = "import sys, vllm_adaptive_tree.methods; sys.exit('vllm' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr

@@ -1,0 +1,335 @@
+"""Every legal pair of a proposer and a rule keeps the target's law: all trees, all cuts, all coins, by enumeration."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from vllm_adaptive_tree.acceptance import RULES, Kind, legal_rules, optimal
+from vllm_adaptive_tree.gates.mlp import Gate
+from vllm_adaptive_tree.noise import KeyedNoise
+from vllm_adaptive_tree.proposers import C2T, DySpec, Eagle2, Mcsd, OptTree, Proposer, StaticTree
+from vllm_adaptive_tree.trees import Shape
+from vllm_adaptive_tree.trees.orders import depth_first, heavy_path, permuted
+
+from .toys import Drafts, ToyDrafter, ToyLM, emitted, every_cut, every_draft, histories, node_laws, propose, verify
+
+Change = Callable[[Drafts], Drafts]
+Models = tuple[list[ToyLM], list[ToyLM]]  # drafts and their targets
+
+EXACT, BIASED = 1e-9, 1e-2
+IRREGULAR = Shape.of([[0], [1], [2], [0, 0], [0, 1], [0, 0, 0]])
+SHAPES = {"binary": Shape.named("binary", 6), "wide": Shape.k_config([3, 2]), "irregular": IRREGULAR}
+
+
+def models(vocabulary: int, depth: int) -> Models:
+    """Two pairs that differ a little, one in which each lacks tokens of the other, a nearly certain one, and equals."""
+    draft = [ToyLM.random(vocabulary, depth, seed=seed, scale=1.5).logits for seed in range(5)]
+    target = [logits + ToyLM.random(vocabulary, depth, seed=9 - r, scale=1.5).logits for r, logits in enumerate(draft)]
+    draft[2][::2, 0], target[2][::3, 1] = -torch.inf, -torch.inf
+    draft[3], target[3] = 20 * draft[3], 8 * target[3]
+    target[4] = draft[4]
+    return [ToyLM(logits) for logits in draft], [ToyLM(logits) for logits in target]
+
+
+def greedy(pairs: Models) -> Models:
+    return pairs[0], [ToyLM(1e6 * target.logits) for target in pairs[1]]
+
+
+def bias(
+    proposer: Proposer,
+    rule: str,
+    *,
+    nodes: int,
+    vocabulary: int = 3,
+    pairs: Models | None = None,
+    told: Kind | None = None,
+    change: Change = lambda drafts: drafts,
+    **request: Any,
+) -> Tensor:
+    """Total variation between what is emitted and the target's law: [cuts, pairs of models]."""
+    drafts, targets = pairs or models(vocabulary, proposer.max_depth)
+    trees = every_cut(change(every_draft(proposer, drafts, nodes=nodes, **request)), len(drafts))
+    length = proposer.max_depth + 1
+    law = emitted(trees, targets, rule, told or proposer.kind, length=length).law
+    plain = torch.stack([target.continuations(length) for target in targets])
+    return (law.unflatten(0, (-1, len(targets))) - plain).abs().sum(2) / 2
+
+
+def gate(weights: list[float], bias: float, inputs: int) -> Gate:
+    """sigmoid(weights . features + bias) of features that are not negative."""
+    made = Gate(inputs, inputs)
+    first, _, last = made.layers
+    nn.init.eye_(first.weight)
+    nn.init.zeros_(first.bias)
+    with torch.no_grad():
+        last.weight.copy_(torch.tensor([weights]))
+        last.bias.fill_(bias)
+    return made.requires_grad_(requires_grad=False)
+
+
+def c2t(**options: Any) -> C2T:
+    confidence = gate([4.0, -0.5, -0.5], -0.5, inputs=3)
+    return C2T(confidence, **{"beta": 0.4, "top_k": 2, "entropy_top": 2, "max_depth": 3, "chain": False} | options)
+
+
+def static(kind: Kind, shape: Shape = SHAPES["binary"]) -> StaticTree:
+    return StaticTree(shape, kind=kind)
+
+
+def stopping(kind: Kind) -> Mcsd:
+    """Stops where the best token has less than two thirds."""
+    return Mcsd(IRREGULAR, kind=kind, gate=gate([0.0, 9.0, *[0.0] * 9], -6.0, inputs=11), stop_threshold=0.5)
+
+
+CHOSEN = {
+    "opt_tree": lambda: OptTree(max_depth=3, threshold=0.1),
+    "eagle2": lambda: Eagle2(max_depth=3, top_k=2),
+    "c2t": lambda: c2t(second_pruning=True),
+    "c2t without second pruning": lambda: c2t(second_pruning=False),
+    "c2t chain": lambda: c2t(second_pruning=True, chain=True),
+}
+DYSPEC = {
+    "heap": lambda: DySpec(max_depth=3, max_children=3, threshold=0),
+    "flat heap": lambda: DySpec(max_depth=2, max_children=2, threshold=0),
+    "threshold": lambda: DySpec(max_depth=3, max_children=3, threshold=0.2),
+    "low threshold": lambda: DySpec(max_depth=3, max_children=2, threshold=0.02),
+}
+KINDS: list[Kind] = ["one_hot", "without_replacement", "iid", "hub_pair", "top_k_plus_one"]
+LEGAL = [(kind, rule) for kind in KINDS for rule in legal_rules((kind,), 2)]
+
+
+@pytest.mark.parametrize("rule", ["target_only", "traversal"])
+@pytest.mark.parametrize("name", CHOSEN)
+def test_chosen_children(name, rule):
+    assert bias(CHOSEN[name](), rule, nodes=6).max() < EXACT
+    assert bias(CHOSEN[name](), rule, nodes=4, vocabulary=5, temperature=0.6).max() < EXACT
+
+
+@pytest.mark.parametrize("rule", ["target_only", "rrsw", "traversal"])
+@pytest.mark.parametrize("name", DYSPEC)
+def test_dyspec(name, rule):
+    assert bias(DYSPEC[name](), rule, nodes=5).max() < EXACT
+    assert bias(DYSPEC[name](), rule, nodes=4, temperature=0.6).max() < EXACT
+
+
+@pytest.mark.parametrize(("kind", "rule"), LEGAL)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_static_trees(shape, kind, rule):
+    if rule in legal_rules((kind,), SHAPES[shape].most_children):
+        for nodes in (4, 6):
+            assert bias(static(kind, SHAPES[shape]), rule, nodes=nodes).max() < EXACT
+
+
+@pytest.mark.parametrize(("kind", "rule"), LEGAL)
+def test_larger_vocabularies(kind, rule):
+    assert bias(static(kind, Shape.k_config([2, 1])), rule, nodes=4, vocabulary=4, temperature=1.7).max() < EXACT
+
+
+@pytest.mark.parametrize(("kind", "rule"), LEGAL)
+def test_mcsd_stops(kind, rule):
+    assert bias(stopping(kind), rule, nodes=6).max() < EXACT
+
+
+def test_mcsd_stops_at_several_depths():
+    drafts, _ = models(3, 3)
+    trees = every_draft(stopping("without_replacement"), drafts, nodes=6).tree
+    assert set(trees.depth.amax(1).tolist()) == {1, 2, 3}
+
+
+@pytest.mark.parametrize(("kind", "rule"), LEGAL)
+def test_greedy_requests_get_the_argmax(kind, rule):
+    assert bias(static(kind, IRREGULAR), rule, nodes=6, pairs=greedy(models(3, 3)), greedy=True).max() < EXACT
+
+
+@pytest.mark.parametrize("rule", ["target_only", "rrsw", "traversal"])
+@pytest.mark.parametrize("name", [*CHOSEN, *DYSPEC])
+def test_greedy_requests_of_other_proposers(name, rule):
+    proposer = {**CHOSEN, **DYSPEC}[name]()
+    if rule in legal_rules(proposer.kinds, 3):
+        assert bias(proposer, rule, nodes=4, pairs=greedy(models(3, proposer.max_depth)), greedy=True).max() < EXACT
+
+
+@pytest.mark.parametrize(("kind", "rule"), LEGAL)
+def test_float32(kind, rule):
+    """Rounding is all that single precision adds."""
+    drafts, targets = ([ToyLM(model.logits.float()) for model in side] for side in models(3, 2))
+    assert bias(static(kind), rule, nodes=6, pairs=(drafts, targets)).max() < 1e-5
+
+
+# What the checks above would see.
+
+
+def strangers(vocabulary: int = 4, depth: int = 1, count: int = 40) -> Models:
+    """Pairs that have nothing to do with each other."""
+    draft, target = (
+        [ToyLM.random(vocabulary, depth, seed=seed + side, scale=1.0) for seed in range(count)] for side in (0, 1000)
+    )
+    return draft, target
+
+
+SPECHUB_TAKES_ANY_SECOND = ("without_replacement", "spechub")  # unless the first is the hub, it does not look
+WRONG = [
+    (kind, rule)
+    for kind in KINDS
+    for rule in RULES
+    if kind not in RULES[rule].kinds and (kind, rule) != SPECHUB_TAKES_ANY_SECOND
+]
+
+
+@pytest.mark.parametrize(("kind", "rule"), WRONG)
+def test_every_other_pair_is_biased(kind, rule):
+    assert bias(static(kind, Shape.k_config([2])), rule, nodes=2, pairs=strangers()).max() > BIASED
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_traversal_must_be_told_the_kind(kind):
+    """Any tree may pass for a chosen one: what is taken as given cannot be wrong."""
+    for told in KINDS:
+        worst = bias(static(kind, Shape.k_config([2])), "traversal", nodes=2, pairs=strangers(), told=told).max()
+        assert (worst < EXACT) if told in (kind, "one_hot") else (worst > BIASED)
+
+
+@pytest.mark.parametrize("order", [depth_first, heavy_path])
+def test_only_reveal_order_may_be_cut(order):
+    """Depth first the whole tree is exact still; by heavy paths siblings change places, and it is not."""
+
+    def reordered(drafts: Drafts) -> Drafts:
+        return in_order(drafts, order(drafts.tree.parent, drafts.tree.valid))
+
+    pairs = strangers(vocabulary=3, depth=2, count=8)
+    proposer = DySpec(max_depth=2, max_children=3, threshold=0)
+    assert bias(proposer, "rrsw", nodes=4, pairs=pairs).max() < EXACT
+    worst = bias(proposer, "rrsw", nodes=4, pairs=pairs, change=reordered).amax(1)  # [cuts]
+    assert worst.max() > BIASED
+    assert (worst[-1] < EXACT) == (order is depth_first)
+
+
+@pytest.mark.parametrize("rule", ["rrsw", "traversal", "target_only"])
+def test_drawn_children_must_not_be_pruned_by_their_probability(rule):
+    worst = bias(DYSPEC["heap"](), rule, nodes=5, change=unlikely_pruned).max()
+    assert (worst < EXACT) if rule == "target_only" else (worst > BIASED)
+
+
+def in_order(drafts: Drafts, ranks: Tensor) -> Drafts:
+    """Node ranks[r, i] in slot i; the root stays in front."""
+    entries = torch.nn.functional.pad(ranks + 1, (1, 0))
+    return drafts._replace(
+        tree=permuted(drafts.tree, ranks),
+        q=drafts.q.gather(1, entries[..., None].expand_as(drafts.q)),
+        drawn=drafts.drawn.gather(1, entries),
+    )
+
+
+def unlikely_pruned(drafts: Drafts) -> Drafts:
+    """Without the nodes that the draft gave less than 0.4, and what hangs below them."""
+    tree = drafts.tree
+    above = drafts.q.gather(1, (tree.parent + 1)[..., None].expand(-1, -1, drafts.q.shape[2]))
+    keep = tree.valid & (above.gather(2, tree.tokens.clamp(min=0)[..., None])[..., 0] > 0.4)
+    for node in range(keep.shape[1]):
+        parent = tree.parent[:, node, None]
+        keep[:, node] &= (parent < 0)[:, 0] | keep.gather(1, parent.clamp(min=0))[:, 0]
+    pruned = in_order(drafts, keep.int().argsort(dim=1, descending=True, stable=True))
+    return pruned._replace(tree=pruned.tree.cut(keep.sum(1)))
+
+
+# How much is accepted.
+
+
+def accepted(proposer: Proposer, rule: str, pairs: Models, nodes: int) -> Tensor:
+    """Accepted tokens of every pair of models, on average."""
+    drafts = every_draft(proposer, pairs[0], nodes=nodes)
+    return emitted(drafts, pairs[1], rule, proposer.kind, length=1).accepted
+
+
+CLOSED_FORMS = {
+    ("rrs", "iid", 2): lambda p, q: optimal.rrs_acceptance(p, q, 2),
+    ("rrs", "iid", 3): lambda p, q: optimal.rrs_acceptance(p, q, 3),
+    ("spechub", "hub_pair", 2): optimal.spechub_acceptance,
+    ("greedy_multi_draft", "top_k_plus_one", 2): lambda p, q: optimal.greedy_multi_draft_acceptance(p, q, 2),
+    ("greedy_multi_draft", "top_k_plus_one", 3): lambda p, q: optimal.greedy_multi_draft_acceptance(p, q, 3),
+    ("target_only", "one_hot", 2): lambda p, q: optimal.target_only_acceptance(p, q.topk(2).indices.tolist()),
+    ("traversal", "one_hot", 3): lambda p, q: optimal.target_only_acceptance(p, q.topk(3).indices.tolist()),
+    ("traversal", "iid", 2): lambda p, q: optimal.rrs_acceptance(p, q, 2),
+}
+
+
+@pytest.mark.parametrize(("rule", "kind", "children"), CLOSED_FORMS)
+def test_acceptance_of_one_node(rule, kind, children):
+    drafts, targets = strangers()
+    found = accepted(static(kind, Shape.k_config([children])), rule, (drafts, targets), children)
+    closed_form = CLOSED_FORMS[rule, kind, children]
+    expected = [closed_form(target.law[0], draft.law[0]) for draft, target in zip(drafts, targets, strict=True)]
+    assert found.tolist() == pytest.approx(expected, abs=EXACT)
+
+
+@pytest.mark.parametrize(("rule", "kind"), [("rrsw", "without_replacement"), ("k_seq", "iid")])
+def test_acceptance_of_one_node_is_bounded(rule, kind):
+    drafts, targets = strangers()
+    found = accepted(static(kind, Shape.k_config([2])), rule, (drafts, targets), 2).tolist()
+    for alpha, draft, target in zip(found, drafts, targets, strict=True):
+        p, q = target.law[0], draft.law[0]
+        assert alpha <= optimal.optimal_acceptance(p, q, 2, kind) + EXACT
+        assert alpha >= torch.minimum(p, q).sum() - EXACT
+        if rule == "k_seq":
+            assert alpha >= optimal.k_seq_acceptance(p, q, 2) - EXACT  # or more: the residual may hit a child
+
+
+@pytest.mark.parametrize("name", [*DYSPEC, "binary"])
+def test_traversal_accepts_no_less_than_rrsw(name):
+    proposer = static("without_replacement") if name == "binary" else DYSPEC[name]()
+    by_level, by_leaf = (accepted(proposer, rule, models(3, 3), 5) for rule in ("rrsw", "traversal"))
+    assert (by_leaf >= by_level - EXACT).all()
+    assert (by_leaf > by_level + 1e-3).any()
+
+
+# Batches.
+
+
+MIXED = {(f"mcsd {kind}", rule): lambda kind=kind: stopping(kind) for kind, rule in LEGAL}
+MIXED |= {(name, rule): DYSPEC[name] for name in ("heap", "threshold") for rule in ("rrsw", "traversal")}
+
+
+@pytest.mark.parametrize(("name", "rule"), MIXED)
+def test_requests_do_not_see_each_other(name, rule):
+    """With the noise of its seed a request gets the same tokens in a batch as alone, at any depth of the others."""
+    proposer = MIXED[name, rule]()
+    drafts, targets = models(3, 3)
+    depths, lengths = set(), set()
+    for turn in range(3):
+        seeds = [10 * turn + r for r in range(len(drafts))]
+        together = step(proposer, rule, drafts, targets, seeds)
+        alone = [step(proposer, rule, [q], [p], [seed])[0] for q, p, seed in zip(drafts, targets, seeds, strict=True)]
+        assert together == alone
+        depths |= {depth for depth, _ in together}
+        lengths |= {len(tokens) for _, tokens in together}
+    assert len(depths) > 1
+    assert len(lengths) > 1
+
+
+def step(
+    proposer: Proposer, rule: str, drafts: list[ToyLM], targets: list[ToyLM], seeds: list[int]
+) -> list[tuple[int, list[int]]]:
+    """One keyed step of each request: the depth of its tree and the tokens emitted."""
+
+    def noise(purpose: int) -> KeyedNoise:
+        return KeyedNoise(torch.tensor(seeds), torch.full((len(seeds),), 7), purpose)
+
+    levels: list[Tensor] = []
+    proposal = propose(proposer, ToyDrafter(drafts), nodes=5, noise=noise(0), keep=levels.append)
+    requests = torch.arange(len(seeds))
+    made = Drafts(
+        torch.ones(len(seeds)),
+        requests,
+        proposal.tree,
+        *node_laws(proposal, levels, 1.0),
+        min(5, proposer.most_children),
+    )
+    p = torch.stack([target.law for target in targets])[requests[:, None], histories(proposal.tree, 3)]
+    tokens = verify(made, p, rule, proposer.kind, noise(1)).tokens.tolist()
+    return [
+        (int(depths.max()), [token for token in row if token >= 0])
+        for depths, row in zip(proposal.tree.depth, tokens, strict=True)
+    ]

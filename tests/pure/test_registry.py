@@ -1,0 +1,152 @@
+"""Proposers and rules of third parties."""
+
+import re
+from importlib.metadata import EntryPoint, EntryPoints
+
+import pytest
+
+import vllm_adaptive_tree
+from vllm_adaptive_tree import register_acceptance, register_proposer, registry
+from vllm_adaptive_tree.acceptance import RULES, Rule
+from vllm_adaptive_tree.config import METHODS, is_tree_method
+from vllm_adaptive_tree.methods import resolve
+from vllm_adaptive_tree.proposers import Eagle2, OptTree
+
+from .test_config import in_another_process, parsed
+
+
+class Mine(OptTree):
+    """A proposer of a third party; it lives in an importable module."""
+
+    def __init__(self, *, levels: int, widths: list[int] | None = None):
+        super().__init__(max_depth=levels, threshold=0.0)
+        self.widths = widths
+
+
+class Outer:
+    class Inner(Eagle2):
+        pass
+
+
+MY_RULE = Rule(("one_hot",), RULES["target_only"].draw)
+PAIR_RULE = Rule(("hub_pair",), RULES["spechub"].draw, most=2)
+HERE = __name__
+
+
+@pytest.fixture(autouse=True)
+def nothing_registered(monkeypatch):
+    monkeypatch.setattr(registry, "_registered", {"proposer": {}, "acceptance": {}})
+
+
+@pytest.mark.parametrize("what", [Mine, f"{HERE}:Mine"])
+def test_a_registered_proposer_works_by_class_and_by_path(what, monkeypatch):
+    assert not is_tree_method({"method": "mine"})
+    register_proposer("mine", what)
+    assert is_tree_method({"method": "mine"})
+    options = parsed("mine", {"levels": 4, "widths": [2, 1], "allow_lossy": True})
+    assert options.tree.allow_lossy
+    assert options.tree_given == {"levels": 4, "widths": [2, 1]}
+    monkeypatch.setattr(registry, "_registered", {"proposer": {}, "acceptance": {}})  # as in the engine's processes
+    proposer = resolve(in_another_process(options)).proposer
+    assert (type(proposer), proposer.max_depth, proposer.widths) == (Mine, 4, [2, 1])
+    assert in_another_process(options) == options
+
+
+def test_a_nested_class_is_importable():
+    register_proposer("inner", Outer.Inner)
+    assert parsed("inner").proposer == f"{HERE}:Outer.Inner"
+    assert isinstance(resolve(parsed("inner", {"max_depth": 2, "top_k": 2})).proposer, Outer.Inner)
+
+
+def test_a_registered_rule_works_in_another_process(monkeypatch):
+    register_acceptance("my_rule", f"{HERE}:MY_RULE")
+    options = parsed("opt_tree", rejection_sample_method="my_rule")
+    assert resolve(options).rule == MY_RULE
+    monkeypatch.setattr(registry, "_registered", {"proposer": {}, "acceptance": {}})
+    pair = resolve(in_another_process(options))
+    assert (pair.rule_name, pair.rule, pair.lossless) == ("my_rule", MY_RULE, True)
+    with pytest.raises(ValueError, match="must be one of"):
+        parsed("opt_tree", rejection_sample_method="my_rule")
+
+
+def test_a_registered_rule_is_held_to_its_kinds():
+    register_acceptance("my_rule", f"{HERE}:MY_RULE")
+    register_acceptance("my_pairs", f"{HERE}:PAIR_RULE")
+    with pytest.raises(ValueError, match=r"'my_rule'.*lossless for one_hot children, and 'dyspec' drafts without_repl"):
+        resolve(parsed("dyspec", rejection_sample_method="my_rule"))
+    with pytest.raises(ValueError, match=r"'my_pairs'.*at most 2 children.*Use one of: auto, .*traversal, my_rule;"):
+        resolve(parsed("static_tree", rejection_sample_method="my_pairs"))
+    assert (
+        resolve(parsed("static_tree", {"shape": [2]}, rejection_sample_method="my_pairs")).proposer.kind == "hub_pair"
+    )
+
+
+@pytest.mark.parametrize("register", [register_proposer, register_acceptance])
+def test_what_no_other_process_can_import_is_refused(register):
+    class Local:
+        pass
+
+    main = type("Script", (), {"__module__": "__main__"})
+    for what in (Local, lambda: None, main, Mine(levels=1), MY_RULE, "__main__:Script"):
+        with pytest.raises(ValueError, match=r"cannot be imported in the engine's processes.*put it into a module"):
+            register("name", what)
+    assert not registry.names("proposer")
+    assert not registry.names("acceptance")
+
+
+@pytest.mark.parametrize("path", ["no.such.module:X", f"{HERE}:Nothing", HERE, ":X", "", ".relative:X", f"{HERE}.Mine"])
+@pytest.mark.parametrize("register", [register_proposer, register_acceptance])
+def test_a_path_to_nothing_is_refused(register, path):
+    with pytest.raises(ValueError, match=rf"'{re.escape(path)}' cannot be imported here"):
+        register("name", path)
+
+
+def test_a_class_that_its_module_does_not_hold_is_refused():
+    hidden = type("Hidden", (), {"__module__": HERE})
+    with pytest.raises(ValueError, match=r":Hidden' cannot be imported here \(AttributeError"):
+        register_proposer("hidden", hidden)
+
+
+def test_taken_names_are_refused():
+    for method in METHODS:
+        with pytest.raises(ValueError, match=rf"register_proposer: '{method}' is built in; choose another name"):
+            register_proposer(method, Mine)
+    for rule in ("auto", *RULES, "standard", "block"):
+        with pytest.raises(ValueError, match=rf"register_acceptance: '{rule}' is built in; choose another name"):
+            register_acceptance(rule, f"{HERE}:MY_RULE")
+    register_proposer("mine", Mine)
+    register_proposer("mine", f"{HERE}:Mine")  # once more the same
+    with pytest.raises(ValueError, match=r"register_proposer: 'mine' is '.*:Mine' already; choose another name"):
+        register_proposer("mine", Outer.Inner)
+
+
+def installed(monkeypatch, **groups: dict[str, str]) -> None:
+    points = EntryPoints(
+        EntryPoint(name, path, group=f"vllm_adaptive_tree.{group}")
+        for group, named in groups.items()
+        for name, path in named.items()
+    )
+    monkeypatch.setattr(registry, "entry_points", lambda group: points.select(group=group))
+
+
+def test_installed_packages_are_found(monkeypatch):
+    assert registry.names("proposer") == registry.names("acceptance") == ()
+    installed(monkeypatch, proposers={"theirs": f"{HERE}:Mine"}, acceptance={"their_rule": f"{HERE}:MY_RULE"})
+    assert is_tree_method({"method": "theirs"})
+    assert not is_tree_method({"method": "their_rule"})
+    options = parsed("theirs", {"levels": 2}, rejection_sample_method="their_rule")
+    assert (options.proposer, options.acceptance) == (f"{HERE}:Mine", f"{HERE}:MY_RULE")
+    pair = resolve(in_another_process(options))
+    assert (type(pair.proposer), pair.rule, pair.lossless) == (Mine, MY_RULE, True)
+    with pytest.raises(ValueError, match=r"must be one of auto, .*their_rule, got 'other'"):
+        parsed("theirs", rejection_sample_method="other")
+
+
+def test_what_is_registered_here_goes_before_what_is_installed(monkeypatch):
+    installed(monkeypatch, proposers={"mine": f"{HERE}:Outer.Inner"})
+    register_proposer("mine", Mine)
+    assert registry.path_of("proposer", "mine") == f"{HERE}:Mine"
+
+
+def test_registration_is_part_of_the_package():
+    assert {"register_proposer", "register_acceptance"} <= set(vllm_adaptive_tree.__all__)

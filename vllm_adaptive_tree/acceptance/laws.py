@@ -1,0 +1,38 @@
+"""The true law of every sibling, given the siblings before it: what a rule that serves several kinds needs."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from vllm_adaptive_tree.acceptance.hub import off_hub, rest
+from vllm_adaptive_tree.acceptance.rejection import one_hot, without
+from vllm_adaptive_tree.rows import best_tokens
+
+Kind = Literal["one_hot", "without_replacement", "iid", "hub_pair", "top_k_plus_one"]
+"""How the children of a node come about: chosen, drawn from q in two ways, or as SpecHub and Greedy mix both."""
+
+
+def first_law(kind: Kind, q: Tensor, drawn: Tensor, most: int, x: Tensor) -> Tensor:
+    """Law [R, V] of the first child x [R], of `drawn` [R] children planned, never more than `most`."""
+    match kind:
+        case "one_hot":
+            return one_hot(x, q)
+        case "top_k_plus_one":
+            return rest(q, best_tokens(q, most - 1), drawn - 1)
+        case _:
+            return q
+
+
+def next_law(kind: Kind, q: Tensor, d: Tensor, before: Tensor, x: Tensor) -> Tensor:
+    """Law [R, V] of the child x [R] that follows the rejected child `before` [R], whose law was d [R, V]."""
+    match kind:
+        case "without_replacement":
+            return without(d, before)
+        case "iid":
+            return q
+        case "hub_pair":
+            hub = q.argmax(-1)  # the first of equals, as in `off_hub`
+            return torch.where((before == hub)[:, None], off_hub(q), one_hot(hub, q))
+        case _:
+            return one_hot(x, q)

@@ -1,0 +1,25 @@
+"""Recursive rejection sampling, with and without replacement."""
+
+from torch import Tensor
+
+from vllm_adaptive_tree.acceptance.rejection import Children, begin, finish, test, without
+from vllm_adaptive_tree.noise import Noise
+
+
+def rrs(p: Tensor, q: Tensor, children: Children, noise: Noise) -> Tensor:
+    """Children drawn independently from q (SpecInfer, arXiv 2305.09781; MCSD, arXiv 2401.06706).
+
+    A duplicate of a rejected token is tested too: its rejection is certain, its update of p is needed.
+    """
+    state = begin(p)
+    for x in children.tokens.unbind(1):
+        state = test(state, x, q, noise)
+    return finish(state, noise)
+
+
+def rrsw(p: Tensor, q: Tensor, children: Children, noise: Noise) -> Tensor:
+    """Children drawn from q without replacement, tested in that order (DySpec, arXiv 2410.11744, Algorithm 3)."""
+    state, d = begin(p), q
+    for x in children.tokens.unbind(1):
+        state, d = test(state, x, d, noise), without(d, x)
+    return finish(state, noise)

@@ -1,0 +1,69 @@
+"""Drafted trees between two steps, with the laws from which their nodes were drawn."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from vllm_adaptive_tree.proposers import Proposal
+from vllm_adaptive_tree.proposers.base import law
+from vllm_adaptive_tree.trees import TokenTree
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """One request's tree. Entry 0 of the lists is the root, entry 1 + i node i."""
+
+    tree: TokenTree
+    logits: Tensor | None  # [inner nodes, V] of the draft model, where a rule asks for them
+    row: list[int]  # of `logits`, -1 for a node that was never read
+    drawn: list[int]  # how many children it was to get
+    temperature: float
+
+    def prefix(self, length: int) -> "Draft":
+        return replace(self, tree=self.tree.prefix(length), row=self.row[: 1 + length], drawn=self.drawn[: 1 + length])
+
+    def first_path(self) -> "Draft":
+        """The chain of first children: every later sibling counts as never drawn."""
+        nodes = self.tree.first_path()
+        entries = [0, *(1 + node for node in nodes)]
+        tree = TokenTree.chain([self.tree.tokens[node] for node in nodes])
+        return replace(self, tree=tree, row=[self.row[at] for at in entries], drawn=[self.drawn[at] for at in entries])
+
+    def law(self, node: int) -> Tensor:
+        """q [V] from which the children of `node` (-1: the root) were drawn."""
+        assert self.logits is not None
+        return law(self.logits[self.row[1 + node]], torch.tensor(self.temperature))
+
+
+def to_drafts(proposal: Proposal, levels: list[Tensor], temperature: Tensor) -> list[Draft]:
+    """Host side of R trees; `levels`: the logits [R, W, V] of every level read, if a rule asks for laws."""
+    tree, read, drawn = proposal
+    rows = torch.cat(levels, 1) if levels else None  # [R, slots, V]
+    drafts = []
+    for r, (tokens, parents, numbers, counts) in enumerate(
+        zip(tree.tokens.tolist(), tree.parent.tolist(), read.tolist(), drawn.tolist(), strict=True)
+    ):
+        size = sum(token >= 0 for token in tokens)
+        inner = [0, *(number for number in numbers[:size] if number > 0)]
+        place = {number: row for row, number in enumerate(inner)}
+        drafts.append(
+            Draft(
+                TokenTree(tuple(tokens[:size]), tuple(parents[:size])),
+                None if rows is None else rows[r, inner],
+                [0, *(place.get(number, -1) for number in numbers[:size])],
+                counts[: 1 + size],
+                float(temperature[r]),
+            )
+        )
+    return drafts
+
+
+def laws(drafts: dict[int, Draft], node: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """q [R, V] behind `node` [R] and how many children were to be drawn [R]; zeros where nothing was."""
+    q, drawn = torch.zeros(len(node), vocabulary), torch.zeros_like(node)
+    for request, at in enumerate(node.tolist()):
+        draft = drafts.get(request)
+        if draft is not None and len(draft.tree) and draft.row[1 + at] >= 0:
+            q[request], drawn[request] = draft.law(at), draft.drawn[1 + at]
+    return q, drawn

@@ -1,0 +1,106 @@
+"""The target at the nodes of the trees, through vLLM's own sampler: its draws, its laws, in the history of the path."""
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+from vllm_adaptive_tree.engine.verification import Verification
+
+Choose = Callable[[Tensor, Callable[[], Tensor]], Tensor]
+"""(law [R, V], vLLM's own draw from it -> [R]) -> tokens [R]."""
+
+
+class Target:
+    """The logits of one verification, sampled node by node.
+
+    Each call samples the whole batch, because the sampler's processors are laid out by batch row; only active rows use
+    their generators. Histories are those of the node's path while the sampler runs. `close` takes them back.
+    """
+
+    def __init__(self, sampler: Any, sampling: Any, logits: Tensor, step: Verification):
+        self.sampler, self.sampling, self.logits, self.step = sampler, sampling, logits, step
+        counts = [1 + len(step.trees[r]) if r in step.trees else 1 for r in range(len(step.row_start))]
+        self.first = torch.tensor([0, *counts[:-1]]).cumsum(0)  # [R]: row of each request's root in `logits`
+        self.written = [len(tokens) for tokens in sampling.output_token_ids]
+        if (budgets := sampling.thinking_budget_state_holder) is not None and budgets.has_tracked_requests():
+            budgets.commit(sampling.output_token_ids)
+
+    def draw(self, node: Tensor, active: Tensor) -> Any:
+        """vLLM's draw behind `node` [R] (-1: the root): its SamplerOutput. What inactive rows hold means nothing."""
+        return self._sample(self.sampler, node, active)
+
+    def draw_by(self, choose: Choose, node: Tensor, active: Tensor) -> Any:
+        """The same, but `choose` gives the tokens of the random requests."""
+        sampler = copy.copy(self.sampler)
+        chooser = _Chooser(choose, self.sampler.topk_topp_sampler)
+        sampler._modules = {**self.sampler._modules, "topk_topp_sampler": chooser}
+        return self._sample(sampler, node, active)
+
+    def law(self, node: Tensor, active: Tensor) -> Tensor:
+        """The law [R, V] of the next token behind `node` [R], for random requests."""
+        laws = []
+
+        def choose(p: Tensor, own: Callable[[], Tensor]) -> Tensor:
+            laws.append(p)
+            return p.argmax(-1)
+
+        self.draw_by(choose, node, active)
+        return laws[0]
+
+    def _sample(self, sampler: Any, node: Tensor, active: Tensor) -> Any:
+        rows = torch.where(active, self.first + 1 + node, self.first)
+        walking = active.nonzero().flatten().tolist()
+        generators = {row: generator for row, generator in self.sampling.generators.items() if row in walking}
+        if self.written:
+            for row in walking:
+                history = self.sampling.output_token_ids[row]
+                history[self.written[row] :] = self._path(row, int(node[row]))
+        sampling = dataclasses.replace(self.sampling, generators=generators, spec_token_ids=[[] for _ in self.first])
+        return sampler(self.logits[rows], sampling)
+
+    def _path(self, request: int, node: int) -> list[int]:
+        path: list[int] = []
+        while node >= 0:
+            tree = self.step.trees[request]
+            path.append(tree.tokens[node])
+            node = tree.parents[node]
+        return path[::-1]
+
+    def close(self) -> None:
+        for history, length in zip(self.sampling.output_token_ids, self.written, strict=False):
+            del history[length:]
+
+
+def stacked(levels: list[LogprobsTensors]) -> LogprobsTensors | None:
+    """The logprobs of all draws, [R * levels, ..], request by request."""
+    if not levels:
+        return None
+    fields = (
+        torch.stack(part, 1).flatten(0, 1) if part[0].numel() else part[0]
+        for part in zip(*(level[:3] for level in levels), strict=True)
+    )
+    return LogprobsTensors(*fields)
+
+
+class _Chooser(nn.Module):
+    """In the place of vLLM's random draw, behind its temperature, penalties, top-k and top-p."""
+
+    def __init__(self, choose: Choose, original: Any):
+        super().__init__()
+        self.choose, self.original = choose, original
+
+    def forward(
+        self, logits: Tensor, generators: Any, top_k: Tensor | None, top_p: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        unmasked = logits.clone()
+        logits = apply_top_k_top_p(logits, top_k, top_p)
+        law = logits.log_softmax(-1, dtype=torch.float32)
+        processed = {"processed_logits": logits, "processed_logprobs": law}.get(self.original.logprobs_mode)
+        token = self.choose(law.exp(), lambda: self.original(unmasked, generators, top_k, top_p)[0])
+        return token, processed

@@ -1,0 +1,1 @@
+"""Small learnt models that decide while a tree is drafted."""

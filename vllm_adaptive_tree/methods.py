@@ -1,0 +1,153 @@
+"""From options to a proposer and a rule: which pair decodes, and whether it is a legal one."""
+
+import json
+from typing import Any, NamedTuple
+
+from vllm_adaptive_tree import registry
+from vllm_adaptive_tree.acceptance import RULES, Kind, Rule, common_kind, legal_rules
+from vllm_adaptive_tree.config import TreeOptions
+from vllm_adaptive_tree.gates.mlp import Gate
+from vllm_adaptive_tree.method_options import CHILDREN, ShapedOptions, readable
+from vllm_adaptive_tree.proposers import C2T, DySpec, Eagle2, Mcsd, OptTree, Proposer, StaticTree, sequoia_shape
+from vllm_adaptive_tree.trees import Shape
+
+GREEDY_DRAFT_TEMPERATURE = 0.6
+"""Of OPT-Tree with `draft_temperature: "auto"`: raw probabilities undervalue the best token of a greedy target."""
+
+
+class Pair(NamedTuple):
+    proposer: Proposer
+    rule_name: str
+    rule: Rule
+    lossless: bool
+    most: int  # children that a node may get
+
+
+def resolve(options: TreeOptions) -> Pair:
+    """Build the proposer, choose the rule, and tell the proposer which kind of children the rule needs.
+
+    Raises:
+        ValueError: the pair changes the target's law and `allow_lossy` is not set, or a file cannot be used; the
+            message lists the legal rules.
+    """
+    proposer = build_proposer(options)
+    name = options.rejection_sample_method
+    registered = _registered_rules(options)
+    legal = [
+        *legal_rules(proposer.kinds, proposer.most_children),
+        *(name for name, rule in registered.items() if _serves(rule, proposer)),
+    ]
+    if name == "auto":
+        name = best_rule(proposer.kinds)
+    rule = (RULES | registered)[name]
+    kind = common_kind(proposer.kinds, rule)
+    lossless = name in legal
+    if not lossless and not options.tree.allow_lossy:
+        too_many = kind is not None and rule.most is not None
+        why = (
+            f"it takes at most {rule.most} children of a node"
+            if too_many
+            else f"it is lossless for {', '.join(rule.kinds)} children, and {options.method!r} drafts "
+            f"{', '.join(proposer.kinds)}"
+        )
+        raise ValueError(
+            f"speculative_config['rejection_sample_method']: {name!r} would change the target's law beside method "
+            f"{options.method!r}: {why}. Use one of: auto, {', '.join(legal)}; or set tree: {{'allow_lossy': true}}"
+        )
+    proposer.kind = kind or proposer.kinds[0]
+    return Pair(proposer, name, rule, lossless, min(proposer.most_children, options.num_speculative_tokens))
+
+
+def best_rule(kinds: tuple[Kind, ...]) -> str:
+    """What `auto` takes for sampled, unseeded requests: chosen children leave nothing to gain over the target's own
+    draws; for drawn ones no rule accepts more than `traversal`."""
+    return "target_only" if kinds[0] == "one_hot" else "traversal"
+
+
+def draft_temperature(options: TreeOptions, temperature: float) -> float:
+    """Of the law that shapes or draws the tree of a request with this temperature (0: greedy)."""
+    own = getattr(options.tree, "draft_temperature", None)
+    if own is None:  # deterministic trees are shaped by the law itself; sampled children come closest at the request's
+        return 1.0 if temperature == 0 or options.method in ("eagle2", "c2t") else temperature
+    if own != "auto":
+        return float(own)
+    return temperature if temperature > 0 else GREEDY_DRAFT_TEMPERATURE
+
+
+def build_proposer(options: TreeOptions) -> Proposer:
+    """Raises ValueError where a file that the method needs is missing or holds something else."""
+    tree: Any = options.tree
+    nodes = options.num_speculative_tokens
+    proposer: Proposer
+    match options.method:
+        case "opt_tree":
+            # "auto" is measured once the models are loaded; until then every level pays.
+            proposer = OptTree(max_depth=tree.max_depth, threshold=0 if tree.threshold == "auto" else tree.threshold)
+        case "dyspec":
+            threshold = 1 / nodes if tree.threshold == "auto" else tree.threshold
+            proposer = DySpec(
+                max_depth=tree.max_depth,
+                max_children=tree.max_children,
+                threshold=0 if tree.mode == "heap" else threshold,
+            )
+        case "eagle2":
+            proposer = Eagle2(max_depth=tree.max_depth, top_k=tree.top_k)
+        case "c2t":
+            if tree.gate is None:
+                raise ValueError("speculative_config['tree']['gate'] is missing: 'c2t' needs its classifier")
+            proposer = C2T(
+                Gate.load(readable(tree.gate, "gate"), inputs=3),
+                beta=tree.beta,
+                top_k=tree.top_k,
+                entropy_top=tree.entropy_top,
+                max_depth=tree.max_depth,
+                second_pruning=tree.second_pruning,
+                chain=tree.mode == "chain",
+            )
+        case "static_tree":
+            proposer = StaticTree(_shape(tree.shape, nodes))
+        case "sequoia":
+            if tree.vector is None:
+                raise ValueError("speculative_config['tree']['vector'] is missing: 'sequoia' needs a file of chances")
+            vector = _vector(tree.vector)
+            proposer = StaticTree(sequoia_shape(vector, nodes=nodes, max_depth=tree.max_depth))
+        case "mcsd":
+            gate = None if tree.stop == "none" else Gate.load(readable(tree.gate, "gate"), inputs=11)
+            shape = Shape.k_config(tree.shape, nodes)
+            proposer = Mcsd(shape, gate=gate, stop_threshold=tree.stop_threshold)
+        case _:
+            assert options.proposer is not None
+            proposer = registry.load(options.proposer)(**options.tree_given)
+    if isinstance(tree, ShapedOptions) and tree.children is not None:
+        proposer.kinds = (CHILDREN[tree.children],)  # type: ignore[assignment]
+    return proposer
+
+
+def _registered_rules(options: TreeOptions) -> dict[str, Rule]:
+    """Those known here by name, and the one in use, of which an engine process knows the path alone."""
+    paths = {name: registry.path_of("acceptance", name) for name in registry.names("acceptance")}
+    paths |= {options.rejection_sample_method: options.acceptance}
+    return {name: registry.load(path) for name, path in paths.items() if path is not None}
+
+
+def _serves(rule: Rule, proposer: Proposer) -> bool:
+    return common_kind(proposer.kinds, rule) is not None and (rule.most is None or proposer.most_children <= rule.most)
+
+
+def _shape(shape: Any, nodes: int) -> Shape:
+    if isinstance(shape, str):
+        return Shape.named(shape, nodes).cut(nodes)
+    return Shape.k_config(shape, nodes) if isinstance(shape[0], int) else Shape.of(shape).cut(nodes)
+
+
+def _vector(file: str) -> list[float]:
+    path = readable(file, "vector")
+    try:
+        vector = json.loads(path.read_text())["vector"]
+        if not vector or not all(0 <= chance <= 1 for chance in vector):
+            raise ValueError(vector)
+        return [float(chance) for chance in vector]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"speculative_config['tree']['vector']: {file!r} must hold {{\"vector\": [numbers between 0 and 1]}}"
+        ) from error

@@ -1,0 +1,95 @@
+"""Randomness, the only way in: three questions, answered by numbers that are a function of a key."""
+
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor
+
+from vllm_adaptive_tree.rows import CHUNK, chunk_sums, inside
+
+NOTHING = 1e-12
+"""A law of which no more than this share is left counts as used up: less than what rounding leaves behind."""
+
+
+class Noise(Protocol):
+    """Every call returns an answer independent of all others."""
+
+    def at(self, key: Tensor) -> Self:
+        """The noise of one place of each request (a node, a slot); `key` [R, ...] must differ between places."""
+        ...
+
+    def accept(self, probability: Tensor) -> Tensor:
+        """[R, ...] -> bool of that shape: true with the given probability."""
+        ...
+
+    def choose(self, law: Tensor) -> Tensor:
+        """[R, ..., V] -> [R, ...]: a token drawn from the law, which need not sum to 1."""
+        ...
+
+    def draw_without_replacement(self, law: Tensor, k: int) -> Tensor:
+        """[R, ..., V] -> [R, ..., k] different tokens in the order of the draws; -1 where no mass is left."""
+        ...
+
+
+class KeyedNoise:
+    """Noise keyed by (seed, position of the root, purpose, place, number of the call).
+
+    Nothing is stored between steps, so a step gives the same answers whatever happened to the batch around it.
+    """
+
+    def __init__(self, seed: Tensor, position: Tensor, purpose: int):
+        """`seed`, `position` [R] int64. Two objects with different purposes are independent."""
+        self.key = _mix(_mix(seed) ^ _mix(position * 8 + purpose))
+        self.calls = 0
+
+    def at(self, key: Tensor) -> Self:
+        bound = object.__new__(type(self))
+        base = self.key.view(-1, *[1] * (key.dim() - 1))
+        bound.key, bound.calls = _mix(base + _mix(key)), 0
+        return bound
+
+    def accept(self, probability: Tensor) -> Tensor:
+        return self._uniform().expand(probability.shape) < probability
+
+    def choose(self, law: Tensor) -> Tensor:
+        return self._draw(law, chunk_sums(law), [])
+
+    def draw_without_replacement(self, law: Tensor, k: int) -> Tensor:
+        sums = chunk_sums(law)
+        total = sums.sum(-1)
+        drawn: list[Tensor] = []
+        for _ in range(k):
+            left = sums.sum(-1)
+            token = self._draw(law, sums, drawn)
+            drawn.append(token.masked_fill(left <= NOTHING * total, -1))
+            chunk = (token // CHUNK)[..., None]
+            sums = sums.scatter(-1, chunk, inside(law, chunk[..., 0], drawn, 0.0).sum(-1, keepdim=True))
+        return torch.stack(drawn, -1)
+
+    def _draw(self, law: Tensor, sums: Tensor, gone: list[Tensor]) -> Tensor:
+        """First the chunk, then the token in it: one number, the inverse of the cumulative law without those `gone`."""
+        reach = sums.cumsum(-1)
+        target = self._uniform().expand(reach[..., -1].shape) * reach[..., -1]
+        chunk = _token_at(reach, target)
+        before = (reach - sums).gather(-1, chunk[..., None])[..., 0]
+        within = inside(law, chunk, gone, 0.0).cumsum(-1)
+        return chunk * CHUNK + _token_at(within, (target - before).clamp(min=0))
+
+    def _uniform(self) -> Tensor:
+        """In [0, 1), of the key's shape, float64."""
+        self.calls += 1
+        return (_mix(self.key + self.calls) >> 11 & (1 << 53) - 1).double() * 2.0**-53
+
+
+def _token_at(reach: Tensor, target: Tensor) -> Tensor:
+    """The token whose interval of the cumulative law `reach` [..., V] holds `target` [...]."""
+    inside = torch.minimum(target, torch.nextafter(reach[..., -1], torch.zeros_like(target)))
+    return torch.searchsorted(reach, inside[..., None], right=True)[..., 0].clamp(max=reach.shape[-1] - 1)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """splitmix64 (Steele, Lea, Flood 2014): a bijection of 64-bit numbers whose outputs pass for random."""
+    x = x + -7046029254386353131
+    x = (x ^ (x >> 30 & (1 << 34) - 1)) * -4658895280553007687
+    x = (x ^ (x >> 27 & (1 << 37) - 1)) * -7723592293110705685
+    return x ^ (x >> 31 & (1 << 33) - 1)

@@ -1,0 +1,53 @@
+"""The children of a node, by kind."""
+
+import torch
+from torch import Tensor
+
+from vllm_adaptive_tree.acceptance import Kind
+from vllm_adaptive_tree.noise import Noise
+from vllm_adaptive_tree.rows import best_tokens, largest
+
+
+def draw_children(kind: Kind, q: Tensor, drawn: Tensor, most: int, noise: Noise, greedy: Tensor | None) -> Tensor:
+    """Tokens [R, W, most] of the children of W nodes, in the order in which a rule has to test them; -1: none.
+
+    Args:
+        q: draft law [R, W, V].
+        drawn: [R, W] how many children each node gets, decided before any is drawn; at most `most`.
+        noise: of these nodes.
+        greedy: [R] bool; these requests get the best tokens whatever the kind.
+    """
+    most = min(most, q.shape[-1])
+    match kind:
+        case "one_hot":
+            tokens = top(q, most)
+        case "without_replacement":
+            tokens = noise.draw_without_replacement(q, most)
+        case "iid":
+            tokens = torch.stack([noise.choose(q) for _ in range(most)], -1)
+        case "hub_pair":
+            best = best_tokens(q, 2)
+            hub, first = best[..., 0], noise.choose(q)
+            other = _choose_off(q, best, torch.ones_like(hub), noise)
+            tokens = torch.stack([first, torch.where(first == hub, other, hub)], -1)
+        case "top_k_plus_one":
+            best = best_tokens(q, most)
+            tokens = torch.cat([_choose_off(q, best, drawn - 1, noise)[..., None], best[..., : most - 1]], -1)
+    if greedy is not None and kind != "one_hot":
+        tokens = torch.where(greedy[:, None, None], top(q, most)[..., : tokens.shape[-1]], tokens)
+    late = torch.arange(tokens.shape[-1], device=q.device) >= drawn[..., None]
+    return tokens.masked_fill(late, -1)
+
+
+def _choose_off(q: Tensor, best: Tensor, count: Tensor, noise: Noise) -> Tensor:
+    """A token that is none of the first `count` of the `best` [..., K]; drawn as from `acceptance.hub.rest`."""
+    gone = torch.arange(best.shape[-1], device=q.device) < count[..., None]
+    off = q.scatter(-1, best, torch.where(gone, 0.0, q.gather(-1, best)))
+    other = best.gather(-1, count.clamp(min=0, max=best.shape[-1] - 1)[..., None])[..., 0]
+    return torch.where(off.sum(-1) > 0, noise.choose(off), other)
+
+
+def top(q: Tensor, most: int) -> Tensor:
+    """The `most` largest tokens of q [R, W, V] by value: [R, W, most], -1 where q is zero."""
+    value, _, token = largest(q[:, :, None], torch.zeros_like(q[:, :, :1]), most)
+    return token.masked_fill(value <= 0, -1)

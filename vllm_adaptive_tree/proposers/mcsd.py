@@ -1,0 +1,38 @@
+"""Target-initialised multi-candidate decoding (Lu et al., arXiv 2409.10744): k-configs and forks that stop early."""
+
+import torch
+from torch import Tensor
+
+from vllm_adaptive_tree.acceptance import Kind
+from vllm_adaptive_tree.gates.mlp import Gate, entropy
+from vllm_adaptive_tree.proposers.static_tree import StaticTree
+from vllm_adaptive_tree.trees import Shape
+
+TOP = 10
+
+
+class Mcsd(StaticTree):
+    """A k-config whose growth ends when the gate believes in none of the sequences (decision model of type 2).
+
+    The root is the last token drawn from the target: target initialisation of width 1, the one that is lossless.
+    The gate reads the laws from which a level was drawn, so stopping looks at nothing that is still to be drawn; that
+    level stays.
+    """
+
+    def __init__(
+        self, shape: Shape, *, kind: Kind = "without_replacement", gate: Gate | None = None, stop_threshold: float = 0.4
+    ):
+        super().__init__(shape, kind=kind)
+        self.gate, self.stop_threshold = gate, stop_threshold
+
+    def goes_on(self, q: Tensor, used: Tensor) -> Tensor:
+        if self.gate is None:
+            return super().goes_on(q, used)
+        return ((self.gate(decision_features(q.log())) > self.stop_threshold) & used).any(1)
+
+
+def decision_features(q: Tensor) -> Tensor:
+    """Entropy and the ten largest probabilities of log laws [..., V]: [..., 11]."""
+    best = q.topk(min(TOP, q.shape[-1])).values.exp()
+    best = torch.nn.functional.pad(best, (0, TOP - best.shape[-1]))
+    return torch.cat([entropy(q, q.shape[-1])[..., None], best], -1)

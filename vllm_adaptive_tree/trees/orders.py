@@ -1,0 +1,106 @@
+"""Orders of the nodes that leave large blocks of the tree mask empty (DySpec, arXiv 2410.11744, appendix C).
+
+For the forward pass alone: what is revealed, cut or verified stays in reveal order.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from vllm_adaptive_tree.trees.tree_batch import TreeBatch
+
+
+def depth_first(parent: Tensor, valid: Tensor | None = None) -> Tensor:
+    """Depth first, children in reveal order: rank -> node, [R, N] int64.
+
+    Earlier siblings tend to have the larger subtrees, so this is close to `heavy_path`.
+
+    Args:
+        parent: [R, N], every parent before its children; -1: the root.
+        valid: [R, N] bool, default all: which slots hold a node. The others go to the end, in their order.
+    """
+    valid = torch.ones_like(parent, dtype=torch.bool) if valid is None else valid
+    slots = torch.arange(parent.shape[1], device=parent.device).expand_as(parent)
+    return _visit(parent, valid, _subtree_sizes(parent, valid), slots)
+
+
+def heavy_path(parent: Tensor, valid: Tensor | None = None) -> Tensor:
+    """Depth first, children by decreasing subtree size, ties in reveal order: rank -> node, [R, N] int64.
+
+    Near-optimal in the number of blocks that are not empty. Arguments as for `depth_first`.
+    """
+    valid = torch.ones_like(parent, dtype=torch.bool) if valid is None else valid
+    size = _subtree_sizes(parent, valid)
+    return _visit(parent, valid, size, size.argsort(dim=1, descending=True, stable=True))
+
+
+def permuted(tree: TreeBatch, order: Tensor) -> TreeBatch:
+    """The same trees with node `order[r, i]` ([R, N]) in slot i."""
+    return TreeBatch(
+        tree.tokens.gather(1, order),
+        _permuted_parent(tree.parent, order),
+        tree.depth.gather(1, order),
+        tree.log_weight.gather(1, order),
+    )
+
+
+def mask_blocks(parent: Tensor, order: Tensor, valid: Tensor | None = None, *, block: int = 32) -> Tensor:
+    """How many block x block tiles of the ancestor-or-self mask (root excluded) are not zero in this order: [R].
+
+    Args:
+        parent, valid: [R, N], as for `depth_first`.
+        order: [R, N], rank -> node.
+    """
+    valid = torch.ones_like(parent, dtype=torch.bool) if valid is None else valid
+    rows = parent.shape[1]
+    tiles = -(-rows // block)
+    column = torch.arange(rows, device=parent.device) // block  # [N]: tile of a node as an ancestor
+    seen = column[:, None] == torch.arange(tiles, device=parent.device)  # [N, T]
+    seen = pad(seen & valid.gather(1, order)[:, :, None], (0, 0, 1, 0))  # [R, N + 1, T]
+    for up in _jumps(_permuted_parent(parent, order)):
+        seen = seen | seen.gather(1, up[:, :, None].expand_as(seen))
+    seen = pad(seen[:, 1:], (0, 0, 0, tiles * block - rows))
+    return seen.unflatten(1, (tiles, block)).any(2).sum((1, 2))
+
+
+def _jumps(parent: Tensor) -> Iterator[Tensor]:
+    """The ancestors 1, 2, 4, ... levels up, [R, N + 1] each: node i in slot i + 1, the root in slot 0 its own parent.
+
+    With the depth unknown to the host, log2(N) jumps, enough for a chain.
+    """
+    up = pad(parent + 1, (1, 0))
+    for _ in range((parent.shape[1] - 1).bit_length()):
+        yield up
+        up = up.gather(1, up)
+
+
+def _subtree_sizes(parent: Tensor, valid: Tensor) -> Tensor:
+    """Valid nodes below or at each node: [R, N]."""
+    size = pad(valid.long(), (1, 0))  # of the nodes less than 1, 2, 4, ... levels below; slot 0 means nothing
+    for up in _jumps(parent):
+        size = size.scatter_add(1, up, size)
+    return size[:, 1:]
+
+
+def _visit(parent: Tensor, valid: Tensor, size: Tensor, siblings: Tensor) -> Tensor:
+    """Depth first, the children of each node in the order in which `siblings` [R, N] lists them: rank -> node.
+
+    A node's position is its parent's, plus 1, plus the sizes of its siblings before it.
+    """
+    node = siblings.gather(1, parent.gather(1, siblings).argsort(dim=1, stable=True))  # [R, N], by parent
+    above, size = parent.gather(1, node), size.gather(1, node)
+    before = size.cumsum(1) - size  # other parents' children included
+    first = pad(above[:, 1:] != above[:, :-1], (1, 0), value=True)
+    before = before - before.masked_fill(~first, 0).cummax(1).values
+    position = pad(torch.empty_like(node).scatter_(1, node, before + 1), (1, 0))
+    for up in _jumps(parent):
+        position = position + position.gather(1, up)
+    return position[:, 1:].masked_fill(~valid, parent.shape[1] + 1).argsort(dim=1, stable=True)
+
+
+def _permuted_parent(parent: Tensor, order: Tensor) -> Tensor:
+    slots = torch.arange(order.shape[1], device=order.device).expand_as(order)
+    rank = torch.empty_like(order).scatter_(1, order, slots)  # node -> rank
+    return torch.where(parent < 0, -1, rank.gather(1, parent.clamp(min=0))).gather(1, order)
