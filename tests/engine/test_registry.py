@@ -68,7 +68,7 @@ def plain(engines: Engines) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("method", "rule"),
-    [("fan", "auto"), ("fan", "plain"), ("registered", "registered")],  # by entry points; by the functions
+    [("fan", "plain"), ("registered", "registered")],  # by entry points; by the functions
 )
 def test_third_parties_decode_in_a_spawned_engine(plain: list[Any], method: str, rule: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
@@ -108,7 +108,7 @@ def test_what_cannot_travel_to_the_engine_is_refused() -> None:
     main = type("Main", (StaticTree,), {"__module__": "__main__"})
     for refused in (Local, main, lambda: None):
         with pytest.raises(ValueError, match="cannot be imported in the engine's processes") as error:
-            register_proposer("refused", refused)  # type: ignore[arg-type]
+            register_proposer("refused", refused)
         assert '"pkg.module:' in str(error.value)
     for path in ("no.such.module:Class", "vllm_adaptive_tree.proposers:NoSuchClass", "vllm_adaptive_tree"):
         with pytest.raises(ValueError, match="cannot be imported here"):

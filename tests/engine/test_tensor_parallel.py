@@ -4,22 +4,23 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 from vllm import SamplingParams
 
-from tests.engine.engines import DRAFT, PROMPTS, TARGET, Engines, assert_identical, generate
+from tests.engine.engines import PROMPTS, TARGET, Engines, assert_identical, generate, tree
 
 SCRIPT = """
 import json, sys
 from vllm import LLM, SamplingParams
 
 def main():
-    target, draft, prompts = json.load(sys.stdin)
+    target, spec, prompts, params = json.load(sys.stdin)
     llm = LLM(target, dtype="float32", enforce_eager=True, max_model_len=512, tensor_parallel_size=2,
-              speculative_config={"method": "opt_tree", "model": draft, "num_speculative_tokens": 25,
-                                  "draft_tensor_parallel_size": 2, "tree": {"threshold": "auto"}},
-              disable_log_stats=False)
-    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True), use_tqdm=False)
+              speculative_config={**spec, "draft_tensor_parallel_size": 2}, disable_log_stats=False)
+    outputs = llm.generate(prompts, [SamplingParams(**own) for own in params], use_tqdm=False)
     names = ["spec_decode_num_accepted_tokens", "spec_decode_num_draft_tokens", "adaptive_tree_nodes"]
     counters = [sum(m.value for m in llm.get_metrics() if m.name == f"vllm:{name}") for name in names]
     print("RESULT" + json.dumps([[list(o.outputs[0].token_ids) for o in outputs],
@@ -30,20 +31,29 @@ if __name__ == "__main__":
 """
 
 
-class Output:
-    def __init__(self, token_ids: list[int], text: str):
-        self.token_ids, self.text, self.finish_reason = token_ids, text, "length"
+SPECS = {
+    "opt_tree": tree(25, threshold="auto"),
+    "dyspec": {**tree(25), "method": "dyspec", "rejection_sample_method": "rrsw"},
+}
 
 
-def test_two_ranks(engines: Engines, tmp_path: object) -> None:
-    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=2)
-    plain = generate(engines.start(), PROMPTS[:6], params)
+def params(method: str, **extra: Any) -> list[dict[str, Any]]:
+    """Greedy; beside DySpec every second request is sampled, without a seed."""
+    sampled = [method == "dyspec" and i % 2 for i in range(6)]
+    return [{"temperature": float(own), "max_tokens": 40, "ignore_eos": True, **extra} for own in sampled]
+
+
+@pytest.mark.parametrize("method", SPECS)
+def test_two_ranks(engines: Engines, tmp_path: object, method: str) -> None:
+    asked = params(method)
+    plain = generate(engines.start(), PROMPTS[:6], [SamplingParams(**own) for own in params(method, logprobs=2)])
+    engines.shutdown()
     script = f"{tmp_path}/two_ranks.py"
     with open(script, "w") as file:
         file.write(SCRIPT)
     result = subprocess.run(
         [sys.executable, script],
-        input=json.dumps([TARGET, DRAFT, PROMPTS[:6]]),
+        input=json.dumps([TARGET, SPECS[method], PROMPTS[:6], asked]),
         env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"},
         capture_output=True,
         text=True,
@@ -51,8 +61,14 @@ def test_two_ranks(engines: Engines, tmp_path: object) -> None:
         check=False,
     )
     lines = [line for line in result.stdout.splitlines() if line.startswith("RESULT")]
-    assert lines, result.stdout[-3000:] + result.stderr[-3000:]
+    assert lines, result.stdout[-3000:] + result.stderr[-3000:]  # a rank that disagreed would have raised
     tokens, texts, (accepted, drafted, nodes) = json.loads(lines[0].removeprefix("RESULT"))
     assert accepted > 0
     assert nodes == drafted > 0
-    assert_identical(plain, [Output(t, text) for t, text in zip(tokens, texts, strict=True)])
+    ours = [
+        SimpleNamespace(token_ids=own, text=text, finish_reason="length")
+        for own, text in zip(tokens, texts, strict=True)
+    ]
+    assert [len(output.token_ids) for output in ours] == [40] * 6
+    greedy = [i for i in range(6) if asked[i]["temperature"] == 0]
+    assert_identical([plain[i] for i in greedy], [ours[i] for i in greedy])
