@@ -39,17 +39,18 @@ class KeyedNoise:
 
     def __init__(self, seed: Tensor, position: Tensor, purpose: int):
         """`seed`, `position` [R] int64. Two objects with different purposes are independent."""
-        self.key = _mix(_mix(seed) ^ _mix(position * 8 + purpose))
-        self.calls = 0
+        self.key = _mix(_mix(seed) + position * 8 + purpose)
+        self.coins = self.draws = 0
 
     def at(self, key: Tensor) -> Self:
         bound = object.__new__(type(self))
         base = self.key.view(-1, *[1] * (key.dim() - 1))
-        bound.key, bound.calls = _mix(base + _mix(key)), 0
+        bound.key, bound.coins, bound.draws = _mix(base + _mix(key)), 0, 0
         return bound
 
     def accept(self, probability: Tensor) -> Tensor:
-        return self._uniform().expand(probability.shape) < probability
+        self.coins += 1  # counted apart: columns without a child must not change the draw behind them
+        return self._uniform(2 * self.coins).expand(probability.shape) < probability
 
     def choose(self, law: Tensor) -> Tensor:
         return self._draw(law, chunk_sums(law), [])
@@ -69,16 +70,16 @@ class KeyedNoise:
     def _draw(self, law: Tensor, sums: Tensor, gone: list[Tensor]) -> Tensor:
         """First the chunk, then the token in it: one number, the inverse of the cumulative law without those `gone`."""
         reach = sums.cumsum(-1)
-        target = self._uniform().expand(reach[..., -1].shape) * reach[..., -1]
+        self.draws += 1
+        target = self._uniform(2 * self.draws + 1).expand(reach[..., -1].shape) * reach[..., -1]
         chunk = _token_at(reach, target)
         before = (reach - sums).gather(-1, chunk[..., None])[..., 0]
         within = inside(law, chunk, gone, 0.0).cumsum(-1)
         return chunk * CHUNK + _token_at(within, (target - before).clamp(min=0))
 
-    def _uniform(self) -> Tensor:
+    def _uniform(self, number: int) -> Tensor:
         """In [0, 1), of the key's shape, float64."""
-        self.calls += 1
-        return (_mix(self.key + self.calls) >> 11 & (1 << 53) - 1).double() * 2.0**-53
+        return (_mix(self.key + number) >> 11 & (1 << 53) - 1).double() * 2.0**-53
 
 
 def _token_at(reach: Tensor, target: Tensor) -> Tensor:

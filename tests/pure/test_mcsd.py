@@ -60,7 +60,7 @@ def test_without_a_gate_it_is_a_static_tree():
 @AGREE
 @pytest.mark.parametrize("widths", [(3, 2, 1, 1), (2, 1, 1, 1)])
 def test_it_goes_on_while_the_gate_believes_in_any_sequence(widths, options):
-    models = [ToyLM.random(4, 4, seed=seed, scale=1.3) for seed in range(60)]
+    models = [ToyLM.random(4, 4, seed=seed, scale=1.3) for seed in range(200)]
     shape = Shape.k_config(widths)
     proposer = Mcsd(shape, gate=Fixed(confident), stop_threshold=0.5)
     ours = grown(grow(proposer, models, nodes=40, **options))

@@ -211,6 +211,15 @@ def test_cutting_the_unused_width_changes_nothing(threshold):
     assert min(drafter.widths) < 8
 
 
+def test_nodes_whose_children_cannot_enter_are_not_read():
+    """Equal nodes that fill the tree have lighter children; of a sharp tree only the best node is read."""
+    flat, sharp = torch.zeros(21, 4), torch.zeros(21, 4).index_fill(1, torch.tensor(0), 3.0)
+    for logits, widths in ((flat, []), (sharp, [1])):
+        drafter = ToyDrafter([ToyLM(logits)])
+        grow_trees([ToyLM(logits)], nodes=3, max_depth=2, drafter=drafter, agree=cut_to_used_width)
+        assert drafter.widths == widths
+
+
 def test_agree_ends_the_growth():
     models = models_of(vocabulary=3, depth=4)
     levels = iter([True, False])

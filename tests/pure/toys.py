@@ -413,6 +413,7 @@ def verify(drafts: Drafts, p: Tensor, rule: str, kind: Kind, noise: Noise) -> Ac
     """One step as the engine takes it, for the target's laws p [R, 1 + N, V] behind the root and every node."""
     tree, row = drafts.tree, torch.arange(len(p))
     levels, most, draw = int(tree.depth.max()), drafts.most, RULES[rule].draw
+    widest = max(1, min(most, int(tree.valid.sum(1).max())))  # of the trees around too
 
     def p_rows(node: Tensor, active: Tensor) -> Tensor:
         nothing = torch.eye(p.shape[2], dtype=p.dtype)[0]  # no outcome of a walk that has ended forks
@@ -424,7 +425,7 @@ def verify(drafts: Drafts, p: Tensor, rule: str, kind: Kind, noise: Noise) -> Ac
     def by_rule(node: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
         assert draw is not None
         q, drawn = q_rows(node)
-        children = tree.children(node, most).masked_fill(~active[:, None], -1)
+        children = tree.children(node, widest).masked_fill(~active[:, None], -1)
         return draw(p_rows(node, active), q, Children(children, drawn, most), noise.at(node + 1)), torch.ones_like(
             active
         )
