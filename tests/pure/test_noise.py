@@ -15,7 +15,7 @@ from vllm_adaptive_tree.trees import Shape
 from .toys import Drafts, ToyDrafter, ToyLM, histories, node_laws, propose, verify
 
 MANY = 1_000_000
-DRAWS = 100_000
+DRAWS = 50_000
 BINS = 16
 P = 1e-4  # what a check may find by chance
 LAW = torch.tensor([0.3, 0.02, 0.15, 0.0, 0.25, 0.08, 0.2, 0.0], dtype=torch.float64)
