@@ -14,6 +14,7 @@ from vllm_adaptive_tree.proposers import C2T, DySpec, Eagle2, Mcsd, OptTree, Pro
 from vllm_adaptive_tree.trees import Shape
 from vllm_adaptive_tree.trees.orders import depth_first, heavy_path, permuted
 
+from .growing import as_the_engine
 from .toys import (
     Drafts,
     ToyDrafter,
@@ -340,7 +341,7 @@ def step(
         return KeyedNoise(torch.tensor(seeds), torch.full((len(seeds),), 7), purpose)
 
     levels: list[Tensor] = []
-    proposal = propose(proposer, ToyDrafter(drafts), nodes=5, noise=noise(0), keep=levels.append)
+    proposal = propose(proposer, ToyDrafter(drafts), nodes=5, noise=noise(0), keep=levels.append, agree=as_the_engine)
     requests = torch.arange(len(seeds))
     made = Drafts(
         torch.ones(len(seeds)),

@@ -425,10 +425,8 @@ def verify(drafts: Drafts, p: Tensor, rule: str, kind: Kind, noise: Noise) -> Ac
     def by_rule(node: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
         assert draw is not None
         q, drawn = q_rows(node)
-        children = tree.children(node, widest).masked_fill(~active[:, None], -1)
-        return draw(p_rows(node, active), q, Children(children, drawn, most), noise.at(node + 1)), torch.ones_like(
-            active
-        )
+        children = Children(tree.children(node, widest).masked_fill(~active[:, None], -1), drawn, most)
+        return draw(p_rows(node, active), q, children, noise.at(node + 1)), torch.ones_like(active)
 
     if draw is not None:
         return walk(tree, by_rule, levels=levels)
