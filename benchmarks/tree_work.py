@@ -23,7 +23,7 @@ from vllm_adaptive_tree.acceptance import RULES, Children, traversal, walk
 from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.methods import resolve
 from vllm_adaptive_tree.noise import KeyedNoise
-from vllm_adaptive_tree.proposers import Frontier, Proposal, Request, draft_tree
+from vllm_adaptive_tree.proposers import Frontier, Proposal, Request, Rows, draft_tree
 from vllm_adaptive_tree.proposers.base import law
 
 REQUESTS, NODES, VOCABULARY, ROUNDS = 8, 60, 32_000, 7
@@ -52,16 +52,16 @@ class Laws:
         self.pool = 4 * torch.randn(REQUESTS, 64, VOCABULARY, generator=generator)
         self.seconds, self.rows, self.widths = 0.0, 0, [1]
 
-    def catch_up(self, accepted: Any, target_hidden: Tensor | None) -> tuple[Tensor, Any]:
-        return self.pool[:, 0], None
+    def catch_up(self, accepted: Any, target_hidden: Tensor | None) -> tuple[Rows, Any]:
+        return Rows(self.pool[:, :1]), None
 
-    def grow(self, tokens: Tensor, parent: Tensor, state: Any) -> tuple[Tensor, Any]:
+    def grow(self, tokens: Tensor, parent: Tensor, state: Any) -> tuple[Rows, Any]:
         started = time.perf_counter()
         width = tokens.shape[1]
         logits = self.pool[:, :width].clone()
         self.widths.append(width)
         self.seconds += time.perf_counter() - started
-        return logits, state
+        return Rows(logits), state
 
 
 def cut(frontier: Frontier, growing: Tensor) -> tuple[Frontier, bool]:
@@ -99,9 +99,9 @@ def once(method: str, rule: str, tree_options: dict[str, Any], number: int) -> d
     seed, position = torch.arange(REQUESTS), torch.full((REQUESTS,), number)
     noise = [KeyedNoise(seed, position, purpose) for purpose in (0, 1)]
     request = Request(torch.full((REQUESTS,), 0.8), torch.zeros(REQUESTS, dtype=torch.bool), noise[0])
-    logits, state = drafter.catch_up(None, None)
+    rows, state = drafter.catch_up(None, None)
     started = time.perf_counter()
-    proposal = draft_tree(pair.proposer, drafter, logits, state, nodes=NODES, request=request, agree=cut)
+    proposal = draft_tree(pair.proposer, drafter, rows, state, nodes=NODES, request=request, agree=cut)
     drafting = time.perf_counter() - started - drafter.seconds
     visited = [0]
     walking = seconds(lambda: _walk(pair, rule, proposal, drafter.pool, noise[1], visited))

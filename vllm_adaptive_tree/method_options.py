@@ -148,20 +148,20 @@ class SequoiaOptions(ShapedOptions):
 class McsdOptions(ShapedOptions):
     shape: Any = option((4, 2, 2, 1), lambda value: _is_k_config(value), "a k-config as [4, 2, 2, 1]")
     init_width: int = _count(1)
-    stop: str = _one_of("none", "none", "type2", "type1")
+    stop: str = _one_of("none", "none", "type1", "type2")
     stop_threshold: float = _share(0.4)
     gate: str | None = _file()
 
     def __post_init__(self) -> None:
         super(McsdOptions, self).__post_init__()
-        for key, refused in (("init_width", self.init_width > 1), ("stop", self.stop == "type1")):
-            if refused:
-                raise ValueError(
-                    f"speculative_config['tree'][{key!r}]={getattr(self, key)!r} is not in this release; "
-                    "use init_width 1 and stop 'none' or 'type2'"
-                )
+        if self.init_width > 1:
+            raise ValueError(
+                f"speculative_config['tree']['init_width']={self.init_width} is not in this release; use init_width 1"
+            )
         if self.stop != "none" and self.gate is None:
-            raise ValueError("speculative_config['tree']['gate'] is missing: stop 'type2' needs the file of its model")
+            raise ValueError(
+                f"speculative_config['tree']['gate'] is missing: stop {self.stop!r} needs the file of its model"
+            )
 
 
 def _as_tuples(value: Any) -> Any:

@@ -9,6 +9,7 @@ from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.gates.mlp import Gate
 from vllm_adaptive_tree.method_options import CHILDREN, ShapedOptions, readable
 from vllm_adaptive_tree.proposers import C2T, DySpec, Eagle2, Mcsd, OptTree, Proposer, StaticTree, sequoia_shape
+from vllm_adaptive_tree.proposers.mcsd import FEATURES
 from vllm_adaptive_tree.trees import Shape
 
 GREEDY_DRAFT_TEMPERATURE = 0.6
@@ -112,9 +113,15 @@ def build_proposer(options: TreeOptions) -> Proposer:
             vector = _vector(tree.vector)
             proposer = StaticTree(sequoia_shape(vector, nodes=nodes, max_depth=tree.max_depth))
         case "mcsd":
-            gate = None if tree.stop == "none" else Gate.load(readable(tree.gate, "gate"), inputs=11)
-            shape = Shape.k_config(tree.shape, nodes)
-            proposer = Mcsd(shape, gate=gate, stop_threshold=tree.stop_threshold)
+            gate = None
+            if tree.stop != "none":
+                gate = Gate.load(readable(tree.gate, "gate"), inputs=None if tree.stop == "type1" else FEATURES)
+            proposer = Mcsd(
+                Shape.k_config(tree.shape, nodes),
+                gate=gate,
+                reads="hidden" if tree.stop == "type1" else "law",
+                stop_threshold=tree.stop_threshold,
+            )
         case _:
             assert options.proposer is not None
             proposer = registry.load(options.proposer)(**options.tree_given)

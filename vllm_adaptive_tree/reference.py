@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vllm_adaptive_tree.acceptance import RULES, Children, traversal, walk
 from vllm_adaptive_tree.noise import KeyedNoise
-from vllm_adaptive_tree.proposers import Proposer, Request, draft_tree
+from vllm_adaptive_tree.proposers import Proposer, Request, Rows, draft_tree
 from vllm_adaptive_tree.proposers.base import law
 
 
@@ -27,13 +27,13 @@ class PathDrafter:
     def __init__(self, model: Any):
         self.model = model
 
-    def catch_up(self, accepted: list[int], target_hidden: Tensor | None = None) -> tuple[Tensor, list[list[int]]]:
-        return last_logits(self.model, accepted)[None], [accepted]
+    def catch_up(self, accepted: list[int], target_hidden: Tensor | None = None) -> tuple[Rows, list[list[int]]]:
+        return Rows(last_logits(self.model, accepted)[None, None]), [accepted]
 
-    def grow(self, tokens: Tensor, parent: Tensor, state: list[list[int]]) -> tuple[Tensor, list[list[int]]]:
+    def grow(self, tokens: Tensor, parent: Tensor, state: list[list[int]]) -> tuple[Rows, list[list[int]]]:
         pairs = zip(tokens[0].tolist(), parent[0].tolist(), strict=True)
         new = [[*state[above], max(token, 0)] for token, above in pairs]
-        return torch.stack([last_logits(self.model, sequence) for sequence in new])[None], state + new
+        return Rows(torch.stack([last_logits(self.model, sequence) for sequence in new])[None]), state + new
 
 
 def last_logits(model: Any, sequence: list[int]) -> Tensor:
@@ -63,9 +63,9 @@ def decode_step(
 
     # 1 draft
     levels: list[Tensor] = []
-    logits, state = (drafter := PathDrafter(draft)).catch_up(sequence)
+    rows, state = (drafter := PathDrafter(draft)).catch_up(sequence)
     request = Request(torch.tensor([draft_temperature]), torch.tensor([temperature == 0]), noise(0))
-    tree, read, drawn = draft_tree(proposer, drafter, logits, state, nodes=nodes, request=request, keep=levels.append)
+    tree, read, drawn = draft_tree(proposer, drafter, rows, state, nodes=nodes, request=request, keep=levels.append)
     size = int(tree.valid.sum())
     tokens, parents = tree.tokens[0, :size].tolist(), tree.parent[0, :size].tolist()
     below = torch.cat(levels, 1)[0]  # [slots, V]: what the draft said behind each slot

@@ -155,7 +155,6 @@ def test_every_method_brings_the_children_that_its_rule_needs(spec: Any, rule: s
         (asked("sequoia", vector="/no/such/file"), ["'vector'", "/no/such/file"]),
         (asked("sequoia", vector=f"{DRAFT}/config.json"), ["'vector'", '{"vector": [numbers between 0 and 1]}']),
         (asked("mcsd", init_width=2), ["init_width", "not in this release", "init_width 1"]),
-        (asked("mcsd", stop="type1", gate="file"), ["stop", "'type1'", "not in this release", "'type2'"]),
         (asked("mcsd", stop="type2"), ["'gate'", "missing"]),
         (asked("mcsd", shape="binary"), ["shape", "k-config"]),
         (asked("static_tree", shape="quaternary"), ["shape", "'ternary'"]),

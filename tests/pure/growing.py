@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from vllm_adaptive_tree.noise import KeyedNoise
-from vllm_adaptive_tree.proposers import Frontier, Proposal, Proposer, Request, draft_tree
+from vllm_adaptive_tree.proposers import Frontier, Proposal, Proposer, Request, Rows, draft_tree
 from vllm_adaptive_tree.proposers.base import MOST_COLUMNS
 
 from .toys import ToyDrafter, ToyLM
@@ -43,13 +43,13 @@ def grow(
     **options: Any,
 ) -> Proposal:
     drafter = drafter or ToyDrafter(models)
-    logits, state = drafter.catch_up(None, None)
+    rows, state = drafter.catch_up(None, None)
     request = Request(
-        torch.as_tensor(temperature, dtype=logits.dtype).expand(len(models)),
+        torch.as_tensor(temperature, dtype=rows.logits.dtype).expand(len(models)),
         torch.as_tensor(greedy).expand(len(models)),
         keyed(len(models)) if noise is None else noise,
     )
-    return draft_tree(proposer, drafter, logits, state, nodes=nodes, request=request, **options)
+    return draft_tree(proposer, drafter, rows, state, nodes=nodes, request=request, **options)
 
 
 def as_the_engine(frontier: Frontier, growing: Tensor) -> tuple[Frontier, bool]:
@@ -88,11 +88,11 @@ class Recorder(ToyDrafter):
         super().__init__(models)
         self.histories = [torch.zeros(len(models), 1, dtype=torch.int64)]  # one [R, W] for each level, the root's first
 
-    def grow(self, tokens: Tensor, parent: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        logits, state = super().grow(tokens, parent, state)
+    def grow(self, tokens: Tensor, parent: Tensor, state: Tensor) -> tuple[Rows, Tensor]:
+        rows, state = super().grow(tokens, parent, state)
         history = state[:, state.shape[1] - tokens.shape[1] :]
         self.histories.append(history.masked_fill(tokens < 0, -1))
-        return logits, state
+        return rows, state
 
     def draws(self, noise: KeyedNoise, law: Tensor) -> list[dict[int, list[int]]]:
         """Every request's histories that were read -> their tokens in the order of the draws; `law` [R, H, V]."""

@@ -27,6 +27,7 @@ from vllm_adaptive_tree.proposers import (
     Proposal,
     Proposer,
     Request,
+    Rows,
     StaticTree,
     draft_tree,
 )
@@ -152,8 +153,8 @@ class BlindDrafter:
     def __init__(self, logits: Tensor):
         self.logits = logits  # [R, W, V]
 
-    def grow(self, tokens: Tensor, parent: Tensor, state: None) -> tuple[Tensor, None]:
-        return self.logits[:, : tokens.shape[1]], state
+    def grow(self, tokens: Tensor, parent: Tensor, state: None) -> tuple[Rows, None]:
+        return Rows(self.logits[:, : tokens.shape[1]]), state
 
 
 REQUESTS, NODES, VOCABULARY = 2, 6, 9
@@ -190,7 +191,10 @@ def test_proposers(name, device):
         return Frontier(frontier.tokens[:, :width], frontier.parent[:, :width]), True
 
     proposer = PROPOSERS[name](device)
-    root, below = torch.randn(REQUESTS, VOCABULARY).to(device), torch.randn(REQUESTS, NODES, VOCABULARY).to(device)
+    root, below = (
+        Rows(torch.randn(REQUESTS, 1, VOCABULARY).to(device)),
+        torch.randn(REQUESTS, NODES, VOCABULARY).to(device),
+    )
     temperature, greedy = torch.ones(REQUESTS).to(device), (torch.arange(REQUESTS) > 0).to(device)
 
     def run() -> Proposal:

@@ -9,7 +9,7 @@ from torch.nn.functional import one_hot, pad
 
 from vllm_adaptive_tree.acceptance import RULES, Accepted, Children, Kind, traversal, walk
 from vllm_adaptive_tree.noise import NOTHING, KeyedNoise, Noise
-from vllm_adaptive_tree.proposers import OptTree, Proposal, Proposer, Request, base, draft_tree
+from vllm_adaptive_tree.proposers import OptTree, Proposal, Proposer, Request, Rows, base, draft_tree
 from vllm_adaptive_tree.trees import TokenTree, TreeBatch
 
 torch.set_num_threads(1)  # many small tensors
@@ -65,16 +65,16 @@ class ToyDrafter:
         self.which = torch.arange(len(models)) if which is None else which
         self.widths: list[int] = []
 
-    def catch_up(self, accepted: Any, target_hidden: Tensor | None) -> tuple[Tensor, Tensor]:
-        return self.logits[self.which, 0], torch.zeros_like(self.which)[:, None]
+    def catch_up(self, accepted: Any, target_hidden: Tensor | None) -> tuple[Rows, Tensor]:
+        return Rows(self.logits[self.which, :1]), torch.zeros_like(self.which)[:, None]
 
-    def grow(self, tokens: Tensor, parent: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    def grow(self, tokens: Tensor, parent: Tensor, state: Tensor) -> tuple[Rows, Tensor]:
         self.widths.append(tokens.shape[1])
         history = state.gather(1, parent) * self.logits.shape[2] + 1 + tokens.clamp(min=0)  # [R, W]
         logits = self.logits[self.which[:, None], history.masked_fill(tokens < 0, 0)]
         certain = torch.full_like(logits[0, 0], -1e4).index_fill(0, torch.tensor(0), 1e4)
         logits[tokens < 0] = certain  # what an unused slot reads must not matter
-        return logits, torch.cat([state, history], 1)
+        return Rows(logits), torch.cat([state, history], 1)
 
 
 def propose(
@@ -88,14 +88,14 @@ def propose(
     **options: Any,
 ) -> Proposal:
     """One tree per request of the drafter; without `noise`, the request's number is its seed."""
-    logits, state = drafter.catch_up(None, None)
-    requests = torch.arange(len(logits))
+    rows, state = drafter.catch_up(None, None)
+    requests = torch.arange(len(rows.logits))
     request = Request(
-        torch.as_tensor(temperature, dtype=logits.dtype).expand(len(logits)),
-        torch.full((len(logits),), greedy),
+        torch.as_tensor(temperature, dtype=rows.logits.dtype).expand(len(requests)),
+        torch.full((len(requests),), greedy),
         noise or KeyedNoise(requests, torch.zeros_like(requests), purpose=0),
     )
-    return draft_tree(proposer, drafter, logits, state, nodes=nodes, request=request, **options)
+    return draft_tree(proposer, drafter, rows, state, nodes=nodes, request=request, **options)
 
 
 def grow_trees(

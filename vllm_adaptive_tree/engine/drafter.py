@@ -8,6 +8,7 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
 from vllm_adaptive_tree.engine.attention import DraftKeys, DraftMetadata, TreeRows, native_metadata
+from vllm_adaptive_tree.proposers import Rows
 
 NO_SLOT = -1  # vLLM's cache update writes nothing there
 
@@ -34,13 +35,11 @@ class ModelDrafter(DraftModelProposer):
         super().__init__(vllm_config, device, runner)
         self.runner = runner
 
-    def catch_up(
-        self, accepted: list[CatchUp], target_hidden: Tensor | None = None
-    ) -> tuple[Tensor, DraftState | None]:
+    def catch_up(self, accepted: list[CatchUp], target_hidden: Tensor | None = None) -> tuple[Rows, DraftState | None]:
         """Read what was accepted since the last step, and the new roots.
 
         Returns:
-            logits [R, V] of the rooted requests, in their order, and the state of their trees (None without roots).
+            the rows of the rooted requests, in their order, and the state of their trees (None without roots).
         """
         assert target_hidden is None, "an independent draft model does not read the target's hidden states"
         kept = [item.tokens[:-1] if item.rooted else item.tokens for item in accepted]
@@ -52,7 +51,7 @@ class ModelDrafter(DraftModelProposer):
             position for index in packed for position in range(starts[index], starts[index] + len(kept[index]))
         ] + [item.start + len(item.tokens) - 1 for item in rooted]
         if not tokens:
-            return torch.empty(0), None
+            return Rows(torch.empty(0)), None
         count = len(tokens) - len(rooted)
 
         slots = torch.full((len(tokens),), NO_SLOT)
@@ -77,11 +76,12 @@ class ModelDrafter(DraftModelProposer):
             keys.open_level(trees, torch.zeros(len(rooted), 1, dtype=torch.int64))
         hidden = self._forward(torch.tensor(tokens), torch.tensor(positions), slots, native, torch.arange(count), keys)
         if keys is None:
-            return torch.empty(0), None
+            return Rows(torch.empty(0)), None
         state = DraftState(keys, keys.context, torch.zeros(len(rooted), 1, dtype=torch.int64))
-        return self.model.compute_logits(hidden[count:]), state
+        roots = hidden[count:, None]
+        return Rows(self.model.compute_logits(roots), roots), state
 
-    def grow(self, tokens: Tensor, parent: Tensor, state: DraftState) -> tuple[Tensor, DraftState]:
+    def grow(self, tokens: Tensor, parent: Tensor, state: DraftState) -> tuple[Rows, DraftState]:
         """Read one level, `tokens` and `parent` [R, W] as in `Frontier`; only real nodes cost a row."""
         depth = state.depth.gather(1, parent) + 1
         places = (tokens >= 0).flatten().nonzero().flatten()
@@ -90,8 +90,8 @@ class ModelDrafter(DraftModelProposer):
         slots = torch.full((len(places),), NO_SLOT)
         hidden = self._forward(tokens.flatten()[places], positions, slots, None, places[:0], state.keys)
         logits = self.model.compute_logits(hidden)  # [M, V]
-        padded = logits.new_zeros(tokens.numel(), logits.shape[1]).index_copy_(0, places, logits)
-        return padded.unflatten(0, tokens.shape), state._replace(depth=torch.cat([state.depth, depth], 1))
+        rows = Rows(*(_spread(rows, places, tokens.shape) for rows in (logits, hidden)))
+        return rows, state._replace(depth=torch.cat([state.depth, depth], 1))
 
     def _forward(
         self, tokens: Tensor, positions: Tensor, slots: Tensor, native: Any, native_rows: Tensor, keys: DraftKeys | None
@@ -113,3 +113,8 @@ class ModelDrafter(DraftModelProposer):
     def _block_table(self) -> Any:
         """vLLM's BlockTable of the cache group that holds the draft's layers."""
         return self.runner.input_batch.block_table[self.kv_cache_gid]
+
+
+def _spread(rows: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
+    """[M, X] -> [R, W, X], zero where there is no node."""
+    return rows.new_zeros(shape.numel(), rows.shape[1]).index_copy_(0, places, rows).unflatten(0, shape)

@@ -35,7 +35,7 @@ from vllm_adaptive_tree.engine.verification import Verification
 from vllm_adaptive_tree.method_options import DySpecOptions
 from vllm_adaptive_tree.methods import draft_temperature, resolve
 from vllm_adaptive_tree.noise import KeyedNoise
-from vllm_adaptive_tree.proposers import Frontier, Proposal, Request, draft_tree
+from vllm_adaptive_tree.proposers import Frontier, Proposal, Request, Rows, draft_tree
 
 
 class TreeModelRunner(CPUModelRunner):
@@ -48,6 +48,7 @@ class TreeModelRunner(CPUModelRunner):
         self.options = tree_options(vllm_config)
         self.pair = resolve(self.options)
         self.proposer: Any = self.pair.proposer
+        support.check_gate(self.proposer, self.speculative_config.draft_model_config.get_hidden_size())
         # Draft after bookkeeping, from token lists; vLLM's padded drafting is for its own chains.
         self.speculative_config.disable_padded_drafter_batch = True
         self.drafts: dict[str, Draft] = {}  # drafted, not yet scheduled
@@ -187,7 +188,7 @@ class TreeModelRunner(CPUModelRunner):
                 for row in range(len(requests))
                 if (item := self._catch_up(row, scheduler_output, bool(sampled_token_ids[row]), nodes))
             ]
-            logits, state = self.drafter.catch_up(items)
+            rows, state = self.drafter.catch_up(items)
         if state is None:
             return [[] for _ in requests]
         rooted = [item for item in items if item.rooted]
@@ -206,7 +207,7 @@ class TreeModelRunner(CPUModelRunner):
             proposal = draft_tree(
                 self.proposer,
                 _Timed(self.drafter, self.clock),
-                logits,
+                rows,
                 state,
                 nodes=nodes,
                 request=request,
@@ -245,7 +246,7 @@ class _Timed:
         self.catch_up = drafter.catch_up
         self.drafter, self.clock = drafter, clock
 
-    def grow(self, tokens: Tensor, parent: Tensor, state: Any) -> tuple[Tensor, Any]:
+    def grow(self, tokens: Tensor, parent: Tensor, state: Any) -> tuple[Rows, Any]:
         before = self.clock.seconds["draft"]
         with self.clock.phase("draft"):
             result = self.drafter.grow(tokens, parent, state)

@@ -4,6 +4,7 @@ from typing import Any
 
 from vllm_adaptive_tree.attention.cpu import PACKINGS
 from vllm_adaptive_tree.config import TreeOptions
+from vllm_adaptive_tree.proposers import Mcsd
 
 HEAD_ARCHITECTURES = ("eagle", "mtp", "medusa", "dflash", "dspark", "mlpspeculator")
 
@@ -119,6 +120,17 @@ def check_config(config: Any, options: TreeOptions) -> None:
             f"speculative_config['num_speculative_tokens']={nodes} does not fit max_num_batched_tokens={room}: one "
             f"request needs {2 + nodes} tokens in a step; lower the first to {room - 2} or raise the second"
         )
+
+
+def check_gate(proposer: Any, hidden_size: int) -> None:
+    """Refuse a gate that reads another hidden state than the draft's."""
+    if isinstance(proposer, Mcsd) and proposer.gate is not None and proposer.reads == "hidden":
+        inputs = proposer.gate.inputs
+        if inputs != hidden_size:
+            raise ValueError(
+                f"speculative_config['tree']['gate']: the decision model reads hidden states of {inputs}, the draft's "
+                f"have {hidden_size}; give a model that was trained for this draft"
+            )
 
 
 def check_layer(name: str, layer: Any) -> None:

@@ -44,7 +44,7 @@ def _median_seconds(prepare: Callable[[], Callable[[], Tensor]]) -> float:
 def _draft_level(drafter: Any, nodes: int) -> Callable[[], Tensor]:
     _, state = drafter.catch_up([CatchUp(row=0, start=0, tokens=[0], rooted=True)])
     level = torch.zeros(1, nodes, dtype=torch.int64)
-    return lambda: drafter.grow(level, level, state)[0]
+    return lambda: drafter.grow(level, level, state)[0].logits
 
 
 def _target_forward(runner: Any, rows: int) -> Callable[[], Tensor]:

@@ -6,11 +6,20 @@ from torch import Tensor, nn
 
 
 class Gate(nn.Module):
-    """Linear -> ReLU -> Linear -> sigmoid: C2T's classifier (3-48-1) and MCSD's second decision model (11-44-1)."""
+    """Linear layers with ReLU between them and a sigmoid at the end.
 
-    def __init__(self, inputs: int, hidden: int):
+    C2T's classifier is 3-48-1; MCSD's decision models are 11-44-1 (type 2) and, over the hidden states of a draft of
+    width 768, 768-512-256-1 (type 1).
+    """
+
+    def __init__(self, inputs: int, *hidden: int):
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, 1))
+        self.inputs = inputs
+        layers: list[nn.Module] = []
+        for size in hidden:
+            layers += [nn.Linear(inputs, size), nn.ReLU()]
+            inputs = size
+        self.layers = nn.Sequential(*layers, nn.Linear(inputs, 1))
 
     def forward(self, features: Tensor) -> Tensor:
         """[..., inputs] -> [...], between 0 and 1."""
@@ -18,8 +27,8 @@ class Gate(nn.Module):
         return out
 
     @classmethod
-    def load(cls, file: str | Path, inputs: int) -> "Gate":
-        """Read a safetensors file.
+    def load(cls, file: str | Path, inputs: int | None) -> "Gate":
+        """Read a safetensors file; `inputs` None takes any number of features.
 
         Raises:
             ValueError: the file is missing, cannot be read, or holds another model; the message says which.
@@ -31,14 +40,16 @@ class Gate(nn.Module):
                 f"gate: cannot read {str(file)!r} ({type(error).__name__}: {error}); give the safetensors file of a "
                 "trained gate"
             ) from error
-        first = weights.get("layers.0.weight", torch.empty(0))
-        gate = cls(inputs, hidden=max(first.shape[0], 1) if first.dim() else 1)
+        sizes = [weight.shape for name, weight in sorted(weights.items()) if weight.dim() == 2]
+        if inputs is None:
+            inputs = sizes[0][1] if sizes else 1
+        gate = cls(inputs, *(max(size[0], 1) for size in sizes[:-1]))
         expected = {name: tuple(weight.shape) for name, weight in gate.state_dict().items()}
         found = {name: tuple(weight.shape) for name, weight in weights.items()}
         if found != expected:
             raise ValueError(
-                f"gate: {str(file)!r} does not hold a gate of {inputs} features (expected layers.0 and layers.2 of "
-                f"{inputs}-h-1, found {found}); give the file of a gate that was trained for this method"
+                f"gate: {str(file)!r} does not hold a gate of {inputs} features (expected layers {inputs}-h-..-1, "
+                f"found {found}); give the file of a gate that was trained for this method"
             )
         gate.load_state_dict(weights)
         return gate.eval().requires_grad_(requires_grad=False)

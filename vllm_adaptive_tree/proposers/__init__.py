@@ -1,6 +1,6 @@
 """What to draft: one file per paper, and the drafter's contract."""
 
-from vllm_adaptive_tree.proposers.base import Drafter, Frontier, Proposal, Proposer, Request, draft_tree
+from vllm_adaptive_tree.proposers.base import Drafter, Frontier, Proposal, Proposer, Request, Rows, draft_tree
 from vllm_adaptive_tree.proposers.c2t import C2T
 from vllm_adaptive_tree.proposers.dyspec import DySpec
 from vllm_adaptive_tree.proposers.eagle2 import Eagle2
@@ -20,6 +20,7 @@ __all__ = [
     "Proposal",
     "Proposer",
     "Request",
+    "Rows",
     "StaticTree",
     "draft_tree",
     "sequoia_shape",

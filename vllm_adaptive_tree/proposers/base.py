@@ -41,13 +41,20 @@ class Request(NamedTuple):
     noise: Noise
 
 
+class Rows(NamedTuple):
+    """What the draft model said of one level of nodes."""
+
+    logits: Tensor  # [R, W, V]
+    hidden: Tensor | None = None  # [R, W, H]: its last hidden states, from a drafter that has them
+
+
 class Drafter(Protocol):
-    def catch_up(self, accepted: Any, target_hidden: Tensor | None) -> tuple[Tensor, Any]:
-        """Read the tokens accepted since the last call. Returns the root's logits [R, V] and an opaque state."""
+    def catch_up(self, accepted: Any, target_hidden: Tensor | None) -> tuple[Rows, Any]:
+        """Read the tokens accepted since the last call. Returns the roots' rows (W = 1) and an opaque state."""
         ...
 
-    def grow(self, tokens: Tensor, parent: Tensor, state: Any) -> tuple[Tensor, Any]:
-        """Read one level of nodes, `tokens` and `parent` as in `Frontier`. Returns logits [R, W, V] and the state."""
+    def grow(self, tokens: Tensor, parent: Tensor, state: Any) -> tuple[Rows, Any]:
+        """Read one level of nodes, `tokens` and `parent` as in `Frontier`. Returns its rows and the state."""
         ...
 
 
@@ -62,8 +69,8 @@ class Proposer(Protocol):
     most_children: int
     """The most children of a node."""
 
-    def begin(self, logits: Tensor, *, nodes: int, request: Request) -> Any:
-        """Layer 1 from the root's logits [R, V]; at most `nodes` nodes a tree."""
+    def begin(self, rows: Rows, *, nodes: int, request: Request) -> Any:
+        """Layer 1 from the roots' rows (W = 1); at most `nodes` nodes a tree."""
         ...
 
     def growing(self, growth: Any) -> Tensor:
@@ -74,8 +81,8 @@ class Proposer(Protocol):
         """The nodes whose children decide the next level."""
         ...
 
-    def extend(self, growth: Any, logits: Tensor) -> Any:
-        """Add the level below the frontier, from its logits [R, W, V]; trees that are not growing stay as they are."""
+    def extend(self, growth: Any, rows: Rows) -> Any:
+        """Add the level below the frontier, from its rows; trees that are not growing stay as they are."""
         ...
 
     def finish(self, growth: Any) -> Proposal: ...
@@ -84,7 +91,7 @@ class Proposer(Protocol):
 def draft_tree(
     proposer: Proposer,
     drafter: Drafter,
-    logits: Tensor,
+    rows: Rows,
     state: Any,
     *,
     nodes: int,
@@ -92,20 +99,20 @@ def draft_tree(
     agree: Callable[[Frontier, Tensor], tuple[Frontier, bool]] = lambda frontier, growing: (frontier, True),
     keep: Callable[[Tensor], None] = lambda logits: None,
 ) -> Proposal:
-    """Grow one tree per request from the root's logits [R, V].
+    """Grow one tree per request from the roots' rows (W = 1).
 
     `agree` may read `growing` [R] to end the growth early, may cut the frontier's unused columns, and makes every rank
     read the same frontier. `keep` is given the logits [R, W, V] of every level, the root's first.
     """
-    keep(logits[:, None])
-    growth = proposer.begin(logits, nodes=nodes, request=request)
+    keep(rows.logits)
+    growth = proposer.begin(rows, nodes=nodes, request=request)
     for _ in range(proposer.max_depth - 1):
         frontier, more = agree(proposer.frontier(growth), proposer.growing(growth))
         if not more or frontier.tokens.shape[1] == 0:
             break
-        logits, state = drafter.grow(frontier.tokens, frontier.parent, state)
-        keep(logits)
-        growth = proposer.extend(growth, logits)
+        rows, state = drafter.grow(frontier.tokens, frontier.parent, state)
+        keep(rows.logits)
+        growth = proposer.extend(growth, rows)
     return proposer.finish(growth)
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from vllm_adaptive_tree.acceptance import Kind
 from vllm_adaptive_tree.gates.mlp import Gate, entropy
 from vllm_adaptive_tree.proposers import best_first
-from vllm_adaptive_tree.proposers.base import Frontier, Proposal, Request, log_law
+from vllm_adaptive_tree.proposers.base import Frontier, Proposal, Request, Rows, log_law
 from vllm_adaptive_tree.proposers.best_first import Candidates, Growth
 from vllm_adaptive_tree.proposers.opt_tree import top_children
 
@@ -38,8 +38,8 @@ class C2T:
         self.kind: Kind = "one_hot"
         self.most_children = self.width
 
-    def begin(self, logits: Tensor, *, nodes: int, request: Request) -> Growth:
-        law = log_law(logits, request.temperature)[:, None]  # [R, 1, V]
+    def begin(self, rows: Rows, *, nodes: int, request: Request) -> Growth:
+        law = log_law(rows.logits, request.temperature[:, None])  # [R, 1, V]
         root = torch.zeros_like(law[:, :, 0])
         return best_first.begin(self._gated(law, root, 0), nodes=nodes, request=request)
 
@@ -49,10 +49,10 @@ class C2T:
     def frontier(self, growth: Growth) -> Frontier:
         return best_first.frontier(growth, best_first.expandable(growth))
 
-    def extend(self, growth: Growth, logits: Tensor) -> Growth:
+    def extend(self, growth: Growth, rows: Rows) -> Growth:
         expand = best_first.expandable(growth)
-        law = log_law(logits, growth.request.temperature[:, None])  # [R, W, V]
-        path = best_first.paths_above(growth, expand, logits.shape[1])
+        law = log_law(rows.logits, growth.request.temperature[:, None])  # [R, W, V]
+        path = best_first.paths_above(growth, expand, rows.logits.shape[1])
         return best_first.extend(growth, self._gated(law, path, growth.level), expand=expand)
 
     def finish(self, growth: Growth) -> Proposal:

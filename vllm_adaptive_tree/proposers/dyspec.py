@@ -7,7 +7,7 @@ from torch import Tensor
 
 from vllm_adaptive_tree.acceptance import Kind
 from vllm_adaptive_tree.proposers import best_first
-from vllm_adaptive_tree.proposers.base import Frontier, Proposal, Request, law, places
+from vllm_adaptive_tree.proposers.base import Frontier, Proposal, Request, Rows, law, places
 from vllm_adaptive_tree.proposers.best_first import Candidates, Growth
 from vllm_adaptive_tree.proposers.children import draw_children
 
@@ -34,9 +34,9 @@ class DySpec:
         self.max_depth, self.most_children, self.threshold = max_depth, max_children, threshold
         self.kind: Kind = "without_replacement"
 
-    def begin(self, logits: Tensor, *, nodes: int, request: Request) -> Growth:
-        root = torch.zeros_like(law(logits[:, :1], request.temperature))
-        candidates = self._slots(logits[:, None], root, 0, request)
+    def begin(self, rows: Rows, *, nodes: int, request: Request) -> Growth:
+        root = torch.zeros_like(law(rows.logits[:, :, 0], request.temperature))
+        candidates = self._slots(rows.logits, root, 0, request)
         return best_first.begin(candidates, nodes=nodes, request=request)
 
     def growing(self, growth: Growth) -> Tensor:
@@ -45,10 +45,10 @@ class DySpec:
     def frontier(self, growth: Growth) -> Frontier:
         return best_first.frontier(growth, self._expand(growth))
 
-    def extend(self, growth: Growth, logits: Tensor) -> Growth:
+    def extend(self, growth: Growth, rows: Rows) -> Growth:
         expand = self._expand(growth)
-        path = best_first.paths_above(growth, expand, logits.shape[1])
-        candidates = self._slots(logits, path, growth.level, growth.request)
+        path = best_first.paths_above(growth, expand, rows.logits.shape[1])
+        candidates = self._slots(rows.logits, path, growth.level, growth.request)
         return best_first.extend(growth, candidates, expand=expand)
 
     def _expand(self, growth: Growth) -> Tensor:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from vllm_adaptive_tree.acceptance import Kind
 from vllm_adaptive_tree.proposers import best_first
-from vllm_adaptive_tree.proposers.base import Frontier, Proposal, Request, log_law
+from vllm_adaptive_tree.proposers.base import Frontier, Proposal, Request, Rows, log_law
 from vllm_adaptive_tree.proposers.best_first import Growth
 from vllm_adaptive_tree.proposers.opt_tree import top_children
 
@@ -24,8 +24,8 @@ class Eagle2:
         self.kind: Kind = "one_hot"
         self.most_children = top_k
 
-    def begin(self, logits: Tensor, *, nodes: int, request: Request) -> Growth:
-        law = log_law(logits, request.temperature)[:, None]  # [R, 1, V]
+    def begin(self, rows: Rows, *, nodes: int, request: Request) -> Growth:
+        law = log_law(rows.logits, request.temperature[:, None])  # [R, 1, V]
         root = torch.zeros_like(law[:, :, 0])
         return best_first.begin(top_children(law, root, self.top_k), nodes=nodes, request=request)
 
@@ -36,10 +36,10 @@ class Eagle2:
         tokens, parent = best_first.frontier(growth, best_first.expandable(growth))
         return Frontier(tokens[:, : self.top_k], parent[:, : self.top_k])  # the best stand in front
 
-    def extend(self, growth: Growth, logits: Tensor) -> Growth:
+    def extend(self, growth: Growth, rows: Rows) -> Growth:
         expand = best_first.expandable(growth)
-        law = log_law(logits, growth.request.temperature[:, None])  # [R, W, V]
-        path = best_first.paths_above(growth, expand, logits.shape[1])
+        law = log_law(rows.logits, growth.request.temperature[:, None])  # [R, W, V]
+        path = best_first.paths_above(growth, expand, rows.logits.shape[1])
         return best_first.extend(growth, top_children(law, path, self.top_k), expand=expand)
 
     def finish(self, growth: Growth) -> Proposal:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from vllm_adaptive_tree.acceptance import Kind
 from vllm_adaptive_tree.proposers import best_first
-from vllm_adaptive_tree.proposers.base import Frontier, Proposal, Request, log_law
+from vllm_adaptive_tree.proposers.base import Frontier, Proposal, Request, Rows, log_law
 from vllm_adaptive_tree.proposers.best_first import Candidates, Growth
 from vllm_adaptive_tree.rows import largest
 
@@ -25,8 +25,8 @@ class OptTree:
         self.kind: Kind = "one_hot"
         self.most_children = 1 << 30  # as many as the budget allows
 
-    def begin(self, logits: Tensor, *, nodes: int, request: Request) -> Growth:
-        law = log_law(logits, request.temperature)[:, None]  # [R, 1, V]
+    def begin(self, rows: Rows, *, nodes: int, request: Request) -> Growth:
+        law = log_law(rows.logits, request.temperature[:, None])  # [R, 1, V]
         root = torch.zeros_like(law[:, :, 0])
         return best_first.begin(self._candidates(law, root, nodes), nodes=nodes, request=request)
 
@@ -36,10 +36,10 @@ class OptTree:
     def frontier(self, growth: Growth) -> Frontier:
         return best_first.frontier(growth, self._expand(growth))
 
-    def extend(self, growth: Growth, logits: Tensor) -> Growth:
+    def extend(self, growth: Growth, rows: Rows) -> Growth:
         expand = self._expand(growth)
-        law = log_law(logits, growth.request.temperature[:, None])  # [R, W, V]
-        path = best_first.paths_above(growth, expand, logits.shape[1])
+        law = log_law(rows.logits, growth.request.temperature[:, None])  # [R, W, V]
+        path = best_first.paths_above(growth, expand, rows.logits.shape[1])
         candidates = self._candidates(law, path, growth.best.tokens.shape[1])
         return best_first.extend(growth, candidates, expand=expand)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from vllm_adaptive_tree.acceptance import Kind
-from vllm_adaptive_tree.proposers.base import Frontier, Proposal, Request, law, places
+from vllm_adaptive_tree.proposers.base import Frontier, Proposal, Request, Rows, law, places
 from vllm_adaptive_tree.proposers.children import draw_children
 from vllm_adaptive_tree.trees import Shape, TreeBatch
 from vllm_adaptive_tree.trees.tree_batch import EMPTY
@@ -54,13 +54,14 @@ class StaticTree:
         self.shape, self.kind = shape, kind
         self.max_depth, self.most_children = shape.depth, shape.most_children
 
-    def begin(self, logits: Tensor, *, nodes: int, request: Request) -> Growth:
+    def begin(self, rows: Rows, *, nodes: int, request: Request) -> Growth:
         shape = self.shape.cut(nodes)
+        logits = rows.logits
         minus = torch.full((len(logits), 1 + len(shape)), -1, device=logits.device)
-        path = torch.zeros_like(law(logits[:, :1], request.temperature)).expand(minus.shape).contiguous()
+        path = torch.zeros_like(law(logits[:, :, 0], request.temperature)).expand(minus.shape).contiguous()
         going = torch.ones_like(minus[:, 0], dtype=torch.bool)
         growth = Growth(minus, path, minus, going, 0, 0, _plan(shape, logits.device), request)
-        return self.extend(growth, logits[:, None])
+        return self.extend(growth, rows)
 
     def growing(self, growth: Growth) -> Tensor:
         return growth.going & (growth.level < len(growth.plan.levels))
@@ -72,8 +73,9 @@ class StaticTree:
         tokens = growth.tokens.index_select(1, level.inner).masked_fill(~growth.going[:, None], EMPTY)
         return Frontier(tokens, growth.read.index_select(1, level.above).clamp(min=0))
 
-    def extend(self, growth: Growth, logits: Tensor) -> Growth:
-        level, request, width = growth.plan.levels[growth.level], growth.request, logits.shape[1]
+    def extend(self, growth: Growth, rows: Rows) -> Growth:
+        level, request, logits = growth.plan.levels[growth.level], growth.request, rows.logits
+        width = logits.shape[1]
         inner = level.inner[:width]
         number = growth.numbers + torch.arange(width, device=logits.device).expand(len(logits), width)
         there = growth.going[:, None].expand(number.shape)
@@ -93,13 +95,14 @@ class StaticTree:
             tokens=growth.tokens.index_copy(1, level.children, drawn.flatten(1).index_select(1, place)),
             path=growth.path.index_copy(1, level.children, below.flatten(1).index_select(1, place)),
             read=growth.read.index_copy(1, inner, torch.where(there, number, -1)),
-            going=growth.going & self.goes_on(q, there),
+            going=growth.going & self.goes_on(q, rows.hidden, there),
             level=growth.level + 1,
             numbers=growth.numbers + width,
         )
 
-    def goes_on(self, q: Tensor, used: Tensor) -> Tensor:
-        """Whether the trees [R] bool shall have a level below the one just drawn from the laws q [R, W, V]."""
+    def goes_on(self, q: Tensor, hidden: Tensor | None, used: Tensor) -> Tensor:
+        """Whether the trees [R] bool shall have a level below the one just drawn from the laws q [R, W, V]; `used`
+        [R, W] bool: the nodes behind which it was drawn."""
         return torch.ones_like(used[:, 0])
 
     def finish(self, growth: Growth) -> Proposal:
