@@ -13,6 +13,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +45,16 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 
+@cache
+def pool() -> Tensor:
+    return 4 * torch.randn(REQUESTS, 64, VOCABULARY, generator=torch.Generator().manual_seed(0))
+
+
 class Laws:
     """A drafter without a model: rows are taken from a pool; its own time is kept apart."""
 
     def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.pool = 4 * torch.randn(REQUESTS, 64, VOCABULARY, generator=generator)
+        self.pool = pool()
         self.seconds, self.rows, self.widths = 0.0, 0, [1]
 
     def catch_up(self, accepted: Any, target_hidden: Tensor | None) -> tuple[Rows, Any]:

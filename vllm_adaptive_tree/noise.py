@@ -10,6 +10,8 @@ from vllm_adaptive_tree.rows import CHUNK, chunk_sums, inside
 NOTHING = 1e-12
 """A law of which no more than this share is left counts as used up: less than what rounding leaves behind."""
 
+BLOCK = 16  # numbers made by one pass
+
 
 class Noise(Protocol):
     """Every call returns an answer independent of all others."""
@@ -41,11 +43,12 @@ class KeyedNoise:
         """`seed`, `position` [R] int64. Two objects with different purposes are independent."""
         self.key = _mix(_mix(seed) + position * 8 + purpose)
         self.coins = self.draws = 0
+        self.blocks: dict[int, Tensor] = {}
 
     def at(self, key: Tensor) -> Self:
         bound = object.__new__(type(self))
         base = self.key.view(-1, *[1] * (key.dim() - 1))
-        bound.key, bound.coins, bound.draws = _mix(base + _mix(key)), 0, 0
+        bound.key, bound.coins, bound.draws, bound.blocks = _mix(base + _mix(key)), 0, 0, {}
         return bound
 
     def accept(self, probability: Tensor) -> Tensor:
@@ -53,39 +56,49 @@ class KeyedNoise:
         return self._uniform(2 * self.coins).expand(probability.shape) < probability
 
     def choose(self, law: Tensor) -> Tensor:
-        return self._draw(law, chunk_sums(law), [])
+        sums = chunk_sums(law)
+        chunk, _, at = self._draw(law, sums, sums.new_empty(*sums.shape[:-1], 0, dtype=torch.int64))
+        return (chunk * CHUNK + at)[..., 0]
 
     def draw_without_replacement(self, law: Tensor, k: int) -> Tensor:
         sums = chunk_sums(law)
-        total = sums.sum(-1)
-        drawn: list[Tensor] = []
-        for _ in range(k):
-            left = sums.sum(-1)
-            token = self._draw(law, sums, drawn)
-            drawn.append(token.masked_fill(left <= NOTHING * total, -1))
-            chunk = (token // CHUNK)[..., None]
-            sums = sums.scatter(-1, chunk, inside(law, chunk[..., 0], drawn, 0.0).sum(-1, keepdim=True))
-        return torch.stack(drawn, -1)
+        nothing = NOTHING * sums.sum(-1, keepdim=True)
+        drawn = torch.full((*law.shape[:-1], k), -1, device=law.device)
+        for i in range(k):
+            chunk, entries, at = self._draw(law, sums, drawn[..., :i])
+            token = chunk * CHUNK + at
+            drawn[..., i : i + 1] = token.masked_fill_(sums.sum(-1, keepdim=True) <= nothing, -1)
+            sums.scatter_(-1, chunk, entries.scatter_(-1, at, 0.0).sum(-1, keepdim=True))
+        return drawn
 
-    def _draw(self, law: Tensor, sums: Tensor, gone: list[Tensor]) -> Tensor:
-        """First the chunk, then the token in it: one number, the inverse of the cumulative law without those `gone`."""
+    def _draw(self, law: Tensor, sums: Tensor, gone: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """First the chunk, then the token in it: one number, the inverse of the cumulative law without those `gone`.
+
+        Returns:
+            The chunk [..., 1], its entries [..., 64] and the place of the token among them [..., 1].
+        """
         reach = sums.cumsum(-1)
         self.draws += 1
-        target = self._uniform(2 * self.draws + 1).expand(reach[..., -1].shape) * reach[..., -1]
+        target = reach[..., -1:] * self._uniform(2 * self.draws + 1).expand(reach.shape[:-1])[..., None]
         chunk = _token_at(reach, target)
-        before = (reach - sums).gather(-1, chunk[..., None])[..., 0]
-        within = inside(law, chunk, gone, 0.0).cumsum(-1)
-        return chunk * CHUNK + _token_at(within, (target - before).clamp(min=0))
+        before = reach.gather(-1, chunk) - sums.gather(-1, chunk)
+        entries = inside(law, chunk, gone, 0.0)
+        return chunk, entries, _token_at(entries.cumsum(-1), (target - before).clamp_(min=0))
 
     def _uniform(self, number: int) -> Tensor:
-        """In [0, 1), of the key's shape, float64."""
-        return (_mix(self.key + number) >> 11 & (1 << 53) - 1).double() * 2.0**-53
+        """In [0, 1), of the key's shape, float64; made for several numbers at once."""
+        block, column = divmod(number, BLOCK)
+        if block not in self.blocks:
+            numbers = torch.arange(block * BLOCK, (block + 1) * BLOCK, device=self.key.device)
+            bits = _mix(self.key[..., None] + numbers) >> 11 & (1 << 53) - 1
+            self.blocks[block] = bits.double() * 2.0**-53
+        return self.blocks[block][..., column]
 
 
 def _token_at(reach: Tensor, target: Tensor) -> Tensor:
-    """The token whose interval of the cumulative law `reach` [..., V] holds `target` [...]."""
-    inside = torch.minimum(target, torch.nextafter(reach[..., -1], torch.zeros_like(target)))
-    return torch.searchsorted(reach, inside[..., None], right=True)[..., 0].clamp(max=reach.shape[-1] - 1)
+    """The token whose interval of the cumulative law `reach` [..., V] holds `target` [..., 1]."""
+    inside = torch.minimum(target, torch.nextafter(reach[..., -1:], torch.zeros_like(target)))
+    return torch.searchsorted(reach, inside, right=True).clamp_(max=reach.shape[-1] - 1)
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -33,14 +33,17 @@ def largest(rows: Tensor, offset: Tensor, k: int) -> tuple[Tensor, Tensor, Tenso
 def best_tokens(rows: Tensor, count: int) -> Tensor:
     """The `count` largest tokens of rows [..., V] in falling order, ties to the smaller token: [..., count]."""
     maxima = _chunked(rows, lambda part: part.amax(-1))
-    tokens: list[Tensor] = []
-    for _ in range(min(count, rows.shape[-1])):
-        chunk = maxima.argmax(-1)  # the first of equals
-        best = inside(rows, chunk, tokens, -torch.inf).argmax(-1)
-        tokens.append(chunk * CHUNK + best)
-        left = inside(rows, chunk, tokens, -torch.inf).amax(-1)
-        maxima = maxima.scatter(-1, chunk[..., None], left[..., None].to(maxima.dtype))
-    return torch.stack(tokens, -1) if tokens else rows.new_empty(*rows.shape[:-1], 0, dtype=torch.int64)
+    count = min(count, rows.shape[-1])
+    tokens = torch.full((*rows.shape[:-1], count), -1, device=rows.device)
+    for rank in range(count):
+        chunk = maxima.argmax(-1, keepdim=True)  # the first of equals
+        entries = inside(rows, chunk, tokens[..., :rank], -torch.inf)
+        at = entries.argmax(-1, keepdim=True)
+        tokens[..., rank : rank + 1] = chunk * CHUNK + at
+        if rank + 1 < count:
+            left = entries.scatter(-1, at, -torch.inf).amax(-1, keepdim=True)
+            maxima.scatter_(-1, chunk, left.to(maxima.dtype))
+    return tokens
 
 
 def chunk_sums(rows: Tensor) -> Tensor:
@@ -48,14 +51,17 @@ def chunk_sums(rows: Tensor) -> Tensor:
     return _chunked(rows, lambda part: part.sum(-1)).double()
 
 
-def inside(rows: Tensor, chunk: Tensor, gone: list[Tensor], fill: float) -> Tensor:
-    """Entries of one `chunk` [...] of each row; `fill` for the tokens `gone` [...] and behind the end: [..., 64]."""
-    token = chunk[..., None] * CHUNK + torch.arange(CHUNK, device=rows.device)
-    entries = rows.gather(-1, token.clamp(max=rows.shape[-1] - 1)).double()
-    hidden = token >= rows.shape[-1]
-    for other in gone:
-        hidden = hidden | (token == other[..., None])
-    return entries.masked_fill(hidden, fill)
+def inside(rows: Tensor, chunk: Tensor, gone: Tensor, fill: float) -> Tensor:
+    """Entries of one `chunk` [..., 1] of each row; `fill` for the tokens `gone` [..., G] and behind the end: [..., 64]
+    float64."""
+    rim = chunk * CHUNK - 1  # one place more at either end takes the tokens gone from other chunks
+    token = rim + torch.arange(CHUNK + 2, device=rows.device)
+    entries = rows.gather(-1, token.clamp(0, rows.shape[-1] - 1)).double()
+    if gone.shape[-1]:
+        entries.scatter_(-1, (gone - rim).clamp_(0, CHUNK + 1), fill)
+    if rows.shape[-1] % CHUNK:
+        entries.masked_fill_(token >= rows.shape[-1], fill)
+    return entries[..., 1:-1]
 
 
 def _chunked(rows: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:

@@ -8,9 +8,8 @@ from vllm_adaptive_tree.acceptance.rejection import (
     Round,
     begin,
     finish,
-    one_hot,
+    pick,
     rounding,
-    subtract,
     test,
 )
 from vllm_adaptive_tree.noise import Noise
@@ -23,16 +22,19 @@ def rest(q: Tensor, best: Tensor, count: Tensor) -> Tensor:
     Where they hold all mass, the largest other token.
     """
     place = torch.arange(best.shape[-1], device=q.device) < count[..., None]
-    off = q.scatter(-1, best, torch.where(place, 0.0, q.gather(-1, best)))
+    off = q.scatter(-1, best, q.gather(-1, best).masked_fill(place, 0.0))
     mass = off.sum(-1, keepdim=True)
-    marked = off.scatter(-1, best, torch.where(place, -1.0, q.gather(-1, best)))
-    other = torch.zeros_like(q).scatter(-1, marked.argmax(-1, keepdim=True), 1.0)
-    return torch.where(mass > 0, off / mass.clamp(min=torch.finfo(q.dtype).tiny), other)
+    off.div_(mass.clamp(min=torch.finfo(q.dtype).tiny))
+    # all others have none: the largest is the first of them
+    first = torch.arange(min(best.shape[-1] + 1, q.shape[-1]), device=q.device)
+    taken = ((first[:, None] == best[..., None, :]) & place[..., None, :]).any(-1)  # [..., K + 1]
+    other = taken.int().argmin(-1, keepdim=True)
+    return off.scatter_(-1, other, torch.where(mass > 0, off.gather(-1, other), 1.0))
 
 
 def off_hub(q: Tensor) -> Tensor:
     """q [..., V] given that the token is not its largest."""
-    hub = q.argmax(-1, keepdim=True)
+    hub = best_tokens(q, 1)
     return rest(q, hub, torch.ones_like(hub[..., 0]))
 
 
@@ -44,31 +46,30 @@ def spechub(p: Tensor, q: Tensor, children: Children, noise: Noise) -> Tensor:
     first, second = children.tokens[:, 0], children.tokens[:, 1] if children.tokens.shape[1] > 1 else None
     if second is None:
         return finish(test(begin(p), first, q, noise), noise)
-    a = q.argmax(-1)  # the first of equals
-    hub = one_hot(a, q)
+    a = best_tokens(q, 1)
+    p_a, q_a, zero = p.gather(1, a), q.gather(1, a), torch.zeros_like(p[:, :1])
     pair = second >= 0
-    joint = (q * hub).sum(-1, keepdim=True) * off_hub(q)  # Q(a, x)
-    p1 = torch.where(hub > 0, p, (p - q).clamp(min=0))
-    p2 = torch.where(hub > 0, p, (p1 - joint).clamp(min=0))
-    a1 = (joint - p1).clamp(min=0).masked_fill(hub > 0, 0.0).sum(-1)  # mass of (a, x) behind the test of x
-    a2 = (q - p).clamp(min=0).masked_fill(hub > 0, 0.0).sum(-1)  # mass of (x, a) behind the test of x
-    p_a = p.gather(1, a[:, None])[:, 0]
+    joint = rest(q, a, torch.ones_like(first)).mul_(q_a)  # Q(a, x)
+    p1 = (p - q).clamp_(min=0).scatter_(1, a, p_a)
+    p2 = (p1 - joint).clamp_(min=0).scatter_(1, a, zero)  # off the hub, where it is p
+    a1 = (joint - p1).clamp_(min=0).sum(-1)  # mass of (a, x) behind the test of x
+    a2 = (q - p).clamp_(min=0).scatter_(1, a, zero).sum(-1)  # mass of (x, a) behind the test of x
 
+    a, p_a = a[:, 0], p_a[:, 0]
     hub_first = first == a
     x = torch.where(hub_first & pair, second, first)
-    law = torch.where((hub_first & pair)[:, None], joint, q)
-    left = torch.where((hub_first & pair)[:, None], p1, p)
     at = x.clamp(min=0)[:, None]
-    ratio = (left.gather(1, at) / law.gather(1, at))[:, 0].nan_to_num(0.0).clamp(max=1.0)
+    law = torch.where((hub_first & pair)[:, None], joint.gather(1, at), q.gather(1, at))
+    left = torch.where((hub_first & pair)[:, None], p1.gather(1, at), p.gather(1, at))
+    ratio = (left / law)[:, 0].nan_to_num(0.0).clamp(max=1.0)
     plain = test(begin(p), torch.where(pair, -1, first), q, noise)  # where there is no pair
     took_x = noise.accept(torch.where(pair, ratio, 0.0)) & pair
     hub_left = torch.where(hub_first, p_a, (p_a - a1).clamp(min=0))
     ratio_a = (hub_left / torch.where(hub_first, a1, a2)).nan_to_num(0.0).clamp(max=1.0)
-    off, mass = subtract(p2, p2 * hub)
-    ratio_a = torch.where(mass <= rounding(p), 1.0, ratio_a)  # no other token is left
+    ratio_a = torch.where(p2.sum(-1) <= rounding(p), 1.0, ratio_a)  # no other token is left
     took_a = noise.accept(torch.where(pair & ~took_x, ratio_a, 0.0)) & pair & ~took_x
     token = torch.where(took_x, x, torch.where(took_a, a, plain.token))
-    return finish(Round(token, torch.where(pair[:, None], off, plain.p)), noise)
+    return finish(Round(token, pick(pair, p2, plain.p)), noise)
 
 
 def greedy_multi_draft(p: Tensor, q: Tensor, children: Children, noise: Noise) -> Tensor:

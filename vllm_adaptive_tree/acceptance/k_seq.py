@@ -1,7 +1,9 @@
+import math
+
 import torch
 from torch import Tensor
 
-from vllm_adaptive_tree.acceptance.rejection import Children, Round, begin, finish
+from vllm_adaptive_tree.acceptance.rejection import Children, Round, begin, finish, pick
 from vllm_adaptive_tree.noise import Noise
 
 HALVINGS = 40
@@ -15,20 +17,21 @@ def k_seq(p: Tensor, q: Tensor, children: Children, noise: Noise) -> Tensor:
     """
     k = (children.tokens >= 0).sum(1).to(p.dtype)
     low, high = torch.ones_like(k), k.clamp(min=1)
-    for _ in range(HALVINGS):
+    kept = torch.empty_like(p)  # accepted mass of one test
+    width = max(children.tokens.shape[1], 1) / torch.finfo(p.dtype).eps  # of the interval, in steps of the dtype
+    for _ in range(min(HALVINGS, math.ceil(math.log2(width)))):
         rho = (low + high) / 2
-        b = torch.minimum(p / rho[:, None], q).sum(-1)
+        b = torch.minimum(torch.div(p, rho[:, None], out=kept), q, out=kept).sum(-1)
         above = 1 - (1 - b).clamp(min=0) ** k <= rho * b
         low, high = torch.where(above, low, rho), torch.where(above, rho, high)
-    kept = torch.minimum(p / high[:, None], q)  # accepted mass of one test
+    torch.minimum(torch.div(p, high[:, None], out=kept), q, out=kept)
     b = kept.sum(-1)
     tests = torch.where(b > 0, (1 - (1 - b).clamp(min=0) ** k) / b.clamp(min=torch.finfo(p.dtype).tiny), k)
-    residual = (p - kept * tests[:, None]).clamp(min=0)
+    residual = torch.addcmul(p, kept, tests[:, None], value=-1).clamp_(min=0)
     token = begin(p).token
     for x in children.tokens.unbind(1):
         at = x.clamp(min=0)[:, None]
         ratio = (kept.gather(1, at) / q.gather(1, at))[:, 0].nan_to_num(0.0).clamp(max=1.0)
         testing = (token < 0) & (x >= 0)
         token = torch.where(noise.accept(torch.where(testing, ratio, 1.0)) & testing, x, token)
-    mass = residual.sum(-1, keepdim=True)
-    return finish(Round(token, torch.where(mass > 0, residual / mass.clamp(min=torch.finfo(p.dtype).tiny), p)), noise)
+    return finish(Round(token, pick(residual.sum(-1) > 0, residual, p)), noise)

@@ -2,11 +2,10 @@
 
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from vllm_adaptive_tree.acceptance.hub import off_hub, rest
-from vllm_adaptive_tree.acceptance.rejection import one_hot, without
+from vllm_adaptive_tree.acceptance.rejection import one_hot, pick, without
 from vllm_adaptive_tree.rows import best_tokens
 
 Kind = Literal["one_hot", "without_replacement", "iid", "hub_pair", "top_k_plus_one"]
@@ -32,7 +31,7 @@ def next_law(kind: Kind, q: Tensor, d: Tensor, before: Tensor, x: Tensor) -> Ten
         case "iid":
             return q
         case "hub_pair":
-            hub = q.argmax(-1)  # the first of equals, as in `off_hub`
-            return torch.where((before == hub)[:, None], off_hub(q), one_hot(hub, q))
+            hub = best_tokens(q, 1)[:, 0]
+            return pick(before == hub, off_hub(q), one_hot(hub, q))
         case _:
             return one_hot(x, q)

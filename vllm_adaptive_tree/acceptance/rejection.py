@@ -42,13 +42,14 @@ def test(before: Round, x: Tensor, d: Tensor, noise: Noise) -> Round:
     certain = ~testing | (equal & (d_x > 0))
     coin = noise.accept(torch.where(certain, 1.0, (p_x / d_x).nan_to_num(0.0).clamp(max=1.0)))
     rejected = testing & ~coin & ~equal
-    return Round(torch.where(testing & coin, x, token), torch.where(rejected[:, None], residual, p))
+    return Round(torch.where(testing & coin, x, token), pick(rejected, residual, p))
 
 
 def finish(last: Round, noise: Noise) -> Tensor:
     """The accepted token, or one drawn from what is left of p."""
-    drawn = noise.choose(torch.where((last.token >= 0)[:, None], one_hot(last.token, last.p), last.p))
-    return torch.where(last.token >= 0, last.token, drawn)
+    taken = last.token >= 0
+    drawn = noise.choose(last.p * ~taken[:, None])  # no choice where there is one
+    return torch.where(taken, last.token, drawn)
 
 
 def subtract(p: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,6 +57,12 @@ def subtract(p: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
     residual = (p - d).clamp_(min=0)
     mass = residual.sum(-1)
     return residual.div_(mass.clamp(min=torch.finfo(p.dtype).tiny)[:, None]), mass
+
+
+def pick(rows: Tensor, law: Tensor, other: Tensor) -> Tensor:
+    """`law` [R, V] in those rows [R] bool, `other` in the rest; `torch.where` is slow when rows share a condition."""
+    ours = rows[:, None].to(law.dtype)
+    return torch.addcmul(other * (1 - ours), law, ours)
 
 
 def without(law: Tensor, x: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from vllm_adaptive_tree.acceptance.laws import Kind, first_law, next_law
-from vllm_adaptive_tree.acceptance.rejection import rounding
+from vllm_adaptive_tree.acceptance.rejection import pick, rounding, subtract
 from vllm_adaptive_tree.acceptance.walk import Accepted
 from vllm_adaptive_tree.noise import Noise
 from vllm_adaptive_tree.trees import TreeBatch
@@ -43,67 +43,61 @@ def traversal(
     q, drawn = q_rows(root)
     row = torch.arange(requests, device=root.device)
 
-    def per_level(fill: Tensor) -> Tensor:  # one entry for every depth of the path: [R, L + 1, ...]
-        return fill[:, None].repeat(1, levels + 1, *[1] * (fill.dim() - 1))
+    def per_level(fill: Tensor) -> Tensor:  # one entry for every depth of the path: [R, L + 2, ...]
+        return fill[:, None].repeat(1, levels + 2, *[1] * (fill.dim() - 1))
 
+    # Rows that have nothing to write do so to the last entry: cheaper than to read, choose and write back.
+    nowhere = torch.full_like(root, levels + 1)
     p_at, q_at, d_at, drawn_at = per_level(p), per_level(q), per_level(q), per_level(drawn)
     acc = per_level(torch.ones_like(p[:, 0]))
     path, rank = per_level(root), per_level(torch.zeros_like(root))  # rank: children deleted so far
     depth = torch.zeros_like(root)
     active = torch.ones_like(root, dtype=torch.bool) if among is None else among
-    extra = root.clone()
+    end = root.clone()  # the step that accepted
     for step in range(2 * slots + 1):
         coins = noise.at(torch.full_like(root, step))
-        node = path[row, depth]
-        child = tree.nth_child(node, rank[row, depth])
+        node, deleted = path[row, depth], rank[row, depth]
+        child = tree.nth_child(node, deleted)
         down = active & (child >= 0)
         # the next child becomes the first one
         x = tree.tokens.gather(1, child.clamp(min=0)[:, None])[:, 0]
-        last = tree.nth_child(node, rank[row, depth] - 1)
+        last = tree.nth_child(node, deleted - 1)
         before = tree.tokens.gather(1, last.clamp(min=0)[:, None])[:, 0]
-        first = rank[row, depth] == 0
         here = q_at[row, depth]
-        d = torch.where(
-            first[:, None],
+        d = pick(
+            deleted == 0,
             first_law(kind, here, drawn_at[row, depth], most, x),
             next_law(kind, here, d_at[row, depth], before, x),
         )
-        p_x, d_x = (law.gather(1, x.clamp(min=0)[:, None])[:, 0] for law in (p_at[row, depth], d))
-        d_at[row, depth] = torch.where(down[:, None], d, d_at[row, depth])
-        below = (depth + 1).clamp(max=levels)
-        reach = (acc[row, depth] * p_x / d_x).nan_to_num(0.0).clamp(max=1.0)
-        acc[row, below] = torch.where(down, reach, acc[row, below])
-        path[row, below] = torch.where(down, child, path[row, below])
-        rank[row, below] = torch.where(down, 0, rank[row, below])
-        new_p = p_rows(torch.where(down, child, -1), down)
-        new_q, new_drawn = q_rows(torch.where(down, child, -1))
-        p_at[row, below] = torch.where(down[:, None], new_p, p_at[row, below])
-        q_at[row, below] = torch.where(down[:, None], new_q, q_at[row, below])
-        drawn_at[row, below] = torch.where(down, new_drawn, drawn_at[row, below])
+        at = x.clamp(min=0)
+        reach = (acc[row, depth] * p_at[row, depth, at] / d[row, at]).nan_to_num(0.0).clamp(max=1.0)
+        d_at[row, torch.where(down, depth, nowhere)] = d
+        below = torch.where(down, depth + 1, nowhere)
+        acc[row, below], path[row, below], rank[row, below] = reach, child, torch.zeros_like(root)
+        new = torch.where(down, child, -1)
+        p_at[row, below] = p_rows(new, down)
+        q_at[row, below], drawn_at[row, below] = q_rows(new)
         # a leaf: accept its path, or delete it
         leaf = active & ~down
         coin = coins.accept(torch.where(leaf & (depth > 0), acc[row, depth], 1.0))
-        token = coins.choose(p_at[row, depth])
-        done = leaf & coin
-        extra = torch.where(done, token, extra)
-        reject = leaf & ~coin
+        done, reject = leaf & coin, leaf & ~coin
+        end = torch.where(done, step, end)
         above = (depth - 1).clamp(min=0)
         acc_x = acc[row, above]
-        residual = (acc_x[:, None] * p_at[row, above] - d_at[row, above]).clamp(min=0)
-        mass = residual.sum(-1)
-        norm = residual / mass.clamp(min=torch.finfo(p.dtype).tiny)[:, None]
+        norm, mass = subtract(acc_x[:, None] * p_at[row, above], d_at[row, above])
         kept = torch.where(mass <= rounding(p), 0.0, mass)
-        p_at[row, above] = torch.where((reject & (kept > 0))[:, None], norm, p_at[row, above])
+        p_at[row, torch.where(reject & (kept > 0), above, nowhere)] = norm
         new_acc = (kept / (kept + 1 - acc_x)).nan_to_num(0.0)
-        acc[row, above] = torch.where(reject & (above > 0), new_acc, acc_x)
-        rank[row, above] = torch.where(reject, rank[row, above] + 1, rank[row, above])
+        acc[row, torch.where(reject & (above > 0), above, nowhere)] = new_acc
+        rank[row, torch.where(reject, above, nowhere)] = rank[row, above] + 1
         depth = torch.where(down, depth + 1, torch.where(reject, depth - 1, depth))
         active = active & ~done
         if not proceed(active):
             break
+    extra = torch.where(end >= 0, noise.at(end).choose(p_at[row, depth]), -1)
 
     level = torch.arange(levels + 1, device=root.device)[None]
     inner = level < depth[:, None]
-    nodes = torch.where(inner, path.roll(-1, 1), -1)
+    nodes = torch.where(inner, path[:, 1:], -1)
     tokens = torch.where(inner, tree.tokens.gather(1, nodes.clamp(min=0)), -1)
     return Accepted(torch.where(level == depth[:, None], extra[:, None], tokens), nodes)

@@ -12,12 +12,12 @@ def draw_children(kind: Kind, q: Tensor, drawn: Tensor, most: int, noise: Noise,
     """Tokens [R, W, most] of the children of W nodes, in the order in which a rule has to test them; -1: none.
 
     Args:
-        q: draft law [R, W, V].
+        q: draft law [R, W, V]; may be written to while drawing, and is as before afterwards.
         drawn: [R, W] how many children each node gets, decided before any is drawn; at most `most`.
         noise: of these nodes.
         greedy: [R] bool; these requests get the best tokens whatever the kind.
     """
-    most = min(most, q.shape[-1])
+    most, best = min(most, q.shape[-1]), None
     match kind:
         case "one_hot":
             tokens = top(q, most)
@@ -34,7 +34,8 @@ def draw_children(kind: Kind, q: Tensor, drawn: Tensor, most: int, noise: Noise,
             best = best_tokens(q, most)
             tokens = torch.cat([_choose_off(q, best, drawn - 1, noise)[..., None], best[..., : most - 1]], -1)
     if greedy is not None and kind != "one_hot":
-        tokens = torch.where(greedy[:, None, None], top(q, most)[..., : tokens.shape[-1]], tokens)
+        found = top(q, most) if best is None else best.masked_fill(q.gather(-1, best) <= 0, -1)
+        tokens = torch.where(greedy[:, None, None], found[..., : tokens.shape[-1]], tokens)
     late = torch.arange(tokens.shape[-1], device=q.device) >= drawn[..., None]
     return tokens.masked_fill(late, -1)
 
@@ -42,9 +43,14 @@ def draw_children(kind: Kind, q: Tensor, drawn: Tensor, most: int, noise: Noise,
 def _choose_off(q: Tensor, best: Tensor, count: Tensor, noise: Noise) -> Tensor:
     """A token that is none of the first `count` of the `best` [..., K]; drawn as from `acceptance.hub.rest`."""
     gone = torch.arange(best.shape[-1], device=q.device) < count[..., None]
-    off = q.scatter(-1, best, torch.where(gone, 0.0, q.gather(-1, best)))
+    q = q.contiguous()
+    chance = q.gather(-1, best)
+    q.scatter_(-1, best, chance.masked_fill(gone, 0.0))  # a copy of q would cost more than all the rest
+    token = noise.choose(q).clamp(max=q.shape[-1] - 1)
+    possible = q.gather(-1, token[..., None])[..., 0] > 0
+    q.scatter_(-1, best, chance)
     other = best.gather(-1, count.clamp(min=0, max=best.shape[-1] - 1)[..., None])[..., 0]
-    return torch.where(off.sum(-1) > 0, noise.choose(off), other)
+    return torch.where(possible, token, other)
 
 
 def top(q: Tensor, most: int) -> Tensor:
