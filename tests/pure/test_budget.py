@@ -1,0 +1,358 @@
+"""The budget: cost curves, calibration, and how a batch shares its nodes."""
+
+import json
+import random
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+import torch
+
+from vllm_adaptive_tree.budget import FREE, Calibration, Controller, Curve, allocate
+from vllm_adaptive_tree.proposers import DySpec, OptTree, Proposer
+
+from .toys import ToyLM, cut, emitted, every_draft, stacked
+
+
+def curve(*points: tuple[float, float]) -> Curve:
+    return Curve(*torch.tensor(points).double().t())
+
+
+LINEAR = curve((1, 3.0), (101, 13.0))
+PLATEAUS = curve((1, 1.0), (2, 1.0), (3, 1.6), (5, 1.6), (6, 2.6), (9, 2.7))
+
+
+def random_curve(generator: random.Random) -> Curve:
+    rows = sorted(generator.sample(range(1, 40), 6))
+    return curve(*((x, generator.uniform(0.1, 3)) for x in rows))
+
+
+# Curves.
+
+
+def test_a_curve_goes_through_its_points_and_never_falls():
+    made = curve((1, 2.0), (4, 1.0), (8, 5.0))
+    assert made.at(torch.tensor([1, 4, 6, 8, 10, 0])).tolist() == pytest.approx([2, 2, 3.5, 5, 6.5, 2])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_hull_is_the_largest_convex_curve_below(seed):
+    made = random_curve(random.Random(seed))
+    first, last = int(made.rows[0]), int(made.rows[-1])
+    x = torch.arange(first, last + 1)
+    y, hull = made.at(x), made.hull().at(x)
+    assert (hull <= y + 1e-12).all()
+    assert (hull.diff().diff() >= -1e-12).all()
+    for at in range(len(x)):  # the lowest chord over this place: no convex curve below reaches higher
+        chords = [
+            (y[a] * (x[b] - x[at]) + y[b] * (x[at] - x[a])) / (x[b] - x[a])
+            for a in range(at)
+            for b in range(at + 1, len(x))
+        ]
+        assert float(hull[at]) == pytest.approx(float(min([y[at], *chords])), abs=1e-12)
+
+
+def test_a_curve_follows_the_measurements():
+    made = curve((1, 1.0), (11, 2.0), (21, 3.0))
+    for _ in range(400):
+        made.observe(6, 3.0)
+    assert float(made.at(torch.tensor(6))) == pytest.approx(3.0, rel=1e-2)
+    assert float(made.at(torch.tensor(1))) == pytest.approx(2.0, rel=0.02), "both neighbours moved alike"
+
+
+def test_one_stalled_step_moves_a_curve_by_little():
+    made = curve((1, 1.0), (11, 2.0))
+    made.observe(1, 1e9)
+    assert 1 < float(made.at(torch.tensor(1))) < 1.03
+    made.observe(11, 1e-9)
+    assert 1.94 < float(made.at(torch.tensor(11))) < 2
+
+
+def test_a_curve_is_written_and_read():
+    made = Curve.from_json(json.loads(json.dumps(PLATEAUS.to_json())))
+    assert (made.rows == PLATEAUS.rows).all()
+    assert (made.seconds == PLATEAUS.seconds).all()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"rows": [1, 2]},
+        {"rows": [1, 2], "seconds": [1]},
+        {"rows": [2, 1], "seconds": [1, 2]},
+        {"rows": [1], "seconds": [1]},
+        {"rows": [1, 2], "seconds": [0, 1]},
+        {"rows": [1, 2], "seconds": ["fast", 1]},
+        7,
+    ],
+)
+def test_what_is_no_curve(data):
+    with pytest.raises(ValueError, match="a curve"):
+        Curve.from_json(data)
+
+
+# Allocation.
+
+
+def chains(generator: random.Random, requests: int, nodes: int) -> list[list[float]]:
+    """Values that fall along each list; some lists are shorter."""
+    rows = []
+    for _ in range(requests):
+        length = generator.randint(0, nodes)
+        rows.append([*sorted((generator.random() for _ in range(length)), reverse=True), *[0.0] * (nodes - length)])
+    return rows
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_chosen_children_get_the_best_rate_of_all(seed):
+    generator = random.Random(seed)
+    rows, cost, spent = chains(generator, 3, 3), random_curve(generator), generator.uniform(0, 2)
+    kept = allocate(torch.tensor(rows), verify=cost, spent=spent, sampled=False).tolist()
+
+    def rate(lengths: list[int]) -> float:
+        gain = len(rows) + sum(sum(row[:length]) for row, length in zip(rows, lengths, strict=True))
+        return gain / (spent + float(cost.at(torch.tensor(len(rows) + sum(lengths)))))
+
+    every = [[a, b, c] for a in range(4) for b in range(4) for c in range(4)]
+    there = [
+        lengths
+        for lengths in every
+        if all(length <= sum(v > 0 for v in row) for length, row in zip(lengths, rows, strict=True))
+    ]
+    assert rate(kept) == pytest.approx(max(map(rate, there)))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_drawn_children_stop_at_the_first_slot_that_does_not_pay(seed):
+    generator = random.Random(seed)
+    rows, cost, spent = chains(generator, 3, 4), random_curve(generator), generator.uniform(0, 2)
+    hull = cost.hull()
+    slots = sorted(
+        ((-value, place, r) for r, row in enumerate(rows) for place, value in enumerate(row)), key=lambda s: s
+    )
+    kept, gain = [0, 0, 0], 3.0
+    for number, (minus, _, r) in enumerate(slots, start=3):
+        before, after = (spent + float(hull.at(torch.tensor(rows))) for rows in (number, number + 1))
+        if minus == 0 or -minus < gain / before * (after - before):
+            break
+        kept[r] += 1
+        gain -= minus
+    assert allocate(torch.tensor(rows), verify=cost, spent=spent, sampled=True).tolist() == kept
+
+
+def test_free_rows_are_all_taken_and_dear_ones_are_not():
+    values = torch.tensor([[0.5, 0.4, 0.0], [0.9, 0.01, 0.001]])
+    free, dear = curve((1, 1.0), (100, 1.0)), curve((1, 1.0), (2, 2.0), (100, 100.0))
+    for sampled in (False, True):
+        assert allocate(values, verify=free, spent=0.0, sampled=sampled).tolist() == [2, 3]
+        assert allocate(values, verify=dear, spent=0.0, sampled=sampled).tolist() == [0, 0]
+
+
+def test_a_node_counts_for_no_more_than_the_one_before():
+    values = torch.tensor([[0.1, 0.9], [0.5, 0.4]])
+    cost = curve((1, 1.0), (100, 20.0))
+    assert (
+        allocate(values, verify=cost, spent=0.0, sampled=False).tolist()
+        == allocate(torch.tensor([[0.1, 0.1], [0.5, 0.4]]), verify=cost, spent=0.0, sampled=False).tolist()
+    )
+
+
+def test_more_requests_get_fewer_nodes_each():
+    sizes = []
+    for requests in (1, 2, 8, 32):
+        values = (0.7 ** torch.arange(1, 21)).expand(requests, 20)
+        kept = allocate(values, verify=LINEAR, spent=0.0, sampled=False)
+        sizes.append(float(kept.double().mean()))
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] > sizes[-1] > 0
+
+
+# Calibration.
+
+
+def observed(calibration: Calibration, seed: int, steps: int, chance: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        value = torch.rand(40, generator=generator).double() ** 3
+        depth = torch.randint(1, 6, (40,), generator=generator)
+        accepted = torch.rand(40, generator=generator) < (value**chance) * 0.9**depth
+        calibration.observe(value, depth, accepted)
+
+
+def test_without_observations_a_value_is_its_own_chance():
+    value = torch.logspace(-3, -0.02, 50).double()
+    for depth in (1, 7, 40):
+        found = Calibration()(value, torch.full_like(value, depth).long())
+        assert (found / value - 1).abs().max() < 0.25
+    assert Calibration()(torch.zeros(1), torch.ones(1).long()).tolist() == [0.0]
+
+
+@pytest.mark.parametrize("chance", [0.5, 1.0, 2.0])
+def test_what_is_predicted_is_what_is_accepted(chance):
+    calibration = Calibration()
+    observed(calibration, 0, 1000, chance)
+    calibration.predicted = calibration.observed = 0.0
+    observed(calibration, 1, 500, chance)
+    assert 0.95 < calibration.predicted / calibration.observed < 1.05
+
+
+def test_it_never_falls_with_the_value():
+    calibration = Calibration()
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):  # noise: whatever happens, the order of slots of a depth stays
+        value = torch.rand(20, generator=generator)
+        calibration.observe(value, torch.ones(20).long(), torch.rand(20, generator=generator) < 0.5)
+    value = torch.logspace(-6, 0, 400)
+    found = calibration(value, torch.ones(400).long())
+    assert (found.diff() >= -1e-12).all()
+
+
+def test_it_follows_a_change():
+    calibration = Calibration()
+    observed(calibration, 0, 1000, 2.0)
+    observed(calibration, 1, 2000, 0.5)
+    value, depth = torch.tensor([0.25]), torch.tensor([1])
+    assert float(calibration(value, depth)) == pytest.approx(0.45, abs=0.06)
+
+
+# The law of a batch that shares its nodes, exactly.
+
+
+def joint_bias(
+    proposer: Proposer, rule: str, pair: int, *, nodes: int = 4, sampled: bool = True, verify: Curve = PLATEAUS
+) -> tuple[float, set[tuple[int, int]]]:
+    """Total variation between what two requests emit and what their targets say, and the numbers of nodes kept."""
+    drafts = [ToyLM.random(3, 2, seed=2 * pair + r, scale=1.5) for r in range(2)]
+    targets = [
+        ToyLM(draft.logits + ToyLM.random(3, 2, seed=90 + pair - r, scale=1.0).logits) for r, draft in enumerate(drafts)
+    ]
+    length = proposer.max_depth + 1
+    every = every_draft(proposer, drafts, nodes=nodes)
+    sides = [every.rows((every.group == r).nonzero()[:, 0]) for r in range(2)]
+    laws = []  # of each request: [trees, nodes + 1, sequences]
+    for side, target in zip(sides, targets, strict=True):
+        each = side._replace(weight=torch.ones_like(side.weight), group=torch.arange(len(side.group)))
+        cuts = stacked([cut(each, kept, kept * len(side.group)) for kept in range(nodes + 1)])
+        law = emitted(cuts, [target], rule, proposer.kind, length=length).law
+        laws.append(law.unflatten(0, (nodes + 1, -1)).transpose(0, 1))
+    joint, sizes = torch.zeros(laws[0].shape[2], laws[1].shape[2]).double(), set()
+    values = [side.tree.log_weight.exp().double() for side in sides]
+    for i, a in enumerate(values[0]):
+        for j, b in enumerate(values[1]):
+            kept = allocate(torch.stack([a, b]), verify=verify, spent=0.4, sampled=sampled).tolist()
+            sizes.add(tuple(kept))
+            weight = sides[0].weight[i] * sides[1].weight[j]
+            joint += weight * laws[0][i, kept[0]][:, None] * laws[1][j, kept[1]]
+    plain = targets[0].continuations(length)[:, None] * targets[1].continuations(length)
+    return float((joint - plain).abs().sum() / 2), sizes
+
+
+DRAWN: dict[str, Callable[[], Proposer]] = {
+    "heap": lambda: DySpec(max_depth=2, max_children=3, threshold=0),
+    "threshold": lambda: DySpec(max_depth=2, max_children=2, threshold=0.05),
+}
+
+
+@pytest.mark.parametrize("rule", ["rrsw", "traversal", "target_only"])
+@pytest.mark.parametrize("name", DRAWN)
+def test_drawn_trees_that_share_a_budget_keep_the_law(name, rule):
+    sizes = set()
+    for pair in range(3):
+        bias, kept = joint_bias(DRAWN[name](), rule, pair)
+        assert bias < 1e-9
+        sizes |= kept
+    assert len({sum(kept) for kept in sizes}) > 2, "the budget decides nothing here"
+    assert len({a - b for a, b in sizes}) > 2, "the requests do not share it"
+
+
+def test_the_best_rate_of_drawn_trees_is_biased_on_plateaus():
+    assert max(joint_bias(DRAWN["heap"](), "rrsw", pair, sampled=False)[0] for pair in range(6)) > 1e-2
+
+
+@pytest.mark.parametrize("rule", ["target_only"])
+def test_chosen_trees_may_take_the_best_rate(rule):
+    sizes = set()
+    for pair in range(3):
+        bias, kept = joint_bias(OptTree(max_depth=2, threshold=0.0), rule, pair, sampled=False)
+        assert bias < 1e-9
+        sizes |= kept
+    assert sizes != {(0, 0)}
+
+
+# The controller.
+
+
+def step(controller: Controller, requests: int, chance: float, spent: float) -> bool | None:
+    """One step of chains of five; whether it drafted, and verified any node."""
+    if not controller.drafts(requests):
+        return None
+    value = (chance ** torch.arange(1, 6)).expand(requests, 5)
+    depth = torch.arange(1, 6).expand(requests, 5)
+    return bool(controller.share(value, depth, spent).sum() > 0)
+
+
+def test_drafts_that_pay_go_on():
+    controller = Controller(curve((1, 1.0), (100, 2.0)), sampled=False)
+    assert all(step(controller, 2, 0.8, spent=0.2) for _ in range(300))
+
+
+def test_drafts_that_do_not_pay_rest_longer_and_longer():
+    controller = Controller(curve((1, 1.0), (100, 100.0)), sampled=False)
+    drafted = [n for n in range(3000) if step(controller, 2, 0.3, spent=0.5) is not None]
+    rests = [b - a - 1 for a, b in pairwise(drafted)]
+    assert rests == [64, 128, 256, 512, 1024]
+    assert len(drafted) / 3000 < 0.003
+
+
+def test_the_longest_rest():
+    controller = Controller(curve((1, 1.0), (100, 100.0)), sampled=False)
+    drafted = [n for n in range(12000) if step(controller, 2, 0.3, spent=0.5) is not None]
+    assert max(b - a - 1 for a, b in pairwise(drafted)) == 2048
+
+
+def test_a_batch_of_another_size_is_judged_by_itself():
+    """Two requests may draft while 32 rest, and rest again where they stopped."""
+    controller = Controller(curve((1, 1.0), (8, 1.1), (200, 30.0)), sampled=False)
+    crowded = [step(controller, 32, 0.5, spent=1.0) for _ in range(10)]
+    assert crowded[0] is not None
+    assert crowded[1:] == [None] * 9
+    assert all(step(controller, 2, 0.8, spent=0.2) for _ in range(10))
+    assert step(controller, 32, 0.5, spent=1.0) is None
+
+
+def test_it_tries_again_and_finds_that_times_have_changed():
+    controller = Controller(curve((1, 1.0), (100, 100.0)), sampled=False)
+    while step(controller, 2, 0.9, spent=0.5) is not None:
+        pass
+    controller.verify = curve((1, 1.0), (100, 1.1))
+    resumed = [n for n in range(3000) if step(controller, 2, 0.9, spent=0.0) is not None]
+    assert resumed[0] == 63
+    assert resumed[-200:] == list(range(2800, 3000))
+
+
+def test_a_step_that_caught_up_is_not_judged():
+    controller = Controller(curve((1, 1.0), (100, 100.0)), sampled=False)
+    value = torch.tensor([[0.1]])
+    controller.share(value, torch.ones(1, 1).long(), 50.0, judged=False)
+    assert controller.drafts(1)
+    controller.share(value, torch.ones(1, 1).long(), 50.0)
+    assert not controller.drafts(1)
+
+
+def test_one_long_pause_between_steps_is_not_believed():
+    controller = Controller(curve((1, 1.0), (100, 2.0)), sampled=False)
+    for _ in range(50):
+        controller.observe(4, 1.0, 0.1)
+    assert controller.overhead == pytest.approx(0.1, rel=1e-3)
+    controller.observe(4, 1.0, 1000.0)
+    assert controller.overhead < 0.2
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_fixed_budget_takes_the_best_of_all(sampled):
+    controller = Controller(FREE, sampled=sampled, most=4)
+    value = torch.tensor([[0.9, 0.8, 0.7, 0.6], [0.75, 0.5, 0.0, 0.0], [0.1, 0.1, 0.1, 0.0]])
+    depth = torch.arange(1, 5).expand(3, 4)
+    kept = controller.share(value, torch.ones_like(depth), 1.0)
+    assert kept.tolist() == [3, 1, 0]
+    assert controller.drafts(3)

@@ -1,0 +1,9 @@
+"""How many nodes the whole batch can afford: measured cost, calibrated gain, one allocation for all requests."""
+
+from vllm_adaptive_tree.budget.allocation import allocate
+from vllm_adaptive_tree.budget.calibration import Calibration
+from vllm_adaptive_tree.budget.controller import FREE, Controller
+from vllm_adaptive_tree.budget.curve import Curve
+from vllm_adaptive_tree.budget.profile import read_profile, write_profile
+
+__all__ = ["FREE", "Calibration", "Controller", "Curve", "allocate", "read_profile", "write_profile"]
