@@ -5,6 +5,8 @@ import torch
 from vllm import _custom_ops as ops
 
 from vllm_adaptive_tree.attention.cpu import attend, context_bias, gather_context
+from vllm_adaptive_tree.engine.attention import DraftKeys, TreeRows
+from vllm_adaptive_tree.trees import Shape, SlicedMask
 
 LENGTHS = [1, 31, 32, 33, 100]  # contexts across block borders
 
@@ -52,3 +54,23 @@ def test_attend_against_float64(heads: int, kv_heads: int) -> None:
                 k, v = (x[r, h // (heads // kv_heads)][seen].double() for x in (key, value))
                 expected = ((query[r, t, h].double() @ k.T) * dim**-0.5).softmax(-1) @ v
                 assert (out[r, t, h] - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_sliced_mask_is_the_one_built_level_by_level(cut: bool) -> None:
+    shape = Shape.k_config((3, 2, 1))
+    inner = [path for path in ((), *shape.paths) if shape.children_of(path)]
+    built, sliced = (DraftKeys(torch.zeros(2, 1, dtype=torch.int32), 32, torch.tensor([5, 9])) for _ in range(2))
+    sliced.sliced = SlicedMask(shape)
+    for level in range(shape.depth):
+        paths = [path for path in inner if len(path) == level]
+        if cut and level == 1:
+            paths = paths[:-1]
+            inner = [path for path in inner if path[:1] != (2,)]
+        parent = torch.tensor([[inner.index(path[:-1]) if path else 0 for path in paths]] * 2)
+        rows = TreeRows(torch.arange(2 * len(paths)), torch.arange(2 * len(paths)), (2, len(paths)))
+        for keys in (built, sliced):
+            keys.open_level(rows, parent)
+        assert torch.equal(built.seen, sliced.seen)
+        assert torch.equal(built.bias, sliced.bias)
+    assert (sliced.sliced is None) == cut, "a level that is not read in full ends it"

@@ -19,23 +19,35 @@ def test_path_probabilities_are_the_draft_s(engines: Engines, monkeypatch: pytes
 
     def draft_tree(*args: Any, **kwargs: Any) -> Any:
         proposal = original(*args, **kwargs)
-        batch, state = proposal.tree, args[3]
+        batch, rows, state = proposal.tree, args[2], args[3]
         texts = {
             int(n): runner.input_batch.token_ids_cpu[row, :n].tolist()
             for row, n in enumerate(runner.input_batch.num_tokens_no_spec[: runner.input_batch.num_reqs])
         }
         for r, root in enumerate(state.root_position.tolist()):
-            seen.append((texts[root + 1], batch.tokens[r], batch.parent[r], batch.log_weight[r]))
+            seen.append((texts[root + 1], batch.tokens[r], batch.parent[r], batch.log_weight[r], rows.hidden[r, 0]))
         return proposal
 
     monkeypatch.setattr(runner_v1, "draft_tree", draft_tree)
+    grow = runner.drafter.grow
+
+    def checked(*args: Any) -> Any:
+        rows, state = grow(*args)
+        there = args[0] >= 0
+        torch.testing.assert_close(runner.drafter.model.compute_logits(rows.hidden[there]), rows.logits[there])
+        return rows, state
+
+    monkeypatch.setattr(runner.drafter, "grow", checked)
     prompts = [PROMPTS[0], PROMPTS[2], PROMPTS[9]]  # of unequal lengths, so that a context tells its request
     generate(llm, prompts, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
     assert len(seen) > 15
 
     draft = AutoModelForCausalLM.from_pretrained(DRAFT, dtype=torch.float32)
     deepest = 0
-    for context, tokens, parent, weight in seen[::4]:
+    for context, tokens, parent, weight, hidden in seen[::4]:
+        with torch.no_grad():
+            states = draft(torch.tensor([context]), output_hidden_states=True).hidden_states[-1]
+        torch.testing.assert_close(hidden, states[0, -1], rtol=1e-3, atol=1e-3)
         paths: list[list[int]] = []
         for node in range(25):
             paths.append((paths[parent[node]] if parent[node] >= 0 else []) + [int(tokens[node])])

@@ -89,10 +89,10 @@ class FirstTrees:
         original = runner_v1.accept
 
         def accept(pair: Any, target: Any, step: Any, drafts: Any, requests: Any) -> Any:
-            accepted, logprobs = original(pair, target, step, drafts, requests)
+            outcome = original(pair, target, step, drafts, requests)
             first = requests.position == root
-            self.depths.update((accepted.nodes[first] >= 0).sum(1).tolist())
-            return accepted, logprobs
+            self.depths.update((outcome.accepted.nodes[first] >= 0).sum(1).tolist())
+            return outcome
 
         monkeypatch.setattr(runner_v1, "accept", accept)
 

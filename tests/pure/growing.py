@@ -40,6 +40,7 @@ def grow(
     greedy: Sequence[bool] | bool = False,
     noise: Any = None,
     drafter: ToyDrafter | None = None,
+    initial: Any = None,
     **options: Any,
 ) -> Proposal:
     drafter = drafter or ToyDrafter(models)
@@ -48,6 +49,7 @@ def grow(
         torch.as_tensor(temperature, dtype=rows.logits.dtype).expand(len(models)),
         torch.as_tensor(greedy).expand(len(models)),
         keyed(len(models)) if noise is None else noise,
+        initial,
     )
     return draft_tree(proposer, drafter, rows, state, nodes=nodes, request=request, **options)
 

@@ -3,12 +3,13 @@
 import math
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from vllm_adaptive_tree.gates.mlp import Gate
-from vllm_adaptive_tree.proposers import Mcsd, StaticTree
+from vllm_adaptive_tree.proposers import Mcsd, Rows, StaticTree
 from vllm_adaptive_tree.proposers.mcsd import decision_features
 from vllm_adaptive_tree.trees import Shape
 
@@ -142,3 +143,32 @@ def test_the_decision_model_takes_the_features_as_they_are():
     assert gate(decision_features(torch.randn(2, 3, 20).log_softmax(-1))).shape == (2, 3)
     models = models_of(4, 3, 3)
     assert grown(grow(Mcsd(Shape.k_config((3, 2, 1)), gate=gate, stop_threshold=1.0), models, nodes=15))
+
+
+class HiddenDrafter(Recorder):
+    """Its hidden state is the history that a node stands for."""
+
+    def catch_up(self, accepted: Any, target_hidden: torch.Tensor | None) -> tuple[Rows, torch.Tensor]:
+        rows, state = super().catch_up(accepted, target_hidden)
+        return rows._replace(hidden=torch.zeros(*rows.logits.shape[:2], 1)), state
+
+    def grow(self, tokens: torch.Tensor, parent: torch.Tensor, state: torch.Tensor) -> tuple[Rows, torch.Tensor]:
+        rows, state = super().grow(tokens, parent, state)
+        return rows._replace(hidden=self.histories[-1][..., None].float()), state
+
+
+@AGREE
+def test_the_first_decision_model_reads_the_hidden_states(options):
+    """It believes in histories of even number."""
+    models, shape = models_of(4, 4, 60), Shape.k_config((2, 1, 1, 1))
+    gate = Fixed(lambda features: (features[..., 0] % 2 == 0).double())
+    proposer = Mcsd(shape, gate=gate, reads="hidden")
+    ours = grown(grow(proposer, models, nodes=8, drafter=HiddenDrafter(models), **options))
+    whole = grown(grow(Mcsd(shape), models, nodes=8))
+    depths = Counter()
+    for model, tree, full in zip(models, ours, whole, strict=True):
+        depth = stops_at(model, full, lambda model, path: model.history(path) % 2 == 0, 4)
+        assert tree == [path for path in full if len(path) <= depth]
+        depths[depth] += 1
+    assert len(depths) > 2
+    assert {features.shape[2] for features in gate.seen} == {1}

@@ -1,78 +1,145 @@
 """The acceptance of one step: which rows the rule decides, which the target's own draws."""
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from vllm.v1.outputs import LogprobsTensors
 
-from vllm_adaptive_tree.acceptance import Accepted, Children, traversal, walk
+from vllm_adaptive_tree.acceptance import Accepted, Children, longest, traversal, walk
 from vllm_adaptive_tree.engine.drafts import Draft, laws
 from vllm_adaptive_tree.engine.target import Choose, Target, stacked
 from vllm_adaptive_tree.engine.verification import Verification
 from vllm_adaptive_tree.methods import Pair
 from vllm_adaptive_tree.noise import KeyedNoise
+from vllm_adaptive_tree.proposers.children import draw_children
+from vllm_adaptive_tree.trees import TreeBatch
 
 
 class Requests(NamedTuple):
     """What acceptance has to know of the batch; R entries each."""
 
     own: Tensor  # bool: walk with the target's own draws, whatever the rule
+    greedy: Tensor  # bool: those draws are its best token
     limit: Tensor  # the most tokens to emit
     seed: Tensor
     position: Tensor  # of the root
 
 
-def accept(
-    pair: Pair, target: Target, step: Verification, drafts: dict[int, Draft], requests: Requests
-) -> tuple[Accepted, LogprobsTensors | None]:
+class Outcome(NamedTuple):
+    accepted: Accepted
+    logprobs: LogprobsTensors | None
+    initial: Tensor | None  # [R, W]: with target initialisation the first layer of the next tree, -1 where it has none
+
+
+def accept(pair: Pair, target: Target, step: Verification, drafts: dict[int, Draft], requests: Requests) -> Outcome:
     """Walk every tree of the step, by `target_only` or by the rule of the pair."""
-    tree, widest = step.batch(), max((one.widest for one in step.trees.values()), default=1)
-    vocabulary = target.logits.shape[1]
-    noise = KeyedNoise(requests.seed, requests.position, purpose=1)
-    by_target, forced = bool(requests.own.all()), None
-    if pair.rule.draw is None and not by_target and step.trees:
+    tree = step.batch()
+    rule = _Rule(pair, tree, max((one.widest for one in step.trees.values()), default=1), target, drafts, requests)
+    by_target, own, forced = bool(requests.own.all()), requests.own, None
+    if pair.init_width > 1:  # the longest of several walks; the last one below only repeats it
+        initial = torch.tensor([drafts[r].initial if r in drafts else 0 for r in range(len(own))])
+        forced = longest(tree, initial, rule.draw, levels=step.levels, most=pair.init_width, proceed=_any)
+        by_target, own = False, torch.zeros_like(own)
+    elif pair.rule.draw is None and not by_target and step.trees:
         forced = traversal(
             tree,
             pair.proposer.kind,
             target.law,
-            lambda node: laws(drafts, node, vocabulary),
-            noise,
+            rule.laws,
+            rule.noise,
             levels=step.levels,
             most=pair.most,
-            among=~requests.own,
-            proceed=lambda active: bool(active.any()),
-        ).tokens
-
-    def by_rule(node: Tensor) -> Choose:
-        def choose(p: Tensor, own: Any) -> Tensor:
-            if forced is not None:
-                token = forced[:, level]
-            elif pair.rule.draw is None:
-                token = noise.at(node + 1).choose(p)
-            else:
-                q, drawn = laws(drafts, node, vocabulary)
-                token = pair.rule.draw(
-                    p, q, Children(tree.children(node, widest), drawn, pair.most), noise.at(node + 1)
-                )
-            return torch.where(requests.own, own(), token.clamp(min=0))
-
-        return choose
+            among=~own,
+            proceed=_any,
+        )
 
     level = 0
     logprobs: list[LogprobsTensors] = []
 
     def draw(node: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
         nonlocal level
-        output = target.draw(node, active) if by_target else target.draw_by(by_rule(node), node, active)
+        if by_target:
+            output = target.draw(node, active)
+        elif forced is None:
+            output = target.draw_by(rule.choice(node), node, active)
+        else:
+            token = forced.tokens[:, level].clamp(min=0)
+            repeat = lambda p, draw: torch.where(own, draw(), token)  # noqa: E731
+            output = target.draw_by(repeat, node, active, greedy=pair.init_width > 1)
         if output.logprobs_tensors is not None:
             logprobs.append(output.logprobs_tensors)
         level += 1
         goes_on = level < requests.limit
-        if forced is not None and level < forced.shape[1]:
-            goes_on &= requests.own | (forced[:, level] >= 0)
+        if forced is not None and level < forced.tokens.shape[1]:
+            goes_on &= own | (forced.tokens[:, level] >= 0)
         return output.sampled_token_ids[:, 0].long(), goes_on
 
-    accepted = walk(tree, draw, levels=step.levels, proceed=lambda active: bool(active.any()))
+    accepted = walk(tree, draw, levels=step.levels, proceed=_any)
+    candidates = _candidates(target, accepted, pair.init_width, requests) if pair.init_width > 1 else None
     target.close()
-    return accepted, stacked(logprobs)
+    return Outcome(accepted, stacked(logprobs), candidates)
+
+
+def held(tokens: Tensor) -> Tensor:
+    """[R, L]: the last token of each request that emits more than one; whether to keep it is the next step's choice."""
+    count = (tokens >= 0).sum(1, keepdim=True)
+    return (torch.arange(tokens.shape[1]) == count - 1) & (count > 1)
+
+
+class _Rule:
+    """The rule of the pair as a draw at the nodes of one step."""
+
+    def __init__(
+        self,
+        pair: Pair,
+        tree: TreeBatch,
+        widest: int,
+        target: Target,
+        drafts: dict[int, Draft],
+        requests: Requests,
+    ):
+        self.pair, self.tree, self.widest, self.target = pair, tree, widest, target
+        self.drafts, self.requests = drafts, requests
+        self.noise = KeyedNoise(requests.seed, requests.position, purpose=1)
+
+    def laws(self, node: Tensor) -> tuple[Tensor, Tensor]:
+        return laws(self.drafts, node, self.target.logits.shape[1])
+
+    def choice(self, node: Tensor) -> Choose:
+        def choose(p: Tensor, own: Callable[[], Tensor]) -> Tensor:
+            noise = self.noise.at(node + 1)
+            if self.pair.rule.draw is None:
+                token = noise.choose(p)
+            else:
+                q, drawn = self.laws(node)
+                token = self.pair.rule.draw(
+                    p, q, Children(self.tree.children(node, self.widest), drawn, self.pair.most), noise
+                )
+            return torch.where(self.requests.own, own(), token.clamp(min=0))
+
+        return choose
+
+    def draw(self, node: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
+        """For `longest`, greedy requests too."""
+        output = self.target.draw_by(self.choice(node), node, active, greedy=True)
+        return output.sampled_token_ids[:, 0].long(), torch.ones_like(active)
+
+
+def _candidates(target: Target, accepted: Accepted, width: int, requests: Requests) -> Tensor:
+    """[R, width]: the token held back, and others that the target draws in its place (its next best if greedy)."""
+    tokens, nodes = accepted
+    count = (nodes >= 0).sum(1)
+    first = tokens.gather(1, count[:, None])
+    stop = nodes.gather(1, (count - 1).clamp(min=0)[:, None])[:, 0]
+    everyone = torch.ones_like(count, dtype=torch.bool)
+    rest = target.law(stop, everyone, greedy=True).scatter(1, first, 0.0)[:, None]
+    noise = KeyedNoise(requests.seed, requests.position, purpose=2).at(torch.zeros_like(count)[:, None])
+    fanout = torch.full_like(rest[:, :, 0], width - 1, dtype=torch.int64)
+    others = draw_children("without_replacement", rest, fanout, width - 1, noise, requests.greedy)[:, 0]
+    return torch.cat([first, others], 1).masked_fill((count == 0)[:, None], -1)
+
+
+def _any(active: Tensor) -> bool:
+    return bool(active.any())

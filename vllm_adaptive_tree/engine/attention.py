@@ -9,6 +9,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadata
 
 from vllm_adaptive_tree.attention.cpu import attend, context_bias, gather_context
+from vllm_adaptive_tree.trees import SlicedMask
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +163,8 @@ class DraftKeys:
         self.seen = torch.zeros(block_table.shape[0], 0, 0, dtype=torch.bool)  # [R, S, S]: node, its ancestors
         self.bias = torch.empty(0)
         self.trees: TreeRows
+        self.level = 0
+        self.sliced: SlicedMask | None = None  # of the shape that all trees have, while every level is read in full
 
     def open_level(self, trees: TreeRows, parent: Tensor) -> None:
         """Prepare the next forward: W new nodes a request below `parent` [R, W], counted as in `Frontier`."""
@@ -169,12 +172,17 @@ class DraftKeys:
         width = parent.shape[1]
         self.trees = trees
         own = torch.eye(width, dtype=torch.bool).expand(requests, width, width)
-        if before == 0:  # the root
+        if self.sliced is not None and self.sliced.ends[self.level] != before + width:
+            self.sliced = None
+        if self.sliced is not None:
+            self.seen = self.sliced.behind(self.level).expand(requests, -1, -1)
+        elif before == 0:  # the root
             self.seen = own
         else:
             above = self.seen.gather(1, parent[:, :, None].expand(requests, width, before))
             old = torch.nn.functional.pad(self.seen, (0, width))
             self.seen = torch.cat([old, torch.cat([above, own], 2)], 1)
+        self.level += 1
         self.bias = _bias(self.context, self.width, self.seen[:, before:])
 
     def read(self, layer: Any, kv_cache: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,8 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from vllm_adaptive_tree.engine.verification import Verification
 
+GREEDY = 1e-5  # vLLM samples at higher temperatures only
+
 Choose = Callable[[Tensor, Callable[[], Tensor]], Tensor]
 """(law [R, V], vLLM's own draw from it -> [R]) -> tokens [R]."""
 
@@ -35,25 +37,39 @@ class Target:
         """vLLM's draw behind `node` [R] (-1: the root): its SamplerOutput. What inactive rows hold means nothing."""
         return self._sample(self.sampler, node, active)
 
-    def draw_by(self, choose: Choose, node: Tensor, active: Tensor) -> Any:
-        """The same, but `choose` gives the tokens of the random requests."""
+    def draw_by(self, choose: Choose, node: Tensor, active: Tensor, *, greedy: bool = False) -> Any:
+        """The same, but `choose` gives the tokens of the random requests; with `greedy` of the others too."""
         sampler = copy.copy(self.sampler)
+        if greedy:
+            choose = self._best_for_greedy(choose)
         chooser = _Chooser(choose, self.sampler.topk_topp_sampler)
         sampler._modules = {**self.sampler._modules, "topk_topp_sampler": chooser}
-        return self._sample(sampler, node, active)
+        return self._sample(sampler, node, active, **(self._all_random() if greedy else {}))
 
-    def law(self, node: Tensor, active: Tensor) -> Tensor:
-        """The law [R, V] of the next token behind `node` [R], for random requests."""
+    def _best_for_greedy(self, choose: Choose) -> Choose:
+        own = self.sampling.temperature
+        best = torch.ones(len(self.first), dtype=torch.bool) if own is None else own < GREEDY
+        return lambda p, draw: choose(p, lambda: torch.where(best, p.argmax(-1), draw()))
+
+    def _all_random(self) -> dict[str, Any]:
+        """Changes to the sampling metadata after which nobody is greedy."""
+        own = self.sampling.temperature
+        temperature = torch.ones(len(self.first)) if own is None else torch.where(own < GREEDY, 1.0, own)
+        return {"temperature": temperature, "all_greedy": False, "all_random": True}
+
+    def law(self, node: Tensor, active: Tensor, *, greedy: bool = False) -> Tensor:
+        """The law [R, V] of the next token behind `node` [R], for random requests; with `greedy` for the others too, at
+        temperature 1."""
         laws = []
 
         def choose(p: Tensor, own: Callable[[], Tensor]) -> Tensor:
             laws.append(p)
             return p.argmax(-1)
 
-        self.draw_by(choose, node, active)
+        self.draw_by(choose, node, active, greedy=greedy)
         return laws[0]
 
-    def _sample(self, sampler: Any, node: Tensor, active: Tensor) -> Any:
+    def _sample(self, sampler: Any, node: Tensor, active: Tensor, **changed: Any) -> Any:
         rows = torch.where(active, self.first + 1 + node, self.first)
         walking = active.nonzero().flatten().tolist()
         generators = {row: generator for row, generator in self.sampling.generators.items() if row in walking}
@@ -61,7 +77,9 @@ class Target:
             for row in walking:
                 history = self.sampling.output_token_ids[row]
                 history[self.written[row] :] = self._path(row, int(node[row]))
-        sampling = dataclasses.replace(self.sampling, generators=generators, spec_token_ids=[[] for _ in self.first])
+        sampling = dataclasses.replace(
+            self.sampling, generators=generators, spec_token_ids=[[] for _ in self.first], **changed
+        )
         return sampler(self.logits[rows], sampling)
 
     def _path(self, request: int, node: int) -> list[int]:

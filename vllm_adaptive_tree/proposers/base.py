@@ -39,6 +39,8 @@ class Request(NamedTuple):
     temperature: Tensor  # [R]: the law q that shapes or draws the children is softmax(logits / temperature)
     greedy: Tensor  # [R] bool: the target takes its argmax, so the best children serve better than sampled ones
     noise: Noise
+    initial: Tensor | None = None
+    """[R, W] first-layer tokens that the target drew itself (-1: none), for the proposers that take them."""
 
 
 class Rows(NamedTuple):
@@ -125,11 +127,16 @@ def places(level: int, logits: Tensor) -> Tensor:
 
 def law(logits: Tensor, temperature: Tensor) -> Tensor:
     """softmax(logits / temperature), as `log_law`."""
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    return (logits.to(dtype) / temperature[..., None]).softmax(-1)
+    scaled = _scaled(logits, temperature)
+    return torch.softmax(scaled, -1, out=scaled)
 
 
 def log_law(logits: Tensor, temperature: Tensor) -> Tensor:
     """log softmax(logits / temperature) in at least float32; `temperature` lacks the last dimension."""
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    return (logits.to(dtype) / temperature[..., None]).log_softmax(-1)
+    scaled = _scaled(logits, temperature)
+    return torch.log_softmax(scaled, -1, out=scaled)
+
+
+def _scaled(logits: Tensor, temperature: Tensor) -> Tensor:
+    """A tensor that the softmax may overwrite: fresh memory for rows this long costs more than the softmax."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature[..., None]

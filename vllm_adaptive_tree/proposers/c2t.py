@@ -61,10 +61,15 @@ class C2T:
     def _gated(self, law: Tensor, path: Tensor, depth: int) -> Candidates:
         candidates = top_children(law, path, self.width)
         own = entropy(law, self.entropy_top).gather(1, candidates.above)  # [R, C]
-        features = torch.stack([candidates.path.exp(), own, torch.full_like(own, depth)], -1)
-        confidence = self.gate(features).masked_fill(candidates.path == -torch.inf, -1.0)
+        confidence = self.gate(features(candidates.path, own, torch.full_like(own, depth)))
+        confidence = confidence.masked_fill(candidates.path == -torch.inf, -1.0)
         keep = confidence >= self.beta
         if self.second_pruning:
             order = confidence.argsort(dim=1, descending=True, stable=True)
             keep = keep & (order.argsort(dim=1) < self.width)
         return candidates._replace(value=candidates.value.masked_fill(~keep, -torch.inf))
+
+
+def features(path: Tensor, entropy: Tensor, depth: Tensor) -> Tensor:
+    """What the gate reads of nodes [...]: log path probability, entropy of the parent's law, depth from 0: [..., 3]."""
+    return torch.stack([path.exp(), entropy, depth.to(path.dtype)], -1)

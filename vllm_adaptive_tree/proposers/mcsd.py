@@ -17,7 +17,8 @@ FEATURES = 1 + TOP
 class Mcsd(StaticTree):
     """A k-config whose growth ends when the gate (a decision model) believes in none of the sequences.
 
-    The root is the last token drawn from the target: target initialisation of width 1, the one that is lossless.
+    The root is the last token drawn from the target: target initialisation of width 1, the one that is lossless. With
+    `init_width` above 1 the first layer of `shape` is that wide and drawn from the target, where a step left it tokens.
     The gate reads the laws from which a level was drawn (type 2) or the hidden states behind them (type 1), so stopping
     looks at nothing that is still to be drawn; that level stays.
     """
@@ -30,9 +31,11 @@ class Mcsd(StaticTree):
         gate: Gate | None = None,
         reads: Literal["law", "hidden"] = "law",
         stop_threshold: float = 0.4,
+        init_width: int = 1,
     ):
         super().__init__(shape, kind=kind)
         self.gate, self.reads, self.stop_threshold = gate, reads, stop_threshold
+        self.init_width = init_width
 
     def goes_on(self, q: Tensor, hidden: Tensor | None, used: Tensor) -> Tensor:
         if self.gate is None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from vllm_adaptive_tree.acceptance import Kind
 from vllm_adaptive_tree.proposers.base import Frontier, Proposal, Request, Rows, law, places
 from vllm_adaptive_tree.proposers.children import draw_children
-from vllm_adaptive_tree.trees import Shape, TreeBatch
+from vllm_adaptive_tree.trees import Shape, SlicedMask, TreeBatch
 from vllm_adaptive_tree.trees.tree_batch import EMPTY
 
 
@@ -63,6 +63,10 @@ class StaticTree:
         growth = Growth(minus, path, minus, going, 0, 0, _plan(shape, logits.device), request)
         return self.extend(growth, rows)
 
+    def mask(self, nodes: int) -> SlicedMask:
+        """The tree mask of the draft's reading."""
+        return SlicedMask.of(self.shape.cut(nodes))
+
     def growing(self, growth: Growth) -> Tensor:
         return growth.going & (growth.level < len(growth.plan.levels))
 
@@ -85,6 +89,9 @@ class StaticTree:
         fanout = level.fanout[:width].expand(number.shape)
         noise = request.noise.at(places(growth.level, logits))
         drawn = draw_children(self.kind, q, fanout, level.most, noise, request.greedy)  # [R, W, K]
+        given = _given(request.initial, growth)
+        if request.initial is not None and growth.level == 0:
+            drawn = torch.where(given[:, None, None], request.initial[:, None, : drawn.shape[2]], drawn)
         drawn = drawn.masked_fill(~there[:, :, None], EMPTY)
         below = q.gather(2, drawn.clamp(min=0)).log() + growth.path.index_select(1, inner)[:, :, None]
         # columns that were cut off, and children that a small vocabulary lacks, stay empty
@@ -95,7 +102,7 @@ class StaticTree:
             tokens=growth.tokens.index_copy(1, level.children, drawn.flatten(1).index_select(1, place)),
             path=growth.path.index_copy(1, level.children, below.flatten(1).index_select(1, place)),
             read=growth.read.index_copy(1, inner, torch.where(there, number, -1)),
-            going=growth.going & self.goes_on(q, rows.hidden, there),
+            going=growth.going & (self.goes_on(q, rows.hidden, there) | given),
             level=growth.level + 1,
             numbers=growth.numbers + width,
         )
@@ -123,6 +130,13 @@ class StaticTree:
             path.gather(1, order).masked_fill(gone, -torch.inf),
         )
         return Proposal(tree, read, torch.cat([drawn[:, :1], drawn[:, 1:].gather(1, order)], 1))
+
+
+def _given(initial: Tensor | None, growth: Growth) -> Tensor:
+    """The trees [R] bool whose next level is the target's own."""
+    if initial is None or growth.level > 0:
+        return torch.zeros_like(growth.going)
+    return (initial >= 0).any(1)
 
 
 @lru_cache(maxsize=64)

@@ -1,7 +1,8 @@
 """What a draft tree is."""
 
 from vllm_adaptive_tree.trees.shape import Shape
+from vllm_adaptive_tree.trees.sliced_mask import SlicedMask
 from vllm_adaptive_tree.trees.token_tree import TokenTree
 from vllm_adaptive_tree.trees.tree_batch import TreeBatch
 
-__all__ = ["Shape", "TokenTree", "TreeBatch"]
+__all__ = ["Shape", "SlicedMask", "TokenTree", "TreeBatch"]

@@ -1,14 +1,16 @@
-"""`threshold: "auto"`: what a draft level costs, in target forwards (mu in OPT-Tree, arXiv 2406.17276)."""
+"""What forwards cost, measured when the engine starts; nothing is written to the cache."""
 
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from vllm.forward_context import set_forward_context
 
+from vllm_adaptive_tree.budget import Curve
 from vllm_adaptive_tree.engine.attention import native_metadata
 from vllm_adaptive_tree.engine.drafter import NO_SLOT, CatchUp
 from vllm_adaptive_tree.engine.ranks import from_rank_0
@@ -16,13 +18,17 @@ from vllm_adaptive_tree.engine.verification import Verification
 from vllm_adaptive_tree.trees import TokenTree
 
 ROUNDS = 20
+PROFILE_ROUNDS = 3
+PROFILE_SECONDS = 10.0
+"""After these, a profile keeps the points that it has."""
 LOWEST, HIGHEST = 0.05, 0.9
 
 
 def measured_threshold(runner: Any, nodes: int) -> float:
-    """Median of 20 draft levels at `nodes` rows over median of 20 target forwards at `nodes` + 1 rows, clamped.
+    """`threshold: "auto"`: what a draft level costs in target forwards (mu in OPT-Tree, arXiv 2406.17276).
 
-    Every rank runs the forwards; rank 0's ratio counts. Nothing is written to the cache.
+    Median of 20 draft levels at `nodes` rows over median of 20 target forwards at `nodes` + 1 rows, clamped. Every rank
+    runs the forwards; rank 0's ratio counts.
     """
     level = _median_seconds(lambda: _draft_level(runner.drafter, nodes))
     target = _median_seconds(lambda: _target_forward(runner, nodes + 1))
@@ -30,10 +36,22 @@ def measured_threshold(runner: Any, nodes: int) -> float:
     return min(max(ratio, LOWEST), HIGHEST)
 
 
-def _median_seconds(prepare: Callable[[], Callable[[], Tensor]]) -> float:
+def verification_curve(runner: Any, most: int) -> Curve:
+    """Seconds of a verification by rows, at 1, 2, 4, 6, 8, 12, .. up to `most` of one tree behind an empty context."""
+    rows = sorted({min(step * factor, most) for step in (2**k for k in range(20)) for factor in (1, 1.5)} - {1.5})
+    started, points = time.perf_counter(), []
+    for count in map(int, rows):
+        points.append((count, _median_seconds(partial(_target_forward, runner, count), PROFILE_ROUNDS)))
+        late = len(points) > 2 and time.perf_counter() - started > PROFILE_SECONDS
+        if bool(from_rank_0(torch.tensor(late, dtype=torch.int64))):
+            break
+    return Curve(*from_rank_0(torch.tensor(points, dtype=torch.float64)).t())
+
+
+def _median_seconds(prepare: Callable[[], Callable[[], Tensor]], rounds: int = ROUNDS) -> float:
     """`prepare` returns the forward to time; one untimed round warms up."""
     seconds = []
-    for _ in range(ROUNDS + 1):
+    for _ in range(rounds + 1):
         forward = prepare()
         started = time.perf_counter()
         forward()

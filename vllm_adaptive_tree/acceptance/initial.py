@@ -1,0 +1,47 @@
+"""Target-initialised trees (Lu et al., arXiv 2409.10744): a first layer of candidates drawn from the target itself."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from vllm_adaptive_tree.acceptance.walk import Accepted, walk
+from vllm_adaptive_tree.trees import TreeBatch
+
+
+def longest(
+    tree: TreeBatch,
+    initial: Tensor,
+    draw: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    *,
+    levels: int,
+    most: int,
+    proceed: Callable[[Tensor], bool] = lambda active: True,
+) -> Accepted:
+    """Walk below every initial token, and keep the longest path; the first one on ties.
+
+    With one initial token this is the walk itself. With more it is not lossless: a token is emitted because the target
+    likes what the draft put below it.
+
+    Args:
+        initial: [R] how many of a tree's first nodes are initial tokens; 0: that tree is walked from its root.
+        draw, levels, proceed: as in `walk`; the draw at the root counts for trees without initial tokens only.
+        most: initial tokens that a tree may have.
+    """
+    kept = Accepted(*tree.tokens.new_full((2, len(initial), levels + 1), -1))
+    length = torch.full_like(initial, -1)
+    for number in range(min(most, tree.tokens.shape[1])):
+
+        def below(node: Tensor, active: Tensor, number: int = number) -> tuple[Tensor, Tensor]:
+            token, may_go_on = draw(node, active)
+            given = (node < 0) & (initial > number)
+            return torch.where(given, tree.tokens[:, number], token), may_go_on | given
+
+        found = walk(tree, below, levels=levels, proceed=proceed)
+        accepted = (found.nodes >= 0).sum(1)
+        better = (accepted > length) & ((initial > number) | (number == 0))
+        missing = (0, levels + 1 - found.tokens.shape[1])
+        padded = (torch.nn.functional.pad(part, missing, value=-1) for part in found)
+        kept = Accepted(*(torch.where(better[:, None], new, old) for new, old in zip(padded, kept, strict=True)))
+        length = torch.where(better, accepted, length)
+    return kept

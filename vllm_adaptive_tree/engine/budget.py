@@ -1,0 +1,56 @@
+"""The batch-wide budget in the engine: what a step cost, what its nodes were worth, how many the next one brings."""
+
+import time
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from vllm_adaptive_tree.budget import Controller
+from vllm_adaptive_tree.engine.clock import PhaseClock
+from vllm_adaptive_tree.engine.drafts import Draft
+from vllm_adaptive_tree.engine.ranks import from_rank_0
+from vllm_adaptive_tree.engine.verification import Verification
+from vllm_adaptive_tree.proposers import Proposal, Proposer, StaticTree
+
+
+class BatchBudget:
+    """Feeds a `Controller` with the engine's steps. What it decides is rank 0's."""
+
+    def __init__(self, controller: Controller, proposer: Proposer, clock: PhaseClock):
+        self.controller, self.clock = controller, clock
+        self.by_place = isinstance(proposer, StaticTree) and proposer.kind != "one_hot"
+        self.started = 0.0
+
+    def begin_step(self) -> None:
+        self.started = time.perf_counter()
+
+    def verified(self, drafts: dict[int, Draft], nodes: Tensor) -> None:
+        """The drafts of a step by batch row, and the nodes [R, L] that were accepted, -1 behind."""
+        value, depth, accepted = [], [], []
+        for row, draft in drafts.items():
+            path = set(nodes[row].tolist())
+            value += draft.value
+            depth += draft.tree.depths
+            accepted += [node in path for node in range(len(draft.tree))]
+        self.controller.calibration.observe(torch.tensor(value), torch.tensor(depth), torch.tensor(accepted))
+
+    def drafts(self, requests: int) -> bool:
+        """Whether this batch drafts at all."""
+        return bool(from_rank_0(torch.tensor(self.controller.drafts(requests), dtype=torch.int64)))
+
+    def cut(self, drafts: list[Draft], proposal: Proposal, *, judged: bool) -> list[Draft]:
+        """What the batch can afford of each tree; `judged`: its drafting cost what it costs in every step."""
+        tree, seconds = proposal.tree, self.clock.seconds
+        value = tree.log_weight.exp()
+        if self.by_place:  # a drawn token must not decide on its own cut
+            value = (1 / (1 + torch.arange(value.shape[1]))).expand(value.shape)
+        value = value.masked_fill(~tree.valid, 0.0)
+        kept = from_rank_0(self.controller.share(value, tree.depth, seconds["draft"] + seconds["tree"], judged=judged))
+        valued = (replace(one, value=own[: len(one.tree)]) for one, own in zip(drafts, value.tolist(), strict=True))
+        return [one.prefix(count) for one, count in zip(valued, kept.tolist(), strict=True)]
+
+    def end_step(self, step: Verification) -> None:
+        seconds = self.clock.seconds
+        elsewhere = time.perf_counter() - self.started - sum(seconds[name] for name in ("verify", "draft", "tree"))
+        self.controller.observe(sum(step.row_count), seconds["verify"], elsewhere)

@@ -1,0 +1,39 @@
+import numpy as np
+
+
+class Coverage:
+    """How far the draft's keys and values reach into each block of the cache.
+
+    Target and draft share their blocks' numbers. A draft that pauses leaves gaps; blocks outlive requests through
+    prefix hits and change hands, so what is covered is a fact of the block and not of the request.
+    """
+
+    def __init__(self, blocks: int, block_size: int):
+        self.filled = np.zeros(blocks, dtype=np.int64)  # leading tokens of each block that the draft has read
+        self.block_size = block_size
+
+    def reach(self, table: np.ndarray, end: int) -> int:
+        """How many of a request's first `end` tokens the draft has read without a gap; `table`: its blocks."""
+        count = -(-end // self.block_size)
+        filled = self.filled[table[:count]]
+        gaps = (filled < self.block_size).nonzero()[0]
+        if not len(gaps):
+            return end
+        return min(end, int(gaps[0]) * self.block_size + int(filled[gaps[0]]))
+
+    def read(self, table: np.ndarray, start: int, end: int) -> None:
+        """The draft has read the tokens from `start` on, up to `end`; what stood behind is gone."""
+        self._fill(table, start, end, end)
+
+    def skipped(self, table: np.ndarray, start: int, end: int) -> None:
+        """The target has written the tokens from `start` to `end`, the draft has not read them."""
+        self._fill(table, start, end, start)
+
+    def _fill(self, table: np.ndarray, start: int, end: int, covered: int) -> None:
+        first, last = start // self.block_size, -(-end // self.block_size)
+        places = np.arange(first, last)
+        filled = np.clip(covered - places * self.block_size, 0, self.block_size)
+        blocks = table[first:last]
+        if covered <= start:  # the first block keeps what it had before `start`
+            filled = np.minimum(filled, self.filled[blocks])
+        self.filled[blocks] = filled
