@@ -25,7 +25,6 @@ VLLM_KEYS = (
 """Keys of vLLM's own speculative_config that keep their meaning beside a tree method."""
 
 OUR_KEYS = ("method", "model", "num_speculative_tokens", "rejection_sample_method", "tree")
-PLANNED_TREE_KEYS = ("budget", "cost_profile")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,8 +118,6 @@ def _tree_options(tree: Any, method: str) -> tuple[MethodOptions, dict[str, Any]
     known = tuple(one.name for one in fields(cls))
     rest = {}
     for key, value in given.items():
-        if key in PLANNED_TREE_KEYS:
-            raise ValueError(f"speculative_config['tree'][{key!r}] is not in this release; remove it")
         if key not in known and method in OPTIONS:
             raise ValueError(
                 f"speculative_config['tree'][{key!r}] is not an option of {method!r}; known options: {_names(known)}"

@@ -62,6 +62,14 @@ class MethodOptions:
     """Kind of the draft; None: told apart by the checkpoint's architectures."""
     allow_lossy: bool = _flag(default=False)
     """Let a proposer be verified by a rule that changes the target's law."""
+    budget: int | str | None = option(
+        None,
+        lambda value: value in (None, "auto") or (_is_int(value) and value >= 1),
+        "'auto' or a whole number of at least 1",
+    )
+    """Nodes of the whole batch in a step; "auto": as many as pay by measured cost; None: all of every tree."""
+    cost_profile: str | None = _file()
+    """JSON file of measured costs for `budget` "auto": read if it is there, written if not."""
 
     def __post_init__(self) -> None:
         if self.draft in ("eagle", "eagle3", "mtp"):
@@ -154,13 +162,10 @@ class McsdOptions(ShapedOptions):
 
     def __post_init__(self) -> None:
         super(McsdOptions, self).__post_init__()
-        if self.init_width > 1:
+        if self.init_width > 1 and not self.allow_lossy:
             raise ValueError(
-                f"speculative_config['tree']['init_width']={self.init_width} is not in this release; use init_width 1"
-            )
-        if self.stop != "none" and self.gate is None:
-            raise ValueError(
-                f"speculative_config['tree']['gate'] is missing: stop {self.stop!r} needs the file of its model"
+                f"speculative_config['tree']['init_width']={self.init_width} changes what the target says, greedy text "
+                "too; use init_width 1, or set tree: {'allow_lossy': true}"
             )
 
 
@@ -193,7 +198,21 @@ OPTIONS: Mapping[str, type[MethodOptions]] = {
 }
 
 
-def readable(file: str, key: str) -> Path:
+def shipped(tree: MethodOptions) -> Path | None:
+    """The bundled pair's gate or vector, where `tree` asks for one and names none."""
+    folder = Path(__file__).parent / "gates" / "defaults"
+    match tree:
+        case C2TOptions(gate=None):
+            return folder / "c2t.safetensors"
+        case SequoiaOptions(vector=None):
+            return folder / "sequoia.json"
+        case McsdOptions(gate=None, stop="type1" | "type2"):
+            return folder / f"mcsd-{tree.stop}.safetensors"
+        case _:
+            return None
+
+
+def readable(file: str | Path, key: str) -> Path:
     """The file behind an option, or an error that names the option."""
     path = Path(file).expanduser()
     if not path.is_file():

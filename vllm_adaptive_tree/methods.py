@@ -1,13 +1,14 @@
 """From options to a proposer and a rule: which pair decodes, and whether it is a legal one."""
 
 import json
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from vllm_adaptive_tree import registry
 from vllm_adaptive_tree.acceptance import RULES, Kind, Rule, common_kind, legal_rules
 from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.gates.mlp import Gate
-from vllm_adaptive_tree.method_options import CHILDREN, ShapedOptions, readable
+from vllm_adaptive_tree.method_options import CHILDREN, ShapedOptions, readable, shipped
 from vllm_adaptive_tree.proposers import C2T, DySpec, Eagle2, Mcsd, OptTree, Proposer, StaticTree, sequoia_shape
 from vllm_adaptive_tree.proposers.mcsd import FEATURES
 from vllm_adaptive_tree.trees import Shape
@@ -20,8 +21,13 @@ class Pair(NamedTuple):
     proposer: Proposer
     rule_name: str
     rule: Rule
-    lossless: bool
+    loss: str | None  # what the pair changes; None: it is lossless
     most: int  # children that a node may get
+    init_width: int = 1  # tokens of the first layer that the target draws itself, not emitted before the next step
+
+    @property
+    def lossless(self) -> bool:
+        return self.loss is None
 
 
 def resolve(options: TreeOptions) -> Pair:
@@ -38,12 +44,12 @@ def resolve(options: TreeOptions) -> Pair:
         *legal_rules(proposer.kinds, proposer.most_children),
         *(name for name, rule in registered.items() if _serves(rule, proposer)),
     ]
+    init_width = getattr(options.tree, "init_width", 1)
     if name == "auto":
-        name = best_rule(proposer.kinds)
+        name = "rrsw" if init_width > 1 else best_rule(proposer.kinds)
     rule = (RULES | registered)[name]
     kind = common_kind(proposer.kinds, rule)
-    lossless = name in legal
-    if not lossless and not options.tree.allow_lossy:
+    if name not in legal and not options.tree.allow_lossy:
         too_many = kind is not None and rule.most is not None
         why = (
             f"it takes at most {rule.most} children of a node"
@@ -55,8 +61,22 @@ def resolve(options: TreeOptions) -> Pair:
             f"speculative_config['rejection_sample_method']: {name!r} would change the target's law beside method "
             f"{options.method!r}: {why}. Use one of: auto, {', '.join(legal)}; or set tree: {{'allow_lossy': true}}"
         )
+    if init_width > 1 and rule.draw is None:
+        raise ValueError(
+            f"speculative_config['rejection_sample_method']: {name!r} accepts whole paths, and init_width={init_width} "
+            "needs a rule that goes node by node: rrsw for example"
+        )
     proposer.kind = kind or proposer.kinds[0]
-    return Pair(proposer, name, rule, lossless, min(proposer.most_children, options.num_speculative_tokens))
+    loss = None
+    if init_width > 1:
+        loss = (
+            f"init_width={init_width} emits the initial token whose continuation the target likes best, so neither the "
+            "sampled law nor the greedy text is the target's"
+        )
+    elif name not in legal:
+        loss = f"{name} beside {proposer.kind} children changes the target's law"
+    most = min(proposer.most_children, options.num_speculative_tokens)
+    return Pair(proposer, name, rule, loss, most, init_width)
 
 
 def best_rule(kinds: tuple[Kind, ...]) -> str:
@@ -79,6 +99,7 @@ def build_proposer(options: TreeOptions) -> Proposer:
     """Raises ValueError where a file that the method needs is missing or holds something else."""
     tree: Any = options.tree
     nodes = options.num_speculative_tokens
+    default: Any = shipped(options.tree)
     proposer: Proposer
     match options.method:
         case "opt_tree":
@@ -94,10 +115,8 @@ def build_proposer(options: TreeOptions) -> Proposer:
         case "eagle2":
             proposer = Eagle2(max_depth=tree.max_depth, top_k=tree.top_k)
         case "c2t":
-            if tree.gate is None:
-                raise ValueError("speculative_config['tree']['gate'] is missing: 'c2t' needs its classifier")
             proposer = C2T(
-                Gate.load(readable(tree.gate, "gate"), inputs=3),
+                Gate.load(readable(tree.gate or default, "gate"), inputs=3),
                 beta=tree.beta,
                 top_k=tree.top_k,
                 entropy_top=tree.entropy_top,
@@ -108,19 +127,20 @@ def build_proposer(options: TreeOptions) -> Proposer:
         case "static_tree":
             proposer = StaticTree(_shape(tree.shape, nodes))
         case "sequoia":
-            if tree.vector is None:
-                raise ValueError("speculative_config['tree']['vector'] is missing: 'sequoia' needs a file of chances")
-            vector = _vector(tree.vector)
+            vector = _vector(tree.vector or default)
             proposer = StaticTree(sequoia_shape(vector, nodes=nodes, max_depth=tree.max_depth))
         case "mcsd":
             gate = None
             if tree.stop != "none":
-                gate = Gate.load(readable(tree.gate, "gate"), inputs=None if tree.stop == "type1" else FEATURES)
+                file = readable(tree.gate or default, "gate")
+                gate = Gate.load(file, inputs=None if tree.stop == "type1" else FEATURES)
+            first = (tree.init_width,) if tree.init_width > 1 else ()
             proposer = Mcsd(
-                Shape.k_config(tree.shape, nodes),
+                Shape.k_config((*first, *tree.shape), nodes),
                 gate=gate,
                 reads="hidden" if tree.stop == "type1" else "law",
                 stop_threshold=tree.stop_threshold,
+                init_width=tree.init_width,
             )
         case _:
             assert options.proposer is not None
@@ -147,7 +167,7 @@ def _shape(shape: Any, nodes: int) -> Shape:
     return Shape.k_config(shape, nodes) if isinstance(shape[0], int) else Shape.of(shape).cut(nodes)
 
 
-def _vector(file: str) -> list[float]:
+def _vector(file: str | Path) -> list[float]:
     path = readable(file, "vector")
     try:
         vector = json.loads(path.read_text())["vector"]
@@ -156,5 +176,5 @@ def _vector(file: str) -> list[float]:
         return [float(chance) for chance in vector]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"speculative_config['tree']['vector']: {file!r} must hold {{\"vector\": [numbers between 0 and 1]}}"
+            f"speculative_config['tree']['vector']: {str(file)!r} must hold {{\"vector\": [numbers between 0 and 1]}}"
         ) from error

@@ -28,7 +28,8 @@ METHODS: dict[str, tuple[str, dict[str, Any], str]] = {
     "static_tree k-config": ("static_tree", {"shape": [3, 2, 1, 1]}, "traversal"),
     "sequoia": ("sequoia", {"vector": "vector.json"}, "traversal"),
     "mcsd": ("mcsd", {}, "traversal"),
-    "mcsd stop": ("mcsd", {"stop": "type2", "gate": "mcsd.safetensors", "shape": [4, 1, 1, 1]}, "traversal"),
+    "mcsd stop 1": ("mcsd", {"stop": "type1", "gate": "hidden.safetensors", "shape": [4, 1, 1, 1]}, "traversal"),
+    "mcsd stop 2": ("mcsd", {"stop": "type2", "gate": "mcsd.safetensors", "shape": [4, 1, 1, 1]}, "traversal"),
 }
 RULES: dict[str, tuple[str, dict[str, Any], str]] = {
     "target_only": ("dyspec", {"mode": "heap"}, "without_replacement"),
@@ -99,9 +100,12 @@ def structured() -> list[SamplingParams]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models made by hand: C2T's gate opens at a path probability of 1/20, MCSD's at a best token of 0.4."""
+    """Models made by hand: C2T's gate opens at a path probability of 1/20, MCSD's at a best token of 0.4, or a first
+    number of 0.4 in the hidden state."""
     path = tmp_path_factory.mktemp("models")
-    for name, inputs, feature, slope, offset in (("c2t", 3, 0, 20.0, -1.0), ("mcsd", 11, 1, 4.0, -2.0)):
+    hidden = json.loads((Path(DRAFT) / "config.json").read_text())["hidden_size"]
+    by_hand = (("c2t", 3, 0, 20.0, -1.0), ("mcsd", 11, 1, 4.0, -2.0), ("hidden", hidden, 0, 4.0, -2.0))
+    for name, inputs, feature, slope, offset in by_hand:
         gate = Gate(inputs, 4)
         weights = {key: torch.zeros_like(weight) for key, weight in gate.state_dict().items()}
         weights["layers.0.weight"][0, feature] = 1.0

@@ -9,7 +9,7 @@ import pytest
 
 from vllm_adaptive_tree.config import METHODS, OUR_KEYS, VLLM_KEYS, TreeOptions, is_tree_method
 
-ALL = {"draft": None, "allow_lossy": False}
+ALL = {"draft": None, "allow_lossy": False, "budget": None, "cost_profile": None}
 SHAPED = {**ALL, "children": None}
 DEFAULTS = {
     "opt_tree": {**ALL, "max_depth": 10, "threshold": 0.5, "draft_temperature": "auto"},
@@ -123,10 +123,13 @@ def test_unknown_tree_keys_list_the_known_ones(method):
     assert set(known) == set(DEFAULTS[method])
 
 
-@pytest.mark.parametrize("key", ["budget", "cost_profile"])
-def test_options_of_later_releases_say_so(key):
-    with pytest.raises(ValueError, match=rf"\['{key}'\] is not in this release; remove it"):
-        parsed("opt_tree", {key: "auto"})
+def test_the_budget_of_a_batch():
+    assert parsed("dyspec").tree.budget is None
+    assert parsed("dyspec", {"budget": "auto", "cost_profile": "costs.json"}).tree.budget == "auto"
+    assert parsed("eagle2", {"budget": 40}).tree.budget == 40
+    for wrong in (0, -1, 1.5, "some", True):
+        with pytest.raises(ValueError, match=r"\['budget'\] must be 'auto' or a whole number of at least 1"):
+            parsed("opt_tree", {"budget": wrong})
 
 
 @pytest.mark.parametrize(
@@ -236,9 +239,7 @@ def test_a_shape_with_a_hole_names_the_path(shape, message):
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
-        ({"init_width": 2}, r"\['init_width'\]=2 is not in this release; use init_width 1"),
-        ({"stop": "type1"}, r"\['gate'\] is missing: stop 'type1' needs the file of its model"),
-        ({"stop": "type2"}, r"\['gate'\] is missing: stop 'type2' needs the file of its model"),
+        ({"init_width": 2}, r"\['init_width'\]=2 changes what the target says.*use init_width 1.*allow_lossy"),
     ],
 )
 def test_what_mcsd_lacks(tree, message):

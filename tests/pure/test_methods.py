@@ -9,6 +9,7 @@ from vllm_adaptive_tree import methods
 from vllm_adaptive_tree.acceptance import RULES
 from vllm_adaptive_tree.config import METHODS
 from vllm_adaptive_tree.gates.mlp import Gate
+from vllm_adaptive_tree.method_options import shipped
 from vllm_adaptive_tree.methods import resolve
 from vllm_adaptive_tree.proposers import C2T, DySpec, Eagle2, Mcsd, OptTree, StaticTree
 from vllm_adaptive_tree.trees import Shape
@@ -197,10 +198,40 @@ def test_the_draft_s_temperature(method, temperature, greedy, tree):
     assert methods.draft_temperature(options, 0.0) == greedy
 
 
-@pytest.mark.parametrize(("method", "key", "needs"), [("c2t", "gate", "classifier"), ("sequoia", "vector", "chances")])
-def test_a_method_without_its_file(method, key, needs):
-    with pytest.raises(ValueError, match=rf"\['tree'\]\['{key}'\] is missing: '{method}' needs .*{needs}"):
-        resolve(parsed(method))
+@pytest.mark.parametrize(
+    ("method", "tree", "file"),
+    [
+        ("c2t", {}, "c2t.safetensors"),
+        ("sequoia", {}, "sequoia.json"),
+        ("mcsd", {"stop": "type1"}, "mcsd-type1.safetensors"),
+        ("mcsd", {"stop": "type2"}, "mcsd-type2.safetensors"),
+    ],
+)
+def test_a_method_without_its_file_takes_the_bundled_one(method, tree, file):
+    given = parsed(method, tree)
+    default = shipped(given.tree)
+    assert default is not None
+    assert (default.name, default.is_file()) == (file, True)
+    ours = resolve(given).proposer
+    named = resolve(parsed(method, {**tree, "vector" if method == "sequoia" else "gate": str(default)})).proposer
+    if method == "sequoia":
+        assert ours.shape == named.shape
+        assert len(ours.shape) == 25
+    else:
+        assert ours.gate.inputs == {"c2t": 3, "type1": 128, "type2": 11}[tree.get("stop", method)]
+        for own, other in zip(ours.gate.parameters(), named.gate.parameters(), strict=True):
+            assert own.equal(other)
+
+
+@pytest.mark.parametrize(
+    ("method", "tree"),
+    [
+        *[("opt_tree", {}), ("mcsd", {}), ("mcsd", {"gate": "mcsd.safetensors"}), ("c2t", {"gate": "c2t.safetensors"})],
+        *[("mcsd", {"stop": "type2", "gate": "mcsd.safetensors"}), ("sequoia", {"vector": "vector.json"})],
+    ],
+)
+def test_the_bundled_files_stand_in_for_missing_ones_alone(method, tree):
+    assert shipped(parsed(method, tree).tree) is None
 
 
 @pytest.mark.parametrize(

@@ -151,8 +151,8 @@ def record(
             "python": platform.python_version(),
         },
         "settings": {
-            "model": _shown(options.model),
-            "draft": _shown(options.draft),
+            "model": shown(options.model),
+            "draft": shown(options.draft),
             "max_tokens": options.max_tokens,
             "rounds": ROUNDS,
             "temperature": 0,
@@ -163,7 +163,7 @@ def record(
         "methods": [
             row._asdict()
             | {
-                "speculative_config": config and config | {"model": _shown(config["model"])},
+                "speculative_config": config and config | {"model": shown(config["model"])},
                 "seconds": run.seconds,
                 "cpu_seconds": run.cpu_seconds,
                 "counters": run.counters,
@@ -174,7 +174,7 @@ def record(
     }
 
 
-def _shown(model: str) -> str:
+def shown(model: str) -> str:
     """The bundled models by their place in the package, others as given."""
     return Path(model).relative_to(PACKAGE).as_posix() if Path(model).is_relative_to(PACKAGE) else model
 

@@ -8,7 +8,10 @@ from importlib import import_module
 from vllm_adaptive_tree.version import __version__
 
 COMMANDS = {
+    "calibrate": "measure what a method needs to know of a pair",
     "demo": "no speculation, vLLM's chain and OPT-Tree on the same prompts, side by side",
+    "enlarge": "a model of the same function and a larger cost, for measuring",
+    "train-gate": "train C2T's classifier or MCSD's decision models for a pair",
 }
 
 
@@ -17,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=__version__)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, summary in COMMANDS.items():
-        command = import_module(f"vllm_adaptive_tree.cli.{name}")
+        command = import_module(f"vllm_adaptive_tree.cli.{name.replace('-', '_')}")
         subparser = subparsers.add_parser(name, help=summary, description=command.__doc__)
         command.add_arguments(subparser)
         subparser.set_defaults(run=command.run)

@@ -1,6 +1,7 @@
 """Drafted trees between two steps, with the laws from which their nodes were drawn."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -19,16 +20,33 @@ class Draft:
     row: list[int]  # of `logits`, -1 for a node that was never read
     drawn: list[int]  # how many children it was to get
     temperature: float
+    initial: int = 0  # how many of the first nodes the target drew
+    hidden: Tensor | None = None  # [inner nodes, H] of the draft model, where a recorder asks for them
+    value: list[float] = field(default_factory=list)  # of each node, where there is a budget
 
     def prefix(self, length: int) -> "Draft":
-        return replace(self, tree=self.tree.prefix(length), row=self.row[: 1 + length], drawn=self.drawn[: 1 + length])
+        return replace(
+            self,
+            tree=self.tree.prefix(length),
+            row=self.row[: 1 + length],
+            drawn=self.drawn[: 1 + length],
+            initial=min(self.initial, length),
+            value=self.value[:length],
+        )
 
     def first_path(self) -> "Draft":
         """The chain of first children: every later sibling counts as never drawn."""
         nodes = self.tree.first_path()
         entries = [0, *(1 + node for node in nodes)]
         tree = TokenTree.chain([self.tree.tokens[node] for node in nodes])
-        return replace(self, tree=tree, row=[self.row[at] for at in entries], drawn=[self.drawn[at] for at in entries])
+        return replace(
+            self,
+            tree=tree,
+            row=[self.row[at] for at in entries],
+            drawn=[self.drawn[at] for at in entries],
+            initial=min(self.initial, 1),
+            value=[self.value[node] for node in nodes] if self.value else [],
+        )
 
     def law(self, node: int) -> Tensor:
         """q [V] from which the children of `node` (-1: the root) were drawn."""
@@ -36,10 +54,18 @@ class Draft:
         return law(self.logits[self.row[1 + node]], torch.tensor(self.temperature))
 
 
-def to_drafts(proposal: Proposal, levels: list[Tensor], temperature: Tensor) -> list[Draft]:
-    """Host side of R trees; `levels`: the logits [R, W, V] of every level read, if a rule asks for laws."""
+def to_drafts(
+    proposal: Proposal,
+    levels: list[Tensor],
+    temperature: Tensor,
+    initial: Tensor | None = None,
+    hidden: Sequence[Tensor] = (),
+) -> list[Draft]:
+    """Host side of R trees; `levels`: the logits [R, W, V] of every level read, if a rule asks for laws; `initial`: as
+    in `Request`; `hidden`: [R, W, H] of every level, if a recorder asks for them."""
     tree, read, drawn = proposal
     rows = torch.cat(levels, 1) if levels else None  # [R, slots, V]
+    states = torch.cat(tuple(hidden), 1) if hidden else None  # [R, slots, H]
     drafts = []
     for r, (tokens, parents, numbers, counts) in enumerate(
         zip(tree.tokens.tolist(), tree.parent.tolist(), read.tolist(), drawn.tolist(), strict=True)
@@ -54,6 +80,8 @@ def to_drafts(proposal: Proposal, levels: list[Tensor], temperature: Tensor) -> 
                 [0, *(place.get(number, -1) for number in numbers[:size])],
                 counts[: 1 + size],
                 float(temperature[r]),
+                0 if initial is None else min(size, int((initial[r] >= 0).sum())),
+                None if states is None else states[r, inner],
             )
         )
     return drafts

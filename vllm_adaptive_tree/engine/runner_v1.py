@@ -18,24 +18,27 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_adaptive_tree.acceptance import RULES
 from vllm_adaptive_tree.engine import support
-from vllm_adaptive_tree.engine.acceptance import Requests, accept
+from vllm_adaptive_tree.engine.acceptance import Requests, accept, held
 from vllm_adaptive_tree.engine.attention import TreeAttentionImpl
+from vllm_adaptive_tree.engine.budget import BatchBudget
 from vllm_adaptive_tree.engine.clock import PhaseClock
 from vllm_adaptive_tree.engine.commit import commit
+from vllm_adaptive_tree.engine.coverage import Coverage
 from vllm_adaptive_tree.engine.drafter import CatchUp, ModelDrafter
 from vllm_adaptive_tree.engine.drafts import Draft, to_drafts
 from vllm_adaptive_tree.engine.metrics import step_figures
 from vllm_adaptive_tree.engine.patches import swapped
 from vllm_adaptive_tree.engine.ranks import from_rank_0
+from vllm_adaptive_tree.engine.recorder import Recorder
 from vllm_adaptive_tree.engine.share import nodes_per_request
-from vllm_adaptive_tree.engine.target import Target
+from vllm_adaptive_tree.engine.target import GREEDY, Target
 from vllm_adaptive_tree.engine.thinking_budget import ThinkingBudgets
 from vllm_adaptive_tree.engine.translate import tree_options
 from vllm_adaptive_tree.engine.verification import Verification
 from vllm_adaptive_tree.method_options import DySpecOptions
 from vllm_adaptive_tree.methods import draft_temperature, resolve
 from vllm_adaptive_tree.noise import KeyedNoise
-from vllm_adaptive_tree.proposers import Frontier, Proposal, Request, Rows, draft_tree
+from vllm_adaptive_tree.proposers import Frontier, Proposal, Request, Rows, StaticTree, draft_tree
 
 
 class TreeModelRunner(CPUModelRunner):
@@ -58,7 +61,11 @@ class TreeModelRunner(CPUModelRunner):
         self.steering = isinstance(tree, DySpecOptions) and tree.mode == "threshold" and tree.threshold == "auto"
         self.random = np.random.default_rng(vllm_config.model_config.seed)
         self.step: Verification | None = None
+        self.initial: Tensor | None = None  # [R, W] tokens of the next first layer, by row
         self.clock = PhaseClock()
+        self.budget: BatchBudget | None = None
+        self.coverage = Coverage(0, 1)
+        self.recorder: Recorder | None = None
 
     def load_model(self, load_dummy_weights: bool = False) -> None:
         super().load_model(load_dummy_weights)
@@ -69,12 +76,15 @@ class TreeModelRunner(CPUModelRunner):
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_kv_cache(*args, **kwargs)
         self.input_batch.thinking_budget_state_holder = ThinkingBudgets.of(self.vllm_config, self.device)
+        self.coverage = Coverage(self.kv_cache_config.num_blocks, self.drafter._block_table().block_size)
         for name, layer in self.compilation_config.static_forward_context.items():
             support.check_packing(name, layer)
 
     # -- verify: the trees of this step, their positions, their mask
 
     def _prepare_inputs(self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray) -> Any:
+        if self.budget is not None:
+            self.budget.begin_step()
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         for request in (*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())):
             self.drafts.pop(request, None)
@@ -141,12 +151,18 @@ class TreeModelRunner(CPUModelRunner):
         assert step is not None
         with self.clock.phase("accept"):
             target = Target(self.sampler, self.input_batch.sampling_metadata, logits, step)
-            accepted, logprobs = accept(self.pair, target, step, self.scheduled, self._requests(step))
+            accepted, logprobs, self.initial = accept(self.pair, target, step, self.scheduled, self._requests(step))
             missing = step.levels + 1 - accepted.tokens.shape[1]  # the walk may have ended early
             tokens, nodes = from_rank_0(torch.nn.functional.pad(torch.stack(accepted), (0, missing), value=-1))
             tokens = tokens[:, : int((tokens >= 0).any(0).sum())]
+            if self.initial is not None:
+                tokens = tokens.masked_fill(held(tokens), -1)
         with self.clock.phase("commit"):
             commit(step, nodes, self.compilation_config.static_forward_context)
+        if self.budget is not None:
+            self.budget.verified(self.scheduled, nodes)
+        if self.recorder is not None:
+            self.recorder.see(self.scheduled, [self.requests[name] for name in self.input_batch.req_ids], nodes, target)
         return SamplerOutput(sampled_token_ids=tokens.int(), logprobs_tensors=logprobs)
 
     def _requests(self, step: Verification) -> Requests:
@@ -158,6 +174,7 @@ class TreeModelRunner(CPUModelRunner):
         missing = [one.min_tokens - len(state.output_token_ids) for one, state in zip(sampling, states, strict=True)]
         return Requests(
             own=torch.tensor([by_target or _greedy(one) or (auto and one.seed is not None) for one in sampling]),
+            greedy=torch.tensor([_greedy(one) for one in sampling]),
             limit=torch.tensor([tokens if tokens > 0 else step.levels + 1 for tokens in missing]),
             seed=self._seeds(self.input_batch.req_ids),
             position=torch.tensor(step.computed),
@@ -182,15 +199,20 @@ class TreeModelRunner(CPUModelRunner):
         requests = self.input_batch.req_ids
         room = self.scheduler_config.max_num_batched_tokens
         nodes = nodes_per_request(running=len(requests), nodes=self.num_spec_tokens, room=room)
+        drafting = self.budget is None or self.budget.drafts(len(requests))
         with self.clock.phase("draft"):
-            items = [
+            news = [
                 item
                 for row in range(len(requests))
                 if (item := self._catch_up(row, scheduler_output, bool(sampled_token_ids[row]), nodes))
             ]
+            items = self._without_gaps(news, room if drafting else 0)
             rows, state = self.drafter.catch_up(items)
         if state is None:
+            self._end_step()
             return [[] for _ in requests]
+        if isinstance(self.proposer, StaticTree):
+            state.keys.sliced = self.proposer.mask(nodes)
         rooted = [item for item in items if item.rooted]
         names = [requests[item.row] for item in rooted]
         sampling = [self.requests[name].sampling_params for name in names]
@@ -201,25 +223,34 @@ class TreeModelRunner(CPUModelRunner):
             temperature=temperature,
             greedy=torch.tensor([_greedy(one) for one in sampling]),
             noise=KeyedNoise(self._seeds(names), position, purpose=0),
+            initial=None if self.initial is None else self.initial[[item.row for item in rooted]],
         )
         levels: list[Tensor] = []
+        hidden: list[Any] = [rows.hidden] if self.recorder is not None and self.recorder.reads_hidden else []
         with self.clock.phase("tree"):
             proposal = draft_tree(
                 self.proposer,
-                _Timed(self.drafter, self.clock),
+                _Timed(self.drafter, self.clock, hidden),
                 rows,
                 state,
                 nodes=nodes,
                 request=request,
                 agree=_agree,
-                keep=levels.append if self.pair.rule is not RULES["target_only"] else lambda _: None,
+                keep=levels.append if self.recorder or self.pair.rule is not RULES["target_only"] else lambda _: None,
             )
-            drafts = to_drafts(_from_rank_0(proposal), levels, temperature)
+            drafts = to_drafts(_from_rank_0(proposal), levels, temperature, request.initial, hidden)
+            if self.budget is not None:
+                drafts = self.budget.cut(drafts, proposal, judged=items == news)
             for name, one, draft in zip(names, sampling, drafts, strict=True):
                 self.drafts[name] = draft if one.structured_outputs is None else draft.first_path()
         if self.steering:
             self.proposer.steer(sum(len(draft.tree) for draft in drafts) / (nodes * len(drafts)))
+        self._end_step()
         return [list(self.drafts[name].tree.tokens) if name in self.drafts else [] for name in requests]
+
+    def _end_step(self) -> None:
+        if self.budget is not None and self.step is not None:
+            self.budget.end_step(self.step)
 
     def _catch_up(self, row: int, scheduler_output: SchedulerOutput, sampled: bool, nodes: int) -> CatchUp | None:
         """What the draft has to read of one request, from the first token of this step on."""
@@ -238,19 +269,38 @@ class TreeModelRunner(CPUModelRunner):
             return None
         return CatchUp(row, start, self.input_batch.token_ids_cpu[row, start:end].tolist(), rooted)
 
+    def _without_gaps(self, news: list[CatchUp], room: int) -> list[CatchUp]:
+        """The same, from where the draft has read to, and no more than `room` tokens."""
+        blocks = self.drafter._block_table().block_table.np
+        items = []
+        for item in news:
+            table, end = blocks[item.row], item.start + len(item.tokens)
+            start = self.coverage.reach(table, item.start)
+            self.coverage.skipped(table, item.start, end)
+            if start < item.start or end - start > room:
+                read = self.input_batch.token_ids_cpu[item.row, start : min(end, start + room)].tolist()
+                item = CatchUp(item.row, start, read, item.rooted and len(read) == end - start)
+            room -= len(item.tokens)
+            if item.tokens:
+                items.append(item)
+                self.coverage.read(table, start, start + len(item.tokens) - item.rooted)
+        return items
+
 
 class _Timed:
     """The drafter, its forwards counted as "draft" and taken off the surrounding "tree"."""
 
-    def __init__(self, drafter: ModelDrafter, clock: PhaseClock):
+    def __init__(self, drafter: ModelDrafter, clock: PhaseClock, hidden: list[Any]):
         self.catch_up = drafter.catch_up
-        self.drafter, self.clock = drafter, clock
+        self.drafter, self.clock, self.hidden = drafter, clock, hidden
 
     def grow(self, tokens: Tensor, parent: Tensor, state: Any) -> tuple[Rows, Any]:
         before = self.clock.seconds["draft"]
         with self.clock.phase("draft"):
             result = self.drafter.grow(tokens, parent, state)
         self.clock.seconds["tree"] -= self.clock.seconds["draft"] - before
+        if self.hidden:  # a recorder has begun it with the root's
+            self.hidden.append(result[0].hidden)
         return result
 
 
@@ -262,7 +312,7 @@ def _all_processors(vllm_config: Any, *args: Any) -> Any:
 
 
 def _greedy(sampling: Any) -> bool:
-    return sampling.temperature < 1e-5  # as vLLM's sampler
+    return sampling.temperature < GREEDY
 
 
 def _scheduled(draft: Draft | None, tokens: list[int], request: str) -> Draft:

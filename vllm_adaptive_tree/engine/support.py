@@ -129,7 +129,8 @@ def check_gate(proposer: Any, hidden_size: int) -> None:
         if inputs != hidden_size:
             raise ValueError(
                 f"speculative_config['tree']['gate']: the decision model reads hidden states of {inputs}, the draft's "
-                f"have {hidden_size}; give a model that was trained for this draft"
+                f"have {hidden_size}; train one for this draft with `vllm-adaptive-tree train-gate "
+                "mcsd --type type1` (docs/training.md), or use stop 'type2'"
             )
 
 

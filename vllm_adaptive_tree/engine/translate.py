@@ -13,6 +13,7 @@ from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.engine import support
 from vllm_adaptive_tree.engine.patches import MARK
 from vllm_adaptive_tree.engine.version_gate import require_supported_vllm
+from vllm_adaptive_tree.method_options import shipped
 from vllm_adaptive_tree.methods import resolve
 
 logger = init_logger(f"vllm.{__name__}")
@@ -67,13 +68,15 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
         pair.proposer.kind,
         options.tree,
     )
-    if not pair.lossless:
+    if (file := shipped(options.tree)) is not None:
         logger.warning(
-            "allow_lossy: %s beside %s children changes the target's law; what is sampled is not what the target alone "
-            "would give",
-            pair.rule_name,
-            pair.proposer.kind,
+            "%s uses the bundled %s, learnt from the demo pair: it keeps the output, but for your own pair train one "
+            "(docs/training.md) and name it in 'tree'",
+            options.method,
+            file.name,
         )
+    if pair.loss is not None:
+        logger.warning("allow_lossy: %s", pair.loss)
     return config
 
 

@@ -1,8 +1,13 @@
+import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
+
+from vllm_adaptive_tree.gates.files import write_whole
 
 
 class Gate(nn.Module):
@@ -25,6 +30,10 @@ class Gate(nn.Module):
         """[..., inputs] -> [...], between 0 and 1."""
         out: Tensor = self.layers(features.float())[..., 0].sigmoid()
         return out
+
+    def save(self, file: Path, about: Mapping[str, Any]) -> None:
+        """Write a safetensors file, whole or not at all; `about` (JSON): how the gate was made."""
+        write_whole(file, save(self.state_dict(), metadata={"about": json.dumps(about)}))
 
     @classmethod
     def load(cls, file: str | Path, inputs: int | None) -> "Gate":
@@ -51,6 +60,8 @@ class Gate(nn.Module):
                 f"gate: {str(file)!r} does not hold a gate of {inputs} features (expected layers {inputs}-h-..-1, "
                 f"found {found}); give the file of a gate that was trained for this method"
             )
+        if not all(weight.isfinite().all() for weight in weights.values()):
+            raise ValueError(f"gate: {str(file)!r} holds numbers that are not finite; train it again")
         gate.load_state_dict(weights)
         return gate.eval().requires_grad_(requires_grad=False)
 

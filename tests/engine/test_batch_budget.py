@@ -1,0 +1,120 @@
+"""One budget for the batch: the same tokens, fewer nodes, and drafts that are right again after a rest."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from vllm import SamplingParams
+
+from tests.engine.engines import DRAFT, PROMPTS, Engines, TreeSpy, assert_identical, generate, metric, runner_of, tree
+from vllm_adaptive_tree.budget import FREE, Controller
+from vllm_adaptive_tree.engine import runner_v1
+
+NODES, BATCH = 12, 8
+
+
+def parameters(i: int) -> SamplingParams:
+    common: dict[str, Any] = {"max_tokens": 30 + 2 * i, "ignore_eos": True, "logprobs": 2}
+    return SamplingParams(temperature=0.8, seed=i, **common) if i % 3 == 2 else SamplingParams(temperature=0, **common)
+
+
+@pytest.fixture(scope="module")
+def plain(engines: Engines) -> list[Any]:
+    return generate(engines.start(), PROMPTS[:BATCH], [parameters(i) for i in range(BATCH)])
+
+
+@pytest.mark.parametrize("method", ["opt_tree", "dyspec", "static_tree"])
+def test_a_fixed_budget(engines: Engines, plain: list[Any], method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {"method": method, "model": DRAFT, "num_speculative_tokens": 20, "tree": {"budget": NODES}}
+    llm = engines.start(config)
+    spy = TreeSpy(llm, monkeypatch)
+    assert_identical(plain, generate(llm, PROMPTS[:BATCH], [parameters(i) for i in range(BATCH)]))
+    sizes = [[len(one) for one in batch] for batch in spy.batches]
+    assert max(map(sum, sizes)) == NODES
+    assert max(max(size, default=0) for size in sizes) > NODES / BATCH + 1, "it is not one budget for all"
+    calibration = runner_of(llm).budget.controller.calibration
+    assert 0.5 < calibration.predicted / calibration.observed < 2
+
+
+def test_auto_measures_or_reads_the_costs(engines: Engines, plain: list[Any], tmp_path: Path) -> None:
+    file = tmp_path / "costs.json"
+    auto = tree(20, budget="auto", cost_profile=str(file))
+    llm = engines.start(auto)
+    curve = json.loads(file.read_text())["verify"]
+    assert curve["rows"][:5] == [1, 2, 3, 4, 6]
+    assert all(seconds > 0 for seconds in curve["seconds"])
+    assert_identical(plain, generate(llm, PROMPTS[:BATCH], [parameters(i) for i in range(BATCH)]))
+    assert runner_of(llm).budget.controller.overhead > 0
+    # rows that cost a second each are not worth a node; rows that cost nothing are all taken
+    for slope, fewest, most in ((1.0, 0, 0.5), (1e-9, 19, 20)):
+        file.write_text(json.dumps({"verify": {"rows": [1, 1000], "seconds": [0.5, 0.5 + 999 * slope]}}))
+        llm = engines.start(auto)
+        assert_identical(plain[:1], generate(llm, PROMPTS[:1], [parameters(0)]))
+        drafted = metric(llm, "spec_decode_num_draft_tokens") / max(1, metric(llm, "spec_decode_num_drafts"))
+        assert fewest <= drafted <= most
+
+
+def test_a_file_that_is_no_profile(engines: Engines, tmp_path: Path) -> None:
+    file = tmp_path / "costs.json"
+    file.write_text("{}")
+    with pytest.raises(ValueError, match=r"\['cost_profile'\].*is no cost profile.*remove it"):
+        engines.start(tree(20, budget="auto", cost_profile=str(file)))
+
+
+class Resting(Controller):
+    """Rests as it is told."""
+
+    def __init__(self) -> None:
+        super().__init__(FREE, sampled=False, most=1000)
+        self.rests = False
+
+    def drafts(self, requests: int) -> bool:
+        return not self.rests
+
+
+def test_a_rested_draft_catches_up(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole requests and parts of others pass without it, also those whose blocks a later request shares."""
+    llm = engines.start(tree(6, budget=1000, max_depth=3, draft_temperature=1), max_num_batched_tokens=40)
+    runner = runner_of(llm)
+    runner.budget.controller = controller = Resting()
+    forwards, seen, original = [], [], runner_v1.draft_tree
+    forward = runner.drafter._forward
+
+    def counted(*args: Any) -> Any:
+        forwards.append(len(args[0]))
+        return forward(*args)
+
+    def draft_tree(*args: Any, **kwargs: Any) -> Any:
+        proposal, state = original(*args, **kwargs), args[3]
+        batch = runner.input_batch
+        texts = {int(n): batch.token_ids_cpu[row, :n].tolist() for row, n in enumerate(batch.num_tokens_no_spec)}
+        for r, root in enumerate(state.root_position.tolist()):
+            seen.append((texts[root + 1], proposal.tree.tokens[r, 0], proposal.tree.log_weight[r, 0]))
+        return proposal
+
+    monkeypatch.setattr(runner.drafter, "_forward", counted)
+    monkeypatch.setattr(runner_v1, "draft_tree", draft_tree)
+    long = "\n".join(PROMPTS[:6])  # more than one chunk, and several blocks
+    greedy = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
+
+    expected = generate(llm, [long, PROMPTS[9]], greedy)
+    assert forwards
+    llm.reset_prefix_cache()
+    controller.rests = True
+    del forwards[:], seen[:]
+    assert [one.token_ids for one in generate(llm, [long, PROMPTS[9]], greedy)] == [one.token_ids for one in expected]
+    assert not forwards, "a draft that rests runs no forward, for prompts neither"
+    controller.rests = False
+    ours = generate(llm, [long, PROMPTS[9]], greedy)  # the blocks of the run before, which the draft has never read
+    assert [one.token_ids for one in ours] == [one.token_ids for one in expected]
+    assert max(forwards) <= 40 + 2, "what it missed is read in chunks"
+
+    draft = AutoModelForCausalLM.from_pretrained(DRAFT, dtype=torch.float32)
+    assert len(seen) > 20
+    for context, token, weight in seen[:: len(seen) // 10]:
+        with torch.no_grad():
+            law = draft(torch.tensor([context])).logits[0, -1].log_softmax(-1)
+        assert float(law[token]) == pytest.approx(float(weight), abs=2e-3)

@@ -1,0 +1,208 @@
+"""Decodes prompts with an engine that records what its trees were and what became of them, in parts on disk."""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_adaptive_tree.cli.arguments import new_file, positive, prompts_file
+from vllm_adaptive_tree.cli.demo import ENVIRONMENT, PAIR, shown
+from vllm_adaptive_tree.cli.prompts import PROMPTS
+from vllm_adaptive_tree.gates.parts import Collected, Parts, checksum
+
+SAVE_EVERY = 30.0  # seconds: what a killed run loses at most, and one step
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    kind: str  # of `gates.examples.KINDS`
+    options: Mapping[str, Any]  # of that kind
+    speculation: Mapping[str, Any]  # method, nodes, rule and tree
+    model: str
+    draft: str
+    prompts: tuple[str, ...]
+    out: Path
+    max_tokens: int
+    temperatures: tuple[float, ...]  # the prompts take them in turn
+    batch: int
+    max_model_len: int
+    dtype: str
+
+    @property
+    def parts(self) -> Path:
+        return self.out.with_name(self.out.name + ".parts")
+
+    def arguments(self) -> dict[str, Any]:
+        """What the examples depend on."""
+        return {
+            "kind": self.kind,
+            **self.options,
+            **self.speculation,
+            "model": shown(self.model),
+            "draft": shown(self.draft),
+            "prompts": f"{len(self.prompts)} ({checksum(self.prompts)})",
+            "max_tokens": self.max_tokens,
+            "temperatures": self.temperatures,
+            "max_model_len": self.max_model_len,
+            "dtype": self.dtype,
+        }
+
+
+def add_arguments(parser: argparse.ArgumentParser, *, what: str) -> None:
+    parser.add_argument("--out", type=new_file, required=True, metavar="FILE", help=f"{what}; FILE.parts: the examples")
+    pair = "a folder or hub name (default: the bundled %s)"
+    parser.add_argument("--model", default=str(PAIR / "target"), help=pair % "target")
+    parser.add_argument("--draft", default=str(PAIR / "draft"), help=pair % "draft")
+    parser.add_argument(
+        "--prompts",
+        type=prompts_file,
+        default=PROMPTS,
+        metavar="FILE",
+        help="one prompt per line, or blocks separated by lines of three dashes, as the target shall read them (a chat "
+        "model: with its template); of prompts too long, the end (default: the eight of the demo)",
+    )
+    parser.add_argument(
+        "--max-tokens", type=positive, default=128, help="new tokens of a prompt (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=_temperature,
+        nargs="+",
+        default=[0.0],
+        metavar="T",
+        help="of the requests, 0: greedy; the prompts take several in turn (default: 0)",
+    )
+    parser.add_argument("--batch", type=positive, default=8, help="prompts decoded at a time (default: %(default)s)")
+    parser.add_argument("--max-model-len", type=positive, default=1024, help="longest text (default: %(default)s)")
+    parser.add_argument("--dtype", default="auto", help="as vLLM's (default: the model's own)")
+
+
+def job_of(
+    options: argparse.Namespace,
+    kind: str,
+    examples: Mapping[str, Any],
+    method: str,
+    nodes: int,
+    tree: Mapping[str, Any],
+    prompts: tuple[str, ...] | None = None,
+    rule: str = "auto",
+) -> Job:
+    """What the command line asks for, with trees of a `method`; `examples`: options of the `kind` of examples."""
+    if options.max_tokens >= options.max_model_len:
+        raise ValueError(f"--max-tokens {options.max_tokens} leaves no room for a prompt in --max-model-len")
+    speculation = {"method": method, "num_speculative_tokens": nodes, "rejection_sample_method": rule, "tree": tree}
+    return Job(
+        kind,
+        examples,
+        speculation,
+        options.model,
+        options.draft,
+        options.prompts if prompts is None else prompts,
+        options.out,
+        options.max_tokens,
+        tuple(options.temperature),
+        options.batch,
+        options.max_model_len,
+        options.dtype,
+    )
+
+
+def resumable(options: argparse.Namespace, work: Callable[[], None]) -> int:
+    """The exit code of a command whose `work` collects."""
+    try:
+        work()
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\ninterrupted: what was collected is kept; the same command goes on there", file=sys.stderr)
+        return 130
+    return 0
+
+
+def collect(job: Job) -> Collected:
+    """The examples of `job`: those on disk, and those of the prompts that are not finished there.
+
+    Raises:
+        ValueError: the parts on disk are another job's, or unreadable.
+        KeyboardInterrupt: what was collected is on disk.
+    """
+    parts = Parts.open(job.parts, job.arguments())
+    progress = dict(parts.progress())
+    if any(progress.get(str(number), ()) is not None for number in range(len(job.prompts))):
+        _decode(job, parts, progress)
+    return parts.load()
+
+
+def _decode(job: Job, parts: Parts, progress: dict[str, list[int] | None]) -> None:
+    for name, value in ENVIRONMENT.items():
+        if name not in ("HF_HUB_OFFLINE", "OMP_NUM_THREADS") or job.model == str(PAIR / "target"):
+            os.environ.setdefault(name, value)
+    print("an engine starts ...", file=sys.stderr, flush=True)
+    from tqdm import tqdm  # type: ignore[import-untyped]
+    from vllm import LLM, SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    nodes = job.speculation["num_speculative_tokens"]
+    llm = LLM(
+        job.model,
+        speculative_config={**job.speculation, "model": job.draft},
+        dtype=job.dtype,
+        enforce_eager=True,
+        max_model_len=job.max_model_len,
+        max_num_seqs=job.batch,
+        max_num_batched_tokens=max(job.max_model_len, (job.batch + 1) * (nodes + 2)),  # every tree in its full size
+        enable_prefix_caching=False,
+        disable_log_stats=True,
+        use_tqdm_on_load=False,
+    )
+    llm.collective_rpc("record", args=(job.kind, dict(job.options)))
+    engine, tokenizer = llm.llm_engine, llm.get_tokenizer()
+    for number, prompt in enumerate(job.prompts):
+        tokens = progress.setdefault(str(number), [])
+        if tokens is not None:
+            text = tokenizer.encode(prompt)[-(job.max_model_len - job.max_tokens) :]
+            params = SamplingParams(
+                temperature=job.temperatures[number % len(job.temperatures)],
+                max_tokens=job.max_tokens - len(tokens),
+                output_kind=RequestOutputKind.DELTA,
+                detokenize=False,
+            )
+            engine.add_request(str(number), {"prompt_token_ids": text + tokens}, params)
+
+    def save() -> int:
+        return sum(llm.collective_rpc("save_recorded", args=(str(parts.next_file()), progress)))
+
+    saved, trees = time.monotonic(), 0
+    left = sum(job.max_tokens - len(tokens) for tokens in progress.values() if tokens is not None)
+    with tqdm(total=left, desc="decoding", unit="tok", disable=None) as bar:
+        try:
+            while engine.has_unfinished_requests():
+                for output in engine.step():
+                    tokens, new = progress[output.request_id], output.outputs[0].token_ids
+                    assert tokens is not None
+                    tokens += new
+                    bar.update(job.max_tokens - len(tokens) + len(new) if output.finished else len(new))
+                    if output.finished:
+                        progress[output.request_id] = None
+                if time.monotonic() - saved > SAVE_EVERY:
+                    trees += save()
+                    bar.set_postfix(trees=trees, saved=time.strftime("%H:%M:%S"))
+                    saved = time.monotonic()
+        finally:
+            save()
+            engine.engine_core.shutdown()
+
+
+def _temperature(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 100:
+        raise argparse.ArgumentTypeError(f"{text!r} is no temperature")
+    return value

@@ -1,0 +1,62 @@
+"""Collects what a gate or a vector is learnt from while requests are decoded; off unless a worker is told to record."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm_adaptive_tree.engine.drafts import Draft
+from vllm_adaptive_tree.engine.target import Target
+from vllm_adaptive_tree.gates.examples import KINDS, Examples, Verified
+from vllm_adaptive_tree.gates.parts import Progress, write_part
+
+
+class Recorder:
+    """Examples of one kind, from requests whose names begin with the number of their prompt and which use no sampling
+    parameter but the temperature."""
+
+    def __init__(self, kind: str, options: dict[str, Any]):
+        self.examples_of, self.options = KINDS[kind], options
+        self.reads_hidden = kind == "mcsd-type1"
+        self.seen: list[Examples] = []  # one entry a tree
+
+    def see(self, drafts: dict[int, Draft], requests: Sequence[Any], nodes: Tensor, target: Target) -> None:
+        """The trees of one step by batch row, vLLM's states of all rows, and the accepted nodes [R, L], -1 behind."""
+        for row, draft in drafts.items():
+            if not len(draft.tree):
+                continue
+            first = int(target.first[row])
+            logits = target.logits[first : first + 1 + len(draft.tree)]
+            verified = _verified(draft, nodes[row], logits, requests[row].sampling_params.temperature)
+            found = self.examples_of(verified, **self.options)
+            prompt = int(requests[row].req_id.partition("-")[0])
+            self.seen.append(found | {"prompt": torch.full((len(next(iter(found.values()))),), prompt)})
+
+    def save(self, file: Path, progress: Progress) -> int:
+        """Write and forget what was seen, with what has become of the prompts; the number of trees."""
+        trees, self.seen = self.seen, []
+        if trees:
+            columns = {name: torch.cat([part[name] for part in trees]) for name in trees[0]}
+            write_part(file, columns, trees=len(trees), progress=progress)
+        return len(trees)
+
+
+def _verified(draft: Draft, nodes: Tensor, target: Tensor, temperature: float) -> Verified:
+    tree = draft.tree
+    accepted = torch.zeros(len(tree), dtype=torch.bool)
+    accepted[nodes[nodes >= 0]] = True
+    assert draft.logits is not None
+    return Verified(
+        tokens=torch.tensor(tree.tokens),
+        parent=torch.tensor(tree.parents),
+        depth=torch.tensor(tree.depths),
+        accepted=accepted,
+        row=torch.tensor(draft.row),
+        draft=draft.logits,
+        hidden=draft.hidden,
+        draft_temperature=draft.temperature,
+        target=target,
+        temperature=temperature,
+    )

@@ -1,0 +1,123 @@
+"""Examples in parts on disk, so that a run that was ended goes on where it stood."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from vllm_adaptive_tree.gates.files import UNFINISHED, write_whole
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+
+
+Progress = Mapping[str, list[int] | None]
+"""Number of a prompt that was begun -> its tokens so far; None: finished."""
+
+
+class Collected(NamedTuple):
+    columns: dict[str, Tensor]  # M rows each, "prompt" among them
+    trees: int
+
+
+class Parts:
+    """A folder of safetensors files, each written whole, and the arguments of the run that writes them."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    @classmethod
+    def open(cls, folder: Path, arguments: Mapping[str, Any]) -> Self:
+        """The folder of a new run, or of an earlier one with the same `arguments` (JSON).
+
+        Raises:
+            ValueError: the folder belongs to a run with other arguments, or is none of ours.
+        """
+        manifest = folder / MANIFEST
+        wanted = json.loads(json.dumps({"format": FORMAT, **arguments}))
+        if manifest.exists():
+            found = _manifest(manifest)
+            differing = sorted(key for key in wanted.keys() | found.keys() if wanted.get(key) != found.get(key))
+            if differing:
+                list_ = "; ".join(f"{key}: {found.get(key)!r} there, {wanted.get(key)!r} now" for key in differing)
+                raise ValueError(
+                    f"{folder} holds the examples of another run ({list_}); give the same arguments to go on with it, "
+                    "another --out, or delete that folder"
+                )
+        elif folder.exists() and any(folder.iterdir()):
+            raise ValueError(f"{folder} is not empty and holds no {MANIFEST}; give another --out or delete that folder")
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_whole(manifest, (json.dumps(wanted, indent=2) + "\n").encode())
+        for file in folder.glob(f".*{UNFINISHED}"):  # of a run that was killed while it wrote
+            file.unlink()
+        return cls(folder)
+
+    @property
+    def files(self) -> list[Path]:
+        return sorted(self.folder.glob("part-*.safetensors"))
+
+    def next_file(self) -> Path:
+        number = int(self.files[-1].stem.removeprefix("part-")) + 1 if self.files else 0
+        return self.folder / f"part-{number:05}.safetensors"
+
+    def progress(self) -> Progress:
+        """As of the last part."""
+        return _head(self.files[-1])["progress"] if self.files else {}
+
+    def load(self) -> Collected:
+        """All examples.
+
+        Raises:
+            ValueError: a part cannot be read, or there is none.
+        """
+        if not self.files:
+            raise ValueError(f"{self.folder} holds no examples: no tree was drafted; give more or longer prompts")
+        parts = [_part(file) for file in self.files]
+        columns = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        return Collected(columns, sum(int(_head(file)["trees"]) for file in self.files))
+
+
+def write_part(file: Path, columns: dict[str, Tensor], *, trees: int, progress: Progress) -> None:
+    head = {"head": json.dumps({"trees": trees, "progress": dict(progress)})}
+    columns = {name: column.contiguous() for name, column in columns.items()}
+    write_whole(file, save(columns, metadata=head))
+
+
+def checksum(prompts: Sequence[str]) -> str:
+    return hashlib.sha256(json.dumps(list(prompts)).encode()).hexdigest()[:16]
+
+
+def _manifest(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text())
+        assert isinstance(found, dict)
+        return found
+    except (ValueError, AssertionError) as error:
+        raise ValueError(f"{file} cannot be read ({error}); delete its folder to begin again") from error
+
+
+def _head(file: Path) -> dict[str, Any]:
+    try:
+        with safe_open(file, framework="pt") as part:
+            return json.loads((part.metadata() or {})["head"])
+    except Exception as error:
+        raise _unreadable(file, error) from error
+
+
+def _part(file: Path) -> dict[str, Tensor]:
+    try:
+        with safe_open(file, framework="pt") as part:
+            return {name: part.get_tensor(name) for name in part.keys()}  # noqa: SIM118
+    except Exception as error:
+        raise _unreadable(file, error) from error
+
+
+def _unreadable(file: Path, error: Exception) -> ValueError:
+    return ValueError(f"{file} cannot be read ({type(error).__name__}: {error}); delete its folder to begin again")
