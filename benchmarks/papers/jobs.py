@@ -1,0 +1,104 @@
+"""What there is to compute: functions of this package and their arguments, run by several processes."""
+
+import json
+import zlib
+from collections.abc import Mapping
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, field, replace
+from importlib import import_module
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+from tqdm import tqdm
+
+from benchmarks.papers.decoding import Cell
+from vllm_adaptive_tree.method_options import shipped
+
+Results = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Job:
+    function: str
+    """ "module:name" in this package; called with the folder of the run's files and `arguments`, it returns JSON."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        return f"{self.function} {json.dumps(self.arguments, sort_keys=True)}"
+
+    def run(self, folder: Path) -> Any:
+        module, _, name = self.function.partition(":")
+        return getattr(import_module(f"benchmarks.papers.{module}"), name)(folder, **self.arguments)
+
+
+def cell(method: str, nodes: int, temperature: float = 0.0, **rest: Any) -> Job:
+    """The job of `decoding.Cell`."""
+    one = Cell(method, nodes, temperature, **rest)
+    if file := shipped(one.options(Path()).tree):
+        one = replace(one, shipped=_checksum(file))
+    return Job("jobs:measured", asdict(one))
+
+
+def _checksum(file: Path) -> str:
+    """Of a vector or a gate; not of what else stands in the file."""
+    if file.suffix == ".json":
+        content = json.dumps(json.loads(file.read_text())["vector"]).encode()
+    else:
+        content = b"".join(weight.numpy().tobytes() for _, weight in sorted(load_file(file).items()))
+    return f"{zlib.crc32(content):08x}"
+
+
+def measured(folder: Path, **arguments: Any) -> Any:
+    from benchmarks.papers.decoding import measure
+
+    return measure(Cell(**arguments), folder)
+
+
+class Store:
+    """Results by the key of their job, one per line, each saved as it comes."""
+
+    def __init__(self, file: Path):
+        self.file = file
+        self.found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+
+    def save(self, job: Job, result: Any) -> None:
+        self.found[job.key] = result
+        lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in sorted(self.found.items()))
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        beside = self.file.with_suffix(".unfinished")
+        beside.write_text("{\n" + lines + "\n}\n")
+        beside.replace(self.file)
+
+    def of(self, jobs: Mapping[str, Job]) -> dict[str, Any]:
+        """Results by the names of their jobs; jobs without one are left out."""
+        return {name: self.found[job.key] for name, job in jobs.items() if job.key in self.found}
+
+
+def workers(count: int) -> Executor:
+    """Processes of one thread each; one worker is a thread of this process, with as many threads as that has."""
+    if count == 1:
+        return ThreadPoolExecutor(1)
+    return ProcessPoolExecutor(count, mp_context=get_context("spawn"), initializer=_one_thread)
+
+
+def run_all(pool: Executor, jobs: list[Job], store: Store, folder: Path, *, title: str) -> None:
+    """Run those without a result; each is saved as it ends, and an error is raised behind the last one."""
+    missing = {job.key: job for job in jobs if job.key not in store.found}
+    futures = {pool.submit(job.run, folder): job for job in missing.values()}
+    errors = []
+    for future in tqdm(as_completed(futures), total=len(futures), desc=title, smoothing=0, disable=not futures):
+        if error := future.exception():
+            errors.append(error)
+        else:
+            store.save(futures[future], future.result())
+    if errors:
+        raise errors[0]
+
+
+def _one_thread() -> None:
+    import torch
+
+    torch.set_num_threads(1)

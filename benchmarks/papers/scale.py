@@ -1,0 +1,25 @@
+from typing import NamedTuple
+
+
+class Scale(NamedTuple):
+    """How much is measured."""
+
+    quick: bool
+    prompts: int  # greedy cells
+    sampled_prompts: int  # cells with T > 0, which two sources of noise blur
+    tokens: int
+
+    def some(self, everything: tuple, few: tuple) -> tuple:  # type: ignore[type-arg]
+        return few if self.quick else everything
+
+    @property
+    def greedy(self) -> dict[str, int]:
+        return {"prompts": self.prompts, "tokens": self.tokens}
+
+    @property
+    def sampled(self) -> dict[str, int]:
+        return {"prompts": self.sampled_prompts, "tokens": self.tokens}
+
+
+FULL = Scale(quick=False, prompts=64, sampled_prompts=64, tokens=64)
+QUICK = Scale(quick=True, prompts=6, sampled_prompts=6, tokens=24)
