@@ -91,6 +91,8 @@ def test_an_interrupted_c2t_run_goes_on(
     steps = -1000
     assert main(arguments) == 0, "nothing is left to collect"
     assert steps == -1000
+    assert main([*arguments, "--nodes", "9"]) == 2
+    assert "holds the examples of another run (num_speculative_tokens: 40 there, 9 now)" in capsys.readouterr().err
     tuned = [*command(tmp_path / "out.parts", *arguments[:4]), "--from", str(tmp_path / "out")]
     tuned[tuned.index("--out") + 1] = str(tmp_path / "tuned")
     assert main(tuned) == 0
@@ -229,7 +231,8 @@ def test_bad_arguments(tmp_path: Path, arguments: list[str], message: str, capsy
     [
         (["--max-tokens", "1024"], "--max-tokens 1024 leaves no room"),
         (["--draft", "/no/such/draft"], "cannot read a draft model at '/no/such/draft'"),
-        (["--draft", "/no/such/draft", "--nodes", "9"], "holds the examples of another run (num_speculative_tokens"),
+        (["--draft", "/no/such/draft", "--nodes", "9"], "cannot read a draft model at '/no/such/draft'"),
+        (["--model", "/no/such/target"], "/no/such/target"),
     ],
 )
 def test_what_cannot_work_is_said(

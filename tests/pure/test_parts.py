@@ -56,6 +56,12 @@ def test_another_run_s_parts_are_refused(tmp_path, change, message):
     assert Parts.open(tmp_path / "parts", ARGUMENTS).load().trees == 1
 
 
+def test_a_run_that_came_to_nothing_binds_nobody(tmp_path):
+    filled(tmp_path / "parts")
+    parts = Parts.open(tmp_path / "parts", {**ARGUMENTS, "model": "other"})
+    assert json.loads((parts.folder / "manifest.json").read_text())["model"] == "other"
+
+
 def test_a_folder_that_is_not_ours_is_left_alone(tmp_path):
     (tmp_path / "thesis.txt").write_text("words")
     with pytest.raises(ValueError, match=r"is not empty and holds no manifest.json; give another --out"):
@@ -70,6 +76,10 @@ def test_what_a_killed_run_was_writing_is_removed(tmp_path):
     assert len(parts.files) == 1
     Parts.open(parts.folder, ARGUMENTS)
     assert not unfinished.exists()
+    killed_at_once = tmp_path / "other" / f".manifest.json.77{files.UNFINISHED}"
+    killed_at_once.parent.mkdir()
+    killed_at_once.write_bytes(b"{")
+    assert Parts.open(killed_at_once.parent, ARGUMENTS).files == []
 
 
 @pytest.mark.parametrize("size", [0, 4, 100])

@@ -139,14 +139,18 @@ def collect(job: Job) -> Collected:
 
 
 def _decode(job: Job, parts: Parts, progress: dict[str, list[int] | None]) -> None:
+    bundled = job.model == str(PAIR / "target")
     for name, value in ENVIRONMENT.items():
-        if name not in ("HF_HUB_OFFLINE", "OMP_NUM_THREADS") or job.model == str(PAIR / "target"):
+        if name not in ("HF_HUB_OFFLINE", "OMP_NUM_THREADS") or bundled:
             os.environ.setdefault(name, value)
     print("an engine starts ...", file=sys.stderr, flush=True)
+    import torch
     from tqdm import tqdm  # type: ignore[import-untyped]
     from vllm import LLM, SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
+    if bundled:  # OMP_NUM_THREADS came too late for this process
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     nodes = job.speculation["num_speculative_tokens"]
     llm = LLM(
         job.model,

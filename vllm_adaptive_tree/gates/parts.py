@@ -39,25 +39,25 @@ class Parts:
         Raises:
             ValueError: the folder belongs to a run with other arguments, or is none of ours.
         """
-        manifest = folder / MANIFEST
+        manifest, parts = folder / MANIFEST, cls(folder)
         wanted = json.loads(json.dumps({"format": FORMAT, **arguments}))
-        if manifest.exists():
+        for file in folder.glob(f".*{UNFINISHED}"):  # of a run that was killed while it wrote
+            file.unlink()
+        if not manifest.exists() and folder.exists() and any(folder.iterdir()):
+            raise ValueError(f"{folder} is not empty and holds no {MANIFEST}; give another --out or delete that folder")
+        if parts.files:
             found = _manifest(manifest)
             differing = sorted(key for key in wanted.keys() | found.keys() if wanted.get(key) != found.get(key))
             if differing:
-                list_ = "; ".join(f"{key}: {found.get(key)!r} there, {wanted.get(key)!r} now" for key in differing)
+                changes = "; ".join(f"{key}: {found.get(key)!r} there, {wanted.get(key)!r} now" for key in differing)
                 raise ValueError(
-                    f"{folder} holds the examples of another run ({list_}); give the same arguments to go on with it, "
+                    f"{folder} holds the examples of another run ({changes}); give the same arguments to go on there, "
                     "another --out, or delete that folder"
                 )
-        elif folder.exists() and any(folder.iterdir()):
-            raise ValueError(f"{folder} is not empty and holds no {MANIFEST}; give another --out or delete that folder")
-        else:
+        else:  # new, or of a run that came to nothing
             folder.mkdir(parents=True, exist_ok=True)
             write_whole(manifest, (json.dumps(wanted, indent=2) + "\n").encode())
-        for file in folder.glob(f".*{UNFINISHED}"):  # of a run that was killed while it wrote
-            file.unlink()
-        return cls(folder)
+        return parts
 
     @property
     def files(self) -> list[Path]:
