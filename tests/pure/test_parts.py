@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_adaptive_tree.gates import files
-from vllm_adaptive_tree.gates.files import write_whole
+from vllm_adaptive_tree import files
+from vllm_adaptive_tree.files import write_whole
 from vllm_adaptive_tree.gates.parts import Parts, checksum, write_part
 
 ARGUMENTS = {"kind": "c2t", "model": "target", "tree": {"top_k": 10}, "temperatures": (0.0, 1.0)}

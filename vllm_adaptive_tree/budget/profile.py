@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from vllm_adaptive_tree.budget.curve import Curve
+from vllm_adaptive_tree.files import write_whole
 
 
 def read_profile(file: Path) -> Curve:
@@ -18,6 +19,4 @@ def read_profile(file: Path) -> Curve:
 
 
 def write_profile(file: Path, verify: Curve) -> None:
-    part = file.with_name(file.name + ".part")
-    part.write_text(json.dumps({"verify": verify.to_json()}) + "\n")
-    part.replace(file)
+    write_whole(file, (json.dumps({"verify": verify.to_json()}) + "\n").encode())

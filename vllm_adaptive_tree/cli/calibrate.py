@@ -7,7 +7,7 @@ import sys
 from vllm_adaptive_tree.cli import collecting
 from vllm_adaptive_tree.cli.arguments import positive
 from vllm_adaptive_tree.cli.collecting import collect, job_of, resumable
-from vllm_adaptive_tree.gates.files import write_whole
+from vllm_adaptive_tree.files import write_whole
 
 RULE = "rrsw"
 

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
-from vllm_adaptive_tree.gates.files import write_whole
+from vllm_adaptive_tree.files import write_whole
 
 
 class Gate(nn.Module):

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from vllm_adaptive_tree.gates.files import UNFINISHED, write_whole
+from vllm_adaptive_tree.files import UNFINISHED, write_whole
 
 MANIFEST = "manifest.json"
 FORMAT = 1
