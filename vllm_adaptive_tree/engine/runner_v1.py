@@ -206,7 +206,7 @@ class TreeModelRunner(CPUModelRunner):
                 for row in range(len(requests))
                 if (item := self._catch_up(row, scheduler_output, bool(sampled_token_ids[row]), nodes))
             ]
-            items = self._without_gaps(news, room if drafting else 0)
+            items = self._without_gaps(news, room + len(news) if drafting else 0)  # each may have its new root
             rows, state = self.drafter.catch_up(items)
         if state is None:
             self._end_step()
