@@ -356,3 +356,20 @@ def test_a_fixed_budget_takes_the_best_of_all(sampled):
     kept = controller.share(value, torch.ones_like(depth), 1.0)
     assert kept.tolist() == [3, 1, 0]
     assert controller.drafts(3)
+
+
+def test_the_cut_of_drawn_trees_does_not_look_at_how_long_their_drafting_took():
+    """A long draft tells of the tokens that it drew; chosen trees may be cut by it."""
+    value, depth = (0.7 ** torch.arange(1, 6)).expand(2, 5), torch.arange(1, 6).expand(2, 5)
+
+    def kept(sampled: bool, spent: float) -> list[int]:
+        controller = Controller(curve((1, 1.0), (100, 30.0)), sampled=sampled)
+        for _ in range(3):
+            controller.share(value, depth, 1.0)
+        return controller.share(value, depth, spent).tolist()
+
+    assert kept(True, 0.0) == kept(True, 9.0)
+    assert kept(False, 0.0) != kept(False, 9.0)
+    after = Controller(curve((1, 1.0), (100, 30.0)), sampled=True)
+    first = after.share(value, depth, 9.0).sum()
+    assert after.share(value, depth, 0.0).sum() > first, "but past steps count"

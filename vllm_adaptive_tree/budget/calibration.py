@@ -22,7 +22,6 @@ class Calibration:
         centre = LOWEST ** (1 - (torch.arange(BINS).double() + 0.5) / BINS)
         self.hits = (PRIOR * centre).expand(DEPTHS, BINS).clone()
         self.trials = torch.full((DEPTHS, BINS), PRIOR).double()
-        self.centre = centre
         self.predicted = self.observed = 0.0
         """Sums over all nodes verified so far: what was expected of them, and what was accepted."""
 

@@ -30,6 +30,7 @@ class Controller:
         self.calibration = Calibration()
         self.overhead = 0.0
         """Seconds of a step besides drafts and the forward."""
+        self.drafting: dict[int, float] = {}  # by size: seconds of drafting, averaged over past steps
         self.advantage: dict[int, float] = {}  # by size: log of tokens per second with drafts over without
         self.rest: dict[int, int] = {}  # by size: steps left
         self.last_rest: dict[int, int] = {}
@@ -54,13 +55,18 @@ class Controller:
         if self.most is not None:
             return allocate(chance, verify=FREE, spent=1.0, sampled=self.sampled, most=self.most)
         requests = len(value)
-        kept = allocate(chance, verify=self.verify, spent=spent + self.overhead, sampled=self.sampled)
+        size = requests.bit_length()
+        # How long drafting took depends on the tokens drawn, also on those behind the cut: only past steps may tell.
+        usual = self.drafting.get(size, 0.0) if self.sampled else spent
+        kept = allocate(chance, verify=self.verify, spent=usual + self.overhead, sampled=self.sampled)
         taken = torch.arange(value.shape[1]) < kept[:, None]
         rows = torch.tensor([requests, requests + int(kept.sum())])
         without, within = (self.verify.at(rows) + self.overhead).tolist()
         gain = 1 + float(chance.cummin(1).values[taken].sum()) / requests
         if judged:
-            self._learn(requests.bit_length(), math.log(gain * without / (within + spent)))
+            old = self.drafting.get(size, spent)
+            self.drafting[size] = old + STEP * (spent - old)
+            self._learn(size, math.log(gain * without / (within + spent)))
         return kept
 
     def _learn(self, size: int, advantage: float) -> None:
