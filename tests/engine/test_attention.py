@@ -68,7 +68,7 @@ def test_a_sliced_mask_is_the_one_built_level_by_level(cut: bool) -> None:
             paths = paths[:-1]
             inner = [path for path in inner if path[:1] != (2,)]
         parent = torch.tensor([[inner.index(path[:-1]) if path else 0 for path in paths]] * 2)
-        rows = TreeRows(torch.arange(2 * len(paths)), torch.arange(2 * len(paths)), (2, len(paths)))
+        rows = TreeRows(0, torch.arange(2 * len(paths)), (2, len(paths)))
         for keys in (built, sliced):
             keys.open_level(rows, parent)
         assert torch.equal(built.seen, sliced.seen)

@@ -1,11 +1,11 @@
-"""Tree attention on a CPU: gather the paged context, then one masked matmul in float32.
+"""Tree attention on a CPU: gather the paged context, then PyTorch's masked attention in float32.
 
-On two cores a plain matmul beats masked SDPA everywhere, and vLLM's native kernel wins by 2-3x only in float32; the
-native kernel has no mask and returns no log-sum-exp, so its result cannot be merged with a tree part.
+vLLM's native kernel has no mask and returns no log-sum-exp, so its result cannot be merged with a tree part.
 """
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 PACKINGS = ("vec", "vec16", "amx")
 """Packings of vLLM's CPU cache that `gather_context` reads: those of x86."""
@@ -54,17 +54,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float
     Returns:
         [R, T, H, D] float32.
     """
-    requests, rows, heads, dim = query.shape
-    kv_heads, length = key.shape[1:3]
-    groups = heads // kv_heads
-    # [R, Hkv, G * T, D]: one matmul a KV head
-    q = (
-        (query.float() * scale)
-        .unflatten(2, (kv_heads, groups))
-        .permute(0, 2, 3, 1, 4)
-        .reshape(requests, kv_heads, -1, dim)
+    grouped = query.shape[2] != key.shape[1]
+    result = scaled_dot_product_attention(
+        query.float().transpose(1, 2), key, value, bias[:, None], scale=scale, enable_gqa=grouped
     )
-    scores = (q @ key.mT).view(requests, kv_heads, groups, rows, length)
-    law = scores.add_(bias[:, None, None]).softmax(-1).view(requests, kv_heads, groups * rows, length)
-    out = (law @ value).view(requests, kv_heads, groups, rows, dim)
-    return out.permute(0, 3, 1, 2, 4).reshape(requests, rows, heads, dim)
+    return result.transpose(1, 2)

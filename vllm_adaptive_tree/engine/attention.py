@@ -14,16 +14,29 @@ from vllm_adaptive_tree.trees import SlicedMask
 
 @dataclass(frozen=True, slots=True)
 class TreeRows:
-    """The rows of a draft forward that belong to trees, and where each stands in the padded [R, T]."""
+    """The rows of a draft forward that belong to trees, the last ones, and where each stands in the padded [R, T]."""
 
-    rows: Tensor  # [M] int64: row in the flat batch
-    places: Tensor  # [M] int64: r * T + t
+    first: int  # row in the flat batch
+    places: Tensor  # [M] int64: r * T + t, increasing
     shape: tuple[int, int]  # R, T
+
+    @property
+    def full(self) -> bool:
+        """Every place is used: row after row, without padding."""
+        return len(self.places) == self.shape[0] * self.shape[1]
 
     def pad(self, flat: Tensor) -> Tensor:
         """[tokens, H, D] -> [R, T, H, D]; unused places hold zeros."""
-        padded = flat.new_zeros(self.shape[0] * self.shape[1], *flat.shape[1:])
-        return padded.index_copy_(0, self.places, flat.index_select(0, self.rows)).unflatten(0, self.shape)
+        rows = flat[self.first :]
+        if not self.full:
+            padded = rows.new_zeros(self.shape[0] * self.shape[1], *rows.shape[1:])
+            rows = padded.index_copy_(0, self.places, rows)
+        return rows.unflatten(0, self.shape)
+
+    def unpad(self, padded: Tensor) -> Tensor:
+        """[R, T, H, D] -> [M, H, D]."""
+        flat = padded.flatten(0, 1)
+        return flat if self.full else flat.index_select(0, self.places)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +64,9 @@ class VerifyMetadata:
 
 @dataclass(frozen=True, slots=True)
 class DraftMetadata:
-    """A draft forward: `native` serves the packed rows that read accepted tokens, `keys` the rows of the trees."""
+    """A draft forward: `native` serves the first rows, which read accepted tokens, `keys` the rows of the trees."""
 
     native: CPUAttentionMetadata | None
-    native_rows: Tensor  # [rows of native] int64
     keys: "DraftKeys"
 
 
@@ -101,11 +113,12 @@ class TreeAttentionImpl(CPUAttentionBackendImpl):
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, step: DraftMetadata, out: Tensor
     ) -> Tensor:
         if step.native is not None:
-            self._native(layer, query, key, value, kv_cache, step.native, step.native_rows, out)
+            super().forward(layer, query, key, value, kv_cache, step.native, out)
         trees, keys = step.keys.trees, step.keys
         tree_keys, tree_values = keys.read(layer, kv_cache, key, value)
-        result = attend(trees.pad(query), tree_keys, tree_values, keys.bias, self.scale).flatten(0, 1)
-        return out.index_copy_(0, trees.rows, result.index_select(0, trees.places).to(out.dtype))
+        result = attend(trees.pad(query), tree_keys, tree_values, keys.bias, self.scale)
+        out[trees.first :] = trees.unpad(result)
+        return out
 
     def _native(
         self,

@@ -72,9 +72,9 @@ class ModelDrafter(DraftModelProposer):
             context = torch.tensor([item.start + len(item.tokens) - 1 for item in rooted])
             blocks = -(-int(context.max()) // table.block_size)
             keys = DraftKeys(table.block_table.cpu[[item.row for item in rooted], :blocks], table.block_size, context)
-            trees = TreeRows(torch.arange(count, len(tokens)), torch.arange(len(rooted)), (len(rooted), 1))
+            trees = TreeRows(count, torch.arange(len(rooted)), (len(rooted), 1))
             keys.open_level(trees, torch.zeros(len(rooted), 1, dtype=torch.int64))
-        hidden = self._forward(torch.tensor(tokens), torch.tensor(positions), slots, native, torch.arange(count), keys)
+        hidden = self._forward(torch.tensor(tokens), torch.tensor(positions), slots, native, keys)
         if keys is None:
             return Rows(torch.empty(0)), None
         state = DraftState(keys, keys.context, torch.zeros(len(rooted), 1, dtype=torch.int64))
@@ -85,25 +85,25 @@ class ModelDrafter(DraftModelProposer):
         """Read one level, `tokens` and `parent` [R, W] as in `Frontier`; only real nodes cost a row."""
         depth = state.depth.gather(1, parent) + 1
         places = (tokens >= 0).flatten().nonzero().flatten()
-        state.keys.open_level(TreeRows(torch.arange(len(places)), places, (tokens.shape[0], tokens.shape[1])), parent)
+        state.keys.open_level(TreeRows(0, places, (tokens.shape[0], tokens.shape[1])), parent)
         positions = (state.root_position[:, None] + depth).flatten()[places]
-        slots = torch.full((len(places),), NO_SLOT)
-        hidden = self._forward(tokens.flatten()[places], positions, slots, None, places[:0], state.keys)
+        hidden = self._forward(tokens.flatten()[places], positions, None, None, state.keys)
         logits = self.model.compute_logits(hidden)  # [M, V]
         rows = Rows(*(_spread(rows, places, tokens.shape) for rows in (logits, hidden)))
         return rows, state._replace(depth=torch.cat([state.depth, depth], 1))
 
     def _forward(
-        self, tokens: Tensor, positions: Tensor, slots: Tensor, native: Any, native_rows: Tensor, keys: DraftKeys | None
+        self, tokens: Tensor, positions: Tensor, slots: Tensor | None, native: Any, keys: DraftKeys | None
     ) -> Tensor:
-        """Hidden states [tokens, hidden]. `native` serves `native_rows`, `keys` the tree rows."""
-        metadata = native if keys is None else DraftMetadata(native, native_rows, keys)
+        """Hidden states [tokens, hidden]. `native` serves the first rows, `keys` the trees'; without `slots` nothing is
+        written to the cache."""
+        metadata = native if keys is None else DraftMetadata(native, keys)
         layers = self._draft_attn_layer_names
         with set_forward_context(
             dict.fromkeys(layers, metadata),
             self.vllm_config,
             num_tokens=len(tokens),
-            slot_mapping=dict.fromkeys(layers, slots),
+            slot_mapping={} if slots is None else dict.fromkeys(layers, slots),
         ):
             # A node may lie beyond the draft's last position; that costs its quality and nothing else.
             positions = positions.clamp(max=self.draft_model_config.max_model_len - 1)
@@ -117,4 +117,6 @@ class ModelDrafter(DraftModelProposer):
 
 def _spread(rows: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
     """[M, X] -> [R, W, X], zero where there is no node."""
+    if len(places) == shape.numel():
+        return rows.unflatten(0, shape)
     return rows.new_zeros(shape.numel(), rows.shape[1]).index_copy_(0, places, rows).unflatten(0, shape)

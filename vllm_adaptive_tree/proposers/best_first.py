@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from vllm_adaptive_tree.proposers.base import Frontier, Proposal, Request
 from vllm_adaptive_tree.trees import TreeBatch
@@ -37,13 +38,15 @@ class Growth(NamedTuple):
 
 def begin(candidates: Candidates, *, nodes: int, request: Request) -> Growth:
     """Layer 1."""
-    empty = _empty(candidates.value, nodes)
-    minus = torch.full_like(empty.tokens, -1)
-    drawn = torch.nn.functional.pad(torch.zeros_like(empty.tokens), (1, 0))
-    start = Growth(
-        empty, empty.log_weight, minus, drawn, torch.full_like(empty.log_weight[:, 0], torch.inf), 0, 0, request
-    )
-    return extend(start, candidates, expand=torch.zeros_like(minus, dtype=torch.bool))
+    level, path = _level(candidates, torch.full_like(candidates.above, -1), 1, nodes)
+    room = nodes - level.tokens.shape[1]
+    if room > 0:
+        fills = (EMPTY, -1, 0, -torch.inf)
+        level = TreeBatch(*(pad(column, (0, room), value=fill) for column, fill in zip(level, fills, strict=True)))
+        path = pad(path, (0, room), value=-torch.inf)
+    unread = torch.full_like(level.tokens, -1)
+    drawn = torch.cat([candidates.drawn, torch.zeros_like(unread)], 1)
+    return Growth(level, path, unread, drawn, level.log_weight.exp().sum(1), 1, 1, request)
 
 
 def expandable(growth: Growth) -> Tensor:
@@ -76,55 +79,47 @@ def extend(growth: Growth, candidates: Candidates, *, expand: Tensor) -> Growth:
     """Read the frontier, of as many columns as `candidates.drawn` [R, W], and let its children compete."""
     best, nodes = growth.best, growth.best.tokens.shape[1]
     width = candidates.drawn.shape[1]
-    numbers = growth.numbers + torch.arange(width, device=best.tokens.device)
-    read, drawn = growth.read, growth.drawn
-    if growth.level == 0:  # below the root, which has no slot
-        above = torch.full_like(candidates.above, -1)
-        drawn = torch.cat([candidates.drawn, drawn[:, 1:]], 1)
-    else:
-        slot, used = (x[:, :width] for x in packed(expand))  # [R, W]
-        above = slot.gather(1, candidates.above)
-        read = read.scatter(1, slot, torch.where(used, numbers.expand_as(slot), read.gather(1, slot)))
-        drawn = drawn.scatter(1, slot + 1, torch.where(used, candidates.drawn, drawn.gather(1, slot + 1)))
-    value, index = candidates.value.sort(dim=1, descending=True, stable=True)  # ties to the earlier candidate
-    value, index = value[:, :nodes], index[:, :nodes]
-    missing = value == -torch.inf
-    level = TreeBatch(
-        candidates.tokens.gather(1, index).masked_fill(missing, EMPTY),
-        above.gather(1, index).masked_fill(missing, -1),
-        torch.full_like(index, growth.level + 1).masked_fill(missing, 0),
-        value,
-    )
+    place = expand.cumsum(1)
+    now, column = expand & (place <= width), (place - 1).clamp_(0, width - 1)
+    read = torch.where(now, growth.numbers + column, growth.read)
+    drawn = torch.where(now, candidates.drawn.gather(1, column), growth.drawn[:, 1:])
+    above = packed(expand)[0].gather(1, candidates.above)
+    level, path = _level(candidates, above, growth.level + 1, nodes)
+    fresh = torch.full_like(level.tokens, -1)
+    old = torch.stack([*best[:3], read, drawn], 1)  # [R, 5, n]
+    merged = torch.cat([old, torch.stack([*level[:3], fresh, fresh + 1], 1)], 2)
     # n old nodes and their new children: a stable sort keeps the older of two equals in front, so parents come first
-    merged = [torch.cat(pair, 1) for pair in zip(best, level, strict=True)]
-    order = merged[3].sort(dim=1, descending=True, stable=True).indices
-    rank = order.argsort(dim=1)  # slot -> rank
-    keep = order[:, :nodes]
-    tokens, parent, depth, weight = (column.gather(1, keep) for column in merged)
+    weight, order = torch.cat([best.log_weight, level.log_weight], 1).sort(dim=1, descending=True, stable=True)
+    weight, keep = weight[:, :nodes], order[:, :nodes]
+    tokens, parent, depth, read, drawn = merged.gather(2, keep[:, None].expand(-1, 5, -1)).unbind(1)
+    places = torch.arange(order.shape[1], device=order.device).expand_as(order)
+    rank = torch.empty_like(order).scatter_(1, order, places)  # slot -> rank
     parent = torch.where(parent < 0, -1, rank.gather(1, parent.clamp(min=0)))
-    path = torch.cat([growth.path, candidates.path.gather(1, index)], 1).gather(1, keep)
-    fresh = torch.full_like(index, -1)
-    read = torch.cat([read, fresh], 1).gather(1, keep)
-    drawn = torch.cat([drawn[:, :1], torch.cat([drawn[:, 1:], fresh + 1], 1).gather(1, keep)], 1)
-    gain = weight.exp().sum(1) - best.log_weight.exp().sum(1)
     return Growth(
         TreeBatch(tokens, parent, depth, weight),
-        path.masked_fill(tokens == EMPTY, -torch.inf),
+        torch.cat([growth.path, path], 1).gather(1, keep),
         read,
-        drawn,
-        gain,
+        torch.cat([growth.drawn[:, :1], drawn], 1),
+        weight.exp().sum(1) - best.log_weight.exp().sum(1),
         growth.level + 1,
         growth.numbers + width,
         growth.request,
     )
 
 
+def _level(candidates: Candidates, above: Tensor, depth: int, nodes: int) -> tuple[TreeBatch, Tensor]:
+    """The best `nodes` candidates, below `above` [R, C], and their log path probabilities."""
+    value, index = candidates.value.sort(dim=1, descending=True, stable=True)  # ties to the earlier candidate
+    value, index = value[:, :nodes], index[:, :nodes]
+    missing = value == -torch.inf
+    level = TreeBatch(
+        candidates.tokens.gather(1, index).masked_fill(missing, EMPTY),
+        above.gather(1, index).masked_fill(missing, -1),
+        torch.full_like(index, depth).masked_fill(missing, 0),
+        value,
+    )
+    return level, candidates.path.gather(1, index).masked_fill(missing, -torch.inf)
+
+
 def finish(growth: Growth) -> Proposal:
     return Proposal(growth.best, growth.read, growth.drawn)
-
-
-def _empty(like: Tensor, nodes: int) -> TreeBatch:
-    """[R, n] slots without a node; `like` [R, ..] gives dtype and device."""
-    minus = torch.full((like.shape[0], nodes), -1, device=like.device)
-    weight = torch.full(minus.shape, -torch.inf, dtype=like.dtype, device=like.device)
-    return TreeBatch(minus, minus, torch.zeros_like(minus), weight)
