@@ -8,6 +8,7 @@ from importlib import import_module
 from vllm_adaptive_tree.version import __version__
 
 COMMANDS = {
+    "bench": "no speculation, chains and tree methods over loads, with intervals",
     "calibrate": "measure what a method needs to know of a pair",
     "demo": "no speculation, vLLM's chain and OPT-Tree on the same prompts, side by side",
     "enlarge": "a model of the same function and a larger cost, for measuring",

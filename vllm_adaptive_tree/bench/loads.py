@@ -1,0 +1,39 @@
+"""What the engines are asked to continue: beginnings of functions and classes of Python's standard library."""
+
+import hashlib
+import random
+import sysconfig
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+from vllm_adaptive_tree.cli.prompts import PROMPTS
+
+FEWEST = 4
+"""Requests of a round, at least."""
+LINES = 4
+MOST = 400
+"""Prompts; later rounds begin again."""
+
+
+@cache
+def standard() -> tuple[str, ...]:
+    """The demo's prompts and cuts of the standard library's top modules, in an order that never changes."""
+    found = []
+    for file in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        lines = file.read_text(encoding="utf-8", errors="ignore").splitlines(keepends=True)
+        starts = [index for index, line in enumerate(lines) if line.startswith(("def ", "class "))]
+        found += ["".join(lines[start : start + LINES]) for start in starts[1:4]]
+    random.Random(0).shuffle(found)
+    return (*PROMPTS, *found)[:MOST]
+
+
+def batches(prompts: Sequence[str], concurrency: int, number: int) -> list[list[str]]:
+    """The prompts of round `number` (the warm-up is 0), `concurrency` at a time, `FEWEST` at least."""
+    count = -(-max(concurrency, FEWEST) // concurrency) * concurrency
+    mine = [prompts[(number * count + index) % len(prompts)] for index in range(count)]
+    return [mine[start : start + concurrency] for start in range(0, count, concurrency)]
+
+
+def checksum(tokens: Sequence[int]) -> str:
+    return hashlib.sha256(",".join(map(str, tokens)).encode()).hexdigest()[:12]

@@ -1,0 +1,90 @@
+"""What is measured: configurations, cells, and which engines are alive together."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, NamedTuple
+
+BASE = "no speculation"
+ALIVE = 3
+"""Engines alive at a time, at most: each holds its weights and its cache."""
+
+Place = Literal["offline", "server", "swing"]
+Role = Literal["base", "chain", "method", "probe"]
+"""A probe is a method with an unusual draft; it runs offline, greedy, and is no method to recommend."""
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    name: str
+    role: Role
+    speculation: dict[str, Any] | None  # vLLM's speculative_config
+
+    @property
+    def fixed(self) -> bool:
+        """Whether it spends the same on every step, whatever the load."""
+        tree = (self.speculation or {}).get("tree", {})
+        return self.role in ("base", "chain") or tree.get("budget", "auto") != "auto"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    place: Place
+    concurrency: int  # of a swing: the highest
+    sampled: bool = False  # with the model's own sampling; else greedy
+
+    @property
+    def name(self) -> str:
+        load = f"1-{self.concurrency}" if self.place == "swing" else str(self.concurrency)
+        return f"{self.place} {load} {'sampled' if self.sampled else 'T=0'}"
+
+    def runs(self, config: Config) -> bool:
+        return config.role != "probe" or (self.place == "offline" and not self.sampled)
+
+
+class Stage(NamedTuple):
+    """Engines that are alive together, and the cells that they take turns in."""
+
+    served: bool  # through the server
+    configs: tuple[Config, ...]
+    cells: tuple[Cell, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{'server' if self.served else 'offline'}: {', '.join(config.name for config in self.configs)}"
+
+
+def groups(configs: Sequence[Config], alive: int = ALIVE) -> list[tuple[Config, ...]]:
+    """The base with `alive` - 1 others at a time, so that every ratio has a base of the same rounds.
+
+    Methods come first, each beside a chain where there is one; the longest chains that are no longer than 3 lead.
+    """
+    base = next(config for config in configs if config.role == "base")
+    methods = [config for config in configs if config.role == "method"]
+    chains = sorted((config for config in configs if config.role == "chain"), key=lambda one: abs(_tokens(one) - 3))
+    order: list[Config] = []
+    while methods or chains:
+        order += methods[:1] + chains[:1]
+        methods, chains = methods[1:], chains[1:]
+    order += [config for config in configs if config.role == "probe"]
+    others = alive - 1
+    return [(base, *order[start : start + others]) for start in range(0, len(order), others)] or [(base,)]
+
+
+def stages(configs: Sequence[Config], cells: Sequence[Cell]) -> list[Stage]:
+    """In the order in which they are run: what matters most first."""
+    found = []
+    for served in (False, True):
+        mine = [cell for cell in cells if (cell.place == "server") == served]
+        for group in groups(configs):
+            shared = tuple(cell for cell in mine if any(cell.runs(config) for config in group[1:]) or len(group) == 1)
+            running = tuple(config for config in group if any(cell.runs(config) for cell in shared))
+            if shared:
+                found.append(Stage(served, running, shared))
+    return sorted(found, key=lambda stage: any(config.role == "probe" for config in stage.configs))
+
+
+def _tokens(config: Config) -> int:
+    return int((config.speculation or {}).get("num_speculative_tokens", 0))

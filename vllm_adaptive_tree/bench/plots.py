@@ -1,0 +1,104 @@
+"""Two figures: tokens per second over concurrency, tokens per step over nodes."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm_adaptive_tree.bench.plan import Cell, Config
+from vllm_adaptive_tree.bench.results import Row
+
+MARKERS = "os^Dv<>*"  # one per concurrency
+
+
+def draw(folder: Path, cells: Sequence[Cell], configs: Sequence[Config], rows: Sequence[Row]) -> list[Path]:
+    """Writes throughput.png and tokens_per_step.png; raises ImportError without matplotlib."""
+    try:
+        import matplotlib as mpl
+    except ImportError as error:
+        raise ImportError("the plots need matplotlib: pip install matplotlib") from error
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    written = []
+    for name, draw_one in (("throughput", _throughput), ("tokens_per_step", _tokens_per_step)):
+        file = folder / f"{name}.png"
+        figure = draw_one(pyplot, cells, configs, rows)
+        if figure is not None:
+            figure.savefig(file, dpi=130, bbox_inches="tight")
+            pyplot.close(figure)
+            written.append(file)
+    return written
+
+
+def _throughput(pyplot: Any, cells: Sequence[Cell], configs: Sequence[Config], rows: Sequence[Row]) -> Any:
+    """One panel per kind of load; bars are 90 % intervals."""
+    kinds = list(dict.fromkeys((cell.place, cell.sampled) for cell in cells if cell.place != "swing"))
+    kinds = [kind for kind in kinds if any((cell.place, cell.sampled) == kind and _of(rows, cell) for cell in cells)]
+    if not kinds:
+        return None
+    figure, axes = pyplot.subplots(1, len(kinds), figsize=(4.6 * len(kinds), 3.8), squeeze=False)
+    for axis, (place, sampled) in zip(axes[0], kinds, strict=True):
+        mine = [cell for cell in cells if (cell.place, cell.sampled) == (place, sampled)]
+        for color, config in enumerate(configs):
+            points = [(cell.concurrency, row) for cell in mine for row in _of(rows, cell) if row.config == config.name]
+            if points:
+                axis.errorbar(
+                    [x for x, _ in points],
+                    [row.tokens_per_second.median for _, row in points],
+                    [
+                        [row.tokens_per_second.median - row.tokens_per_second.low for _, row in points],
+                        [row.tokens_per_second.high - row.tokens_per_second.median for _, row in points],
+                    ],
+                    label=config.name,
+                    color=f"C{color % 10}",
+                    linestyle="--" if config.role == "base" else ":" if config.role == "probe" else "-",
+                    marker="o",
+                    markersize=4,
+                    capsize=3,
+                )
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        for which in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
+            which("{x:g}")
+        axis.tick_params(labelsize=8, which="both")
+        axis.set_xticks([cell.concurrency for cell in mine], [str(cell.concurrency) for cell in mine])
+        axis.set(
+            xlabel="concurrent requests", ylabel="tokens/s", title=f"{place}, {'own sampling' if sampled else 'T = 0'}"
+        )
+        axis.grid(alpha=0.3)
+    axes[0][0].legend(fontsize=8)
+    return figure
+
+
+def _tokens_per_step(pyplot: Any, cells: Sequence[Cell], configs: Sequence[Config], rows: Sequence[Row]) -> Any:
+    """Offline and greedy; a chain is a tree of K nodes in a line."""
+    mine = [cell for cell in cells if cell.place == "offline" and not cell.sampled and _of(rows, cell)]
+    if not mine:
+        return None
+    figure, axis = pyplot.subplots(figsize=(5.4, 3.8))
+    for color, config in enumerate(configs):
+        for place, cell in enumerate(mine):
+            for row in _of(rows, cell):
+                if row.config == config.name:
+                    axis.scatter(
+                        row.nodes_per_step,
+                        row.tokens_per_step,
+                        color=f"C{color % 10}",
+                        marker=MARKERS[place % len(MARKERS)],
+                        label=config.name if place == 0 else None,
+                    )
+    chains = {config.name for config in configs if config.role == "chain"}
+    line = sorted((row.nodes_per_step, row.tokens_per_step) for row in _of(rows, mine[0]) if row.config in chains)
+    axis.plot([x for x, _ in line], [y for _, y in line], color="grey", linewidth=0.8, zorder=0)
+    axis.set(xlabel="nodes per request and step", ylabel="tokens per request and step")
+    axis.grid(alpha=0.3)
+    handles, _ = axis.get_legend_handles_labels()
+    for place, cell in enumerate(mine):
+        marker, label = MARKERS[place % len(MARKERS)], f"concurrency {cell.concurrency}"
+        handles.append(pyplot.Line2D([], [], color="grey", marker=marker, linestyle="", label=label))
+    axis.legend(handles=handles, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+    return figure
+
+
+def _of(rows: Sequence[Row], cell: Cell) -> list[Row]:
+    return [row for row in rows if row.cell == cell.name]

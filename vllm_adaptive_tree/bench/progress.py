@@ -1,0 +1,42 @@
+"""How far a run is: a bar on a terminal, now and then a line elsewhere."""
+
+import sys
+import time
+from types import TracebackType
+from typing import Self
+
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+LINE_SECONDS = 30.0
+
+
+class Progress:
+    def __init__(self) -> None:
+        self.terminal = sys.stderr.isatty()
+        self.bar = tqdm(unit="round", disable=not self.terminal, dynamic_ncols=True)
+        self.total, self.done, self.written = 0, 0, -LINE_SECONDS
+
+    def start(self, total: int) -> None:
+        self.total = self.bar.total = total
+
+    def update(self) -> None:
+        """One engine has finished a round."""
+        self.done += 1
+        self.bar.update()
+
+    def say(self, text: str) -> None:
+        """What comes next."""
+        self.bar.set_description_str(text)
+        if not self.terminal and time.monotonic() - self.written > LINE_SECONDS:
+            self.written = time.monotonic()
+            self.write(f"{self.done}/{self.total} rounds; {text}")
+
+    def write(self, text: str) -> None:
+        tqdm.write(text, file=sys.stderr)
+        sys.stderr.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.bar.close()

@@ -1,0 +1,203 @@
+"""What the rounds say: one row per cell and configuration."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain
+from statistics import fmean
+from statistics import median as median_of
+from typing import Any
+
+from vllm_adaptive_tree.bench.plan import BASE, Cell, Config
+from vllm_adaptive_tree.bench.rounds import Measurement, Round
+from vllm_adaptive_tree.bench.statistics import Estimate, Rounds, median, percentile, ratio, ratio_through
+
+PHASES = ("draft", "tree", "verify", "accept", "commit")
+FORWARDS = ("draft", "verify")
+"""The phases in which a model runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    cell: str
+    config: str
+    rounds: int
+    tokens_per_second: Estimate
+    to_base: Estimate | None
+    to_best_chain: Estimate | None
+    best_chain: str | None
+    tokens_per_step: float  # per request and decode step
+    nodes_per_step: float  # likewise, steps without a draft included
+    nodes_by_depth: dict[str, float]  # likewise; of a tree method
+    step: float  # seconds, of the engine
+    phases: dict[str, float]  # seconds per step; of a tree method
+    outside: float | None  # share of a step that is neither model's forward
+    time_per_token_p50: float | None  # seconds
+    time_per_token_p99: float | None
+    memory: int  # bytes
+    other_cores: float  # that other programs kept busy, in the median round
+    repaired: bool  # see repair.py
+    identical: float | None  # share of greedy requests whose tokens are the base's
+
+    def to_json(self) -> dict[str, Any]:
+        data = asdict(self)
+        for name in ("tokens_per_second", "to_base", "to_best_chain"):
+            value: Estimate | None = getattr(self, name)
+            data[name] = value and value._asdict()
+        return data
+
+
+@dataclass(frozen=True, slots=True)
+class SwingRow:
+    """Under a load that swings: one phase of it."""
+
+    config: str
+    concurrency: int
+    tokens_per_second: Estimate
+    best_fixed: str | None  # that does best in this phase
+    to_best_fixed: Estimate | None
+
+
+class Series:
+    """The rounds of one cell, by stage and configuration."""
+
+    def __init__(self, cell: Cell, rounds: Iterable[Round]):
+        self.cell = cell
+        self.rounds = [one for one in rounds if one.cell == cell.name]
+        self.stages = list(dict.fromkeys(one.stage for one in self.rounds))
+
+    def of(self, config: str) -> list[Measurement]:
+        return [one.measured[config] for one in self.rounds if config in one.measured]
+
+    def stage_of(self, config: str) -> str:
+        """The first that ran it; the base runs in all."""
+        return next(one.stage for one in self.rounds if config in one.measured)
+
+    def speeds(self, config: str, stage: str | None = None, phase: str | None = None) -> Rounds:
+        """Tokens per second by round, of one stage; of all stages: by a running number."""
+        mine = [one for one in self.rounds if config in one.measured and stage in (None, one.stage)]
+        return {one.number if stage else index: _speed(one.measured[config], phase) for index, one in enumerate(mine)}
+
+    def compared(self, config: str, other: str, phase: str | None = None) -> Estimate | None:
+        """`config` over `other`, in rounds that ran side by side where there are enough, else through the base."""
+        for stage in self.stages:
+            direct = ratio(self.speeds(config, stage, phase), self.speeds(other, stage, phase))
+            if direct is not None:
+                return direct
+        if BASE in (config, other):
+            return None
+        here, there = self.stage_of(config), self.stage_of(other)
+        return ratio_through(
+            self.speeds(config, here, phase),
+            self.speeds(BASE, here, phase),
+            self.speeds(other, there, phase),
+            self.speeds(BASE, there, phase),
+        )
+
+    def best(self, names: Sequence[str], phase: str | None = None) -> str | None:
+        """Of those that ran, the one that is fastest against the base."""
+        found = {}
+        for name in names:
+            if name == BASE and self.of(BASE):
+                found[name] = 1.0
+            elif self.of(name) and (against := self.compared(name, BASE, phase)):
+                found[name] = against.median
+        return max(found, key=found.__getitem__) if found else None
+
+    def identical(self, config: str) -> float | None:
+        """Share of requests that got the base's tokens in the same round."""
+        if self.cell.sampled or self.cell.place == "swing":
+            return None
+        pairs = [
+            (one.measured[config].outputs, one.measured[BASE].outputs) for one in self.rounds if config in one.measured
+        ]
+        same = [mine == theirs for ours, base in pairs for mine, theirs in zip(ours, base, strict=True)]
+        return fmean(same) if same else None
+
+
+def rows(cells: Sequence[Cell], configs: Sequence[Config], rounds: Sequence[Round]) -> list[Row]:
+    found = []
+    chains = [config.name for config in configs if config.role == "chain"]
+    for cell in cells:
+        if cell.place == "swing":
+            continue
+        series = Series(cell, rounds)
+        best = series.best(chains)
+        for config in configs:
+            if measured := series.of(config.name):
+                found.append(_row(series, config, measured, best))
+    return found
+
+
+def swing_rows(cells: Sequence[Cell], configs: Sequence[Config], rounds: Sequence[Round]) -> list[SwingRow]:
+    found = []
+    for cell in cells:
+        if cell.place != "swing":
+            continue
+        series = Series(cell, rounds)
+        for concurrency in (1, cell.concurrency):
+            phase = str(concurrency)
+            best = series.best([config.name for config in configs if config.fixed], phase)
+            for config in configs:
+                if not series.of(config.name):
+                    continue
+                speed = median(series.speeds(config.name, phase=phase))
+                assert speed is not None
+                against = series.compared(config.name, best, phase) if best and best != config.name else None
+                found.append(SwingRow(config.name, concurrency, speed, best, against))
+    return found
+
+
+def _row(series: Series, config: Config, measured: Sequence[Measurement], best: str | None) -> Row:
+    speed = median(series.speeds(config.name))
+    assert speed is not None
+    steps = max(1, sum(one.steps for one in measured))
+    decode_steps = max(1, sum(one.decode_steps for one in measured))
+    seconds = sum(one.seconds for one in measured)
+    spent = {name: sum(one.phases.get(name, 0.0) for one in measured) for name in PHASES}
+    per_token = list(chain.from_iterable(one.time_per_token for one in measured))
+    is_tree = any(one.phases for one in measured)
+    other = best if best and best != config.name and config.role != "base" else None
+    return Row(
+        cell=series.cell.name,
+        config=config.name,
+        rounds=len(measured),
+        tokens_per_second=speed,
+        to_base=None if config.role == "base" else series.compared(config.name, BASE),
+        to_best_chain=series.compared(config.name, other) if other else None,
+        best_chain=other,
+        tokens_per_step=sum(one.decode_tokens for one in measured) / decode_steps,
+        nodes_per_step=sum(one.nodes for one in measured) / decode_steps,
+        nodes_by_depth={
+            depth: sum(one.depths.get(depth, 0) for one in measured) / decode_steps
+            for depth in sorted({depth for one in measured for depth in one.depths}, key=int)
+        },
+        step=seconds / steps,
+        phases={name: value / steps for name, value in spent.items()} if is_tree else {},
+        outside=1 - sum(spent[name] for name in FORWARDS) / seconds if is_tree else None,
+        time_per_token_p50=percentile(per_token, 0.5),
+        time_per_token_p99=percentile(per_token, 0.99),
+        memory=max(one.memory for one in measured),
+        other_cores=median_of(one.other_cores for one in measured),
+        repaired=any(one.repaired for one in measured),
+        identical=None if config.role == "base" else series.identical(config.name),
+    )
+
+
+def _speed(one: Measurement, phase: str | None) -> float:
+    if phase is None:
+        return one.tokens / one.seconds
+    tokens, seconds = one.swing[phase]
+    return tokens / seconds
+
+
+def to_json(
+    settings: Mapping[str, Any], rows: Sequence[Row], swing: Sequence[SwingRow], failures: Mapping[str, str]
+) -> dict[str, Any]:
+    swings = []
+    for one in swing:
+        data = asdict(one)
+        for name in ("tokens_per_second", "to_best_fixed"):
+            value: Estimate | None = getattr(one, name)
+            data[name] = value and value._asdict()
+        swings.append(data)
+    return {"settings": settings, "rows": [row.to_json() for row in rows], "swing": swings, "failures": failures}
