@@ -49,7 +49,7 @@ def main() -> None:
         if any({name: row[name] for name in key} == key for row in rows):
             continue
         spec = {"model": str(PAIR / "draft"), "num_speculative_tokens": options.nodes, "rejection_sample_method": rule}
-        llm = start({**spec, "method": method, "tree": key["tree"]})
+        llm = start({**spec, "method": method, "tree": {**key["tree"], "budget": None}})
         for temperature in TEMPERATURES:
             rows.append({**key, "temperature": temperature, **measure(llm, texts, temperature)})
             print(rows[-1], flush=True)

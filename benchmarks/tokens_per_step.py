@@ -100,6 +100,7 @@ def main() -> None:
     for temperature in options.temperatures:
         for nodes in options.nodes:
             tree = {
+                "budget": None,
                 "threshold": 0,
                 "max_depth": min(nodes, 16),
                 "draft_temperature": temperature if temperature == "auto" else float(temperature),

@@ -63,7 +63,7 @@ class MethodOptions:
     allow_lossy: bool = _flag(default=False)
     """Let a proposer be verified by a rule that changes the target's law."""
     budget: int | str | None = option(
-        None,
+        "auto",
         lambda value: value in (None, "auto") or (_is_int(value) and value >= 1),
         "'auto' or a whole number of at least 1",
     )
@@ -91,8 +91,13 @@ class MethodOptions:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptTreeOptions(MethodOptions):
     max_depth: int = _count(10)
-    threshold: float | Literal["auto"] = _threshold(0.5, "tokens gained per level")
-    """Stop when a level adds no more than this to E(A), in tokens; "auto": draft level over target forward."""
+    threshold: float | Literal["auto"] | None = option(
+        None,
+        lambda value: value in (None, "auto") or (_is_number(value) and value >= 0),
+        "a number of at least 0 (tokens gained per level) or 'auto'",
+    )
+    """Stop when a level adds no more than this to E(A), in tokens; "auto": draft level over target forward; None: what
+    pays under `budget` "auto", else 0.5."""
     draft_temperature: float | Literal["auto"] = option(
         "auto", lambda value: value == "auto" or (_is_number(value) and value > 0), "a number above 0 or 'auto'"
     )

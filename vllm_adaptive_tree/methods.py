@@ -13,6 +13,8 @@ from vllm_adaptive_tree.proposers import C2T, DySpec, Eagle2, Mcsd, OptTree, Pro
 from vllm_adaptive_tree.proposers.mcsd import FEATURES
 from vllm_adaptive_tree.trees import Shape
 
+THRESHOLD = 0.5
+"""Of OPT-Tree, where neither the user nor the budget says otherwise."""
 GREEDY_DRAFT_TEMPERATURE = 0.6
 """Of OPT-Tree with `draft_temperature: "auto"`: raw probabilities undervalue the best token of a greedy target."""
 
@@ -103,8 +105,10 @@ def build_proposer(options: TreeOptions) -> Proposer:
     proposer: Proposer
     match options.method:
         case "opt_tree":
-            # "auto" is measured once the models are loaded; until then every level pays.
-            proposer = OptTree(max_depth=tree.max_depth, threshold=0 if tree.threshold == "auto" else tree.threshold)
+            # "auto" is measured once the models are loaded, and the budget's moves; until then every level pays.
+            measured = tree.threshold == "auto" or (tree.threshold is None and tree.budget == "auto")
+            threshold = THRESHOLD if tree.threshold is None else tree.threshold
+            proposer = OptTree(max_depth=tree.max_depth, threshold=0 if measured else threshold)
         case "dyspec":
             threshold = 1 / nodes if tree.threshold == "auto" else tree.threshold
             proposer = DySpec(

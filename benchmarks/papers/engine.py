@@ -1,6 +1,7 @@
 """The same cells in the engine: does the batched simulation measure what the engine does?"""
 
 from pathlib import Path
+from typing import Any
 
 from benchmarks.papers.jobs import Job, Results, cell
 from benchmarks.papers.judging import judge_fact, ratio
@@ -27,11 +28,12 @@ def jobs(scale: Scale) -> dict[str, Job]:
     return found
 
 
-def measured(_: Path, *, spec: dict[str, object], temperature: float, prompts: int, tokens: int) -> dict[str, float]:
+def measured(_: Path, *, spec: dict[str, Any], temperature: float, prompts: int, tokens: int) -> dict[str, float]:
     from benchmarks import tokens_per_step
 
     tokens_per_step.NEW_TOKENS = tokens
-    llm = tokens_per_step.start({**spec, "model": str(tokens_per_step.PAIR / "draft")})
+    tree = {**spec["tree"], "budget": None}
+    llm = tokens_per_step.start({**spec, "model": str(tokens_per_step.PAIR / "draft"), "tree": tree})
     found = tokens_per_step.measure(llm, tokens_per_step.prompts(prompts), temperature)
     llm.llm_engine.engine_core.shutdown()
     return found

@@ -28,8 +28,9 @@ PROMPTS = [
 
 
 def tree(nodes: int, **options: Any) -> dict[str, Any]:
-    """A speculative_config for OPT-Tree on the bundled pair; options go under "tree"."""
-    return {"method": "opt_tree", "model": DRAFT, "num_speculative_tokens": nodes, "tree": options}
+    """A speculative_config for OPT-Tree on the bundled pair, whole trees whatever they cost; options go under
+    "tree"."""
+    return {"method": "opt_tree", "model": DRAFT, "num_speculative_tokens": nodes, "tree": {"budget": None, **options}}
 
 
 class Engines:

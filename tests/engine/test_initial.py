@@ -14,7 +14,7 @@ SPEC = {
     "method": "mcsd",
     "model": DRAFT,
     "num_speculative_tokens": 45,
-    "tree": {"init_width": WIDTH, "shape": [3, 2, 1], "allow_lossy": True},
+    "tree": {"budget": None, "init_width": WIDTH, "shape": [3, 2, 1], "allow_lossy": True},
 }
 
 
@@ -69,7 +69,7 @@ def test_one_initial_token_is_plain_decoding(engines: Engines, ours: list[Any]) 
     greedy = [i for i in range(12) if i % 2 == 0]
     prompts, params = [PROMPTS[i] for i in greedy], [parameters(i) for i in greedy]
     expected = [output.token_ids for output in generate(engines.start(), prompts, params)]
-    tree = {"shape": [WIDTH, 3, 2, 1]}
+    tree = {"budget": None, "shape": [WIDTH, 3, 2, 1]}
     found = [output.token_ids for output in generate(engines.start({**SPEC, "tree": tree}), prompts, params)]
     assert found == expected
     assert [ours[i].outputs[0].token_ids for i in greedy] != expected

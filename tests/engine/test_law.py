@@ -111,7 +111,7 @@ def drawn_by(
             "model": DRAFT,
             "num_speculative_tokens": 21 if rule == "greedy_multi_draft" else 14,
             "rejection_sample_method": rule,
-            "tree": options,
+            "tree": {"budget": None, **options},
         },
         max_num_seqs=256,
         max_num_batched_tokens=8192,

@@ -54,7 +54,7 @@ CALL = r"[a-z_]{3,12}\(([a-z]{1,8}, )*[a-z]{1,8}\)"
 def spec(folder: Path, method: str, options: dict[str, Any], rule: str = "auto") -> dict[str, Any]:
     options = {key: str(folder / value) if key in ("gate", "vector") else value for key, value in options.items()}
     sizes = {"model": DRAFT, "num_speculative_tokens": 20}
-    return {"method": method, **sizes, "rejection_sample_method": rule, "tree": options}
+    return {"method": method, **sizes, "rejection_sample_method": rule, "tree": {"budget": None, **options}}
 
 
 def greedy() -> list[SamplingParams]:

@@ -37,7 +37,7 @@ def test_every_step(
     temperature: float,
 ) -> None:
     spec = {"method": method, "model": DRAFT, "num_speculative_tokens": 9, "rejection_sample_method": rule}
-    llm = engines.start({**spec, "tree": options})
+    llm = engines.start({**spec, "tree": {"budget": None, **options}})
     runner = runner_of(llm)
     steps: list[tuple[list[int], list[int], list[int]]] = []
     original = runner._sample

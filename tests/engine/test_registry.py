@@ -42,7 +42,7 @@ def main():
     register_acceptance("registered", "fans:PLAIN")
     llm = LLM(target, dtype="float32", enforce_eager=True, max_model_len=512, disable_log_stats=False,
               speculative_config={"method": method, "model": draft, "num_speculative_tokens": 12,
-                                  "rejection_sample_method": rule, "tree": {"width": 3, "length": 4}})
+                                  "rejection_sample_method": rule, "tree": {"budget": None, "width": 3, "length": 4}})
     params = [SamplingParams(**own) for own in params]
     outputs = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
     counters = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}

@@ -9,10 +9,10 @@ import pytest
 
 from vllm_adaptive_tree.config import METHODS, OUR_KEYS, VLLM_KEYS, TreeOptions, is_tree_method
 
-ALL = {"draft": None, "allow_lossy": False, "budget": None, "cost_profile": None}
+ALL = {"draft": None, "allow_lossy": False, "budget": "auto", "cost_profile": None}
 SHAPED = {**ALL, "children": None}
 DEFAULTS = {
-    "opt_tree": {**ALL, "max_depth": 10, "threshold": 0.5, "draft_temperature": "auto"},
+    "opt_tree": {**ALL, "max_depth": 10, "threshold": None, "draft_temperature": "auto"},
     "dyspec": {**ALL, "mode": "threshold", "threshold": "auto", "draft_temperature": 0.6}
     | {"max_children": 16, "max_depth": 16},
     "c2t": {**ALL, "beta": 0.5, "top_k": 15, "entropy_top": 1000, "max_depth": 10}
@@ -23,7 +23,8 @@ DEFAULTS = {
     "mcsd": {**SHAPED, "shape": (4, 2, 2, 1), "init_width": 1} | {"stop": "none", "stop_threshold": 0.4, "gate": None},
 }
 OTHER_VALUES = {  # of every option another legal value
-    "opt_tree": {"max_depth": 3, "threshold": "auto", "draft_temperature": 1.5, "draft": "model", "allow_lossy": True},
+    "opt_tree": {"max_depth": 3, "threshold": "auto", "draft_temperature": 1.5, "draft": "model", "allow_lossy": True}
+    | {"budget": None, "cost_profile": "costs.json"},
     "dyspec": {"mode": "heap", "threshold": 0, "draft_temperature": 1, "max_children": 4, "max_depth": 5},
     "c2t": {"beta": 1, "top_k": 4, "entropy_top": 10, "max_depth": 3}
     | {"second_pruning": False, "mode": "chain", "gate": "c2t.safetensors"},
@@ -124,8 +125,9 @@ def test_unknown_tree_keys_list_the_known_ones(method):
 
 
 def test_the_budget_of_a_batch():
-    assert parsed("dyspec").tree.budget is None
-    assert parsed("dyspec", {"budget": "auto", "cost_profile": "costs.json"}).tree.budget == "auto"
+    assert parsed("dyspec").tree.budget == "auto"
+    assert parsed("dyspec", {"budget": None}).tree.budget is None
+    assert parsed("dyspec", {"cost_profile": "costs.json"}).tree.cost_profile == "costs.json"
     assert parsed("eagle2", {"budget": 40}).tree.budget == 40
     for wrong in (0, -1, 1.5, "some", True):
         with pytest.raises(ValueError, match=r"\['budget'\] must be 'auto' or a whole number of at least 1"):
@@ -163,7 +165,7 @@ COUNTS = [0, -1, 2.0, "3", None, True]
 SHARES = [-0.1, 1.1, "0.5", None, True, float("nan")]
 BAD_VALUES = {
     ("opt_tree", "max_depth", "whole number of at least 1"): COUNTS,
-    ("opt_tree", "threshold", "a number of at least 0"): [-0.1, "fast", None, True, float("inf")],
+    ("opt_tree", "threshold", "a number of at least 0"): [-0.1, "fast", True, float("inf")],
     ("opt_tree", "draft_temperature", "a number above 0 or 'auto'"): [0, -1, "hot", None, True],
     ("opt_tree", "allow_lossy", "true or false"): [1, "true", None],
     ("dyspec", "mode", "one of 'threshold', 'heap'"): ["greedy", None, 3, ["heap"]],

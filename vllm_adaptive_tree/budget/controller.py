@@ -6,13 +6,38 @@ import torch
 from torch import Tensor
 
 from vllm_adaptive_tree.budget.allocation import allocate
-from vllm_adaptive_tree.budget.calibration import Calibration
+from vllm_adaptive_tree.budget.calibration import DEPTHS, Calibration
 from vllm_adaptive_tree.budget.curve import Curve
+from vllm_adaptive_tree.budget.levels import Levels
 
 STEP = 0.2
 """Weight of the newest step in a running average."""
+PATIENCE = 0.05
+"""The same for whether drafting pays: a few poor steps of one request say little."""
+TRIAL = 8
+"""Steps, times requests, after which that is judged, and at least two."""
 REST, LONGEST_REST = 64, 2048
 """Steps without drafts, which are tokens of every request: after the first loss, and after the last of many."""
+
+
+class Size:
+    """What is known of batches of one size (by powers of two); it says nothing of the others."""
+
+    def __init__(self) -> None:
+        self.drafting: float | None = None
+        """Seconds of drafting a step's trees, averaged over past steps."""
+        self.advantage = 0.0
+        """Log of tokens per second with drafts over without, averaged since the last rest."""
+        self.judged = 0
+        """Steps in that average."""
+        self.rate = 0.0
+        """Tokens per second with drafts."""
+        self.level = 0.0
+        """Seconds of a draft level."""
+        self.levels = Levels()
+        self.rest = 0
+        """Steps without drafts that are left."""
+        self.last_rest = REST // 2
 
 
 class Controller:
@@ -20,7 +45,7 @@ class Controller:
 
     A step costs the forward over all its rows and some overhead; a drafting step also costs its drafts. Where the trees
     that pay best do not make up for that, the batch rests from drafting, each time twice as long, and is then tried
-    again for a step. What is known of a batch of one size (by powers of two) says nothing of the others.
+    again for a step.
     """
 
     def __init__(self, verify: Curve, *, sampled: bool, most: int | None = None):
@@ -30,57 +55,89 @@ class Controller:
         self.calibration = Calibration()
         self.overhead = 0.0
         """Seconds of a step besides drafts and the forward."""
-        self.drafting: dict[int, float] = {}  # by size: seconds of drafting, averaged over past steps
-        self.advantage: dict[int, float] = {}  # by size: log of tokens per second with drafts over without
-        self.rest: dict[int, int] = {}  # by size: steps left
-        self.last_rest: dict[int, int] = {}
+        self.sizes: dict[int, Size] = {}
+
+    def of(self, requests: int) -> Size:
+        return self.sizes.setdefault(requests.bit_length(), Size())
 
     def drafts(self, requests: int) -> bool:
         """Whether this step drafts; counts a step of rest."""
-        size = requests.bit_length()
-        left = self.rest.get(size, 0)
-        self.rest[size] = max(0, left - 1)
+        size = self.of(requests)
+        left, size.rest = size.rest, max(0, size.rest - 1)
         return left == 0
 
-    def share(self, value: Tensor, depth: Tensor, spent: float, *, judged: bool = True) -> Tensor:
+    def depth(self, requests: int) -> int:
+        """The most levels that this step drafts."""
+        return DEPTHS if self.most is not None else self.of(requests).levels.next()
+
+    def threshold(self, requests: int) -> float:
+        """What a level has to add to a tree's expected acceptance, in tokens: mu times the best rate in OPT-Tree's
+        terms (arXiv 2406.17276)."""
+        size = self.of(requests)
+        return size.level * size.rate / requests
+
+    def share(self, value: Tensor, depth: Tensor, spent: float, *, levels: int = 0, judged: bool = True) -> Tensor:
         """How many nodes of each tree to verify, [R].
 
         Args:
             value: [R, N] what the proposer puts on each node before it knows its token; 0 where there is none.
             depth: [R, N].
             spent: seconds of drafting them.
+            levels: forwards of the draft behind the one that read the roots.
             judged: these seconds are those of every step; nothing had to be caught up on.
         """
         chance = self.calibration(value, depth)
         if self.most is not None:
             return allocate(chance, verify=FREE, spent=1.0, sampled=self.sampled, most=self.most)
         requests = len(value)
-        size = requests.bit_length()
+        size = self.of(requests)
         # How long drafting took depends on the tokens drawn, also on those behind the cut: only past steps may tell.
-        usual = self.drafting.get(size, 0.0) if self.sampled else spent
+        usual = (size.drafting or 0.0) if self.sampled else spent
         kept = allocate(chance, verify=self.verify, spent=usual + self.overhead, sampled=self.sampled)
-        taken = torch.arange(value.shape[1]) < kept[:, None]
-        rows = torch.tensor([requests, requests + int(kept.sum())])
-        without, within = (self.verify.at(rows) + self.overhead).tolist()
-        gain = 1 + float(chance.cummin(1).values[taken].sum()) / requests
         if judged:
-            old = self.drafting.get(size, spent)
-            self.drafting[size] = old + STEP * (spent - old)
-            self._learn(size, math.log(gain * without / (within + spent)))
+            taken = torch.arange(value.shape[1]) < kept[:, None]
+            self._judge(size, chance.cummin(1).values, depth, taken, spent, levels)
         return kept
 
-    def _learn(self, size: int, advantage: float) -> None:
-        old = self.advantage.get(size, advantage)
-        self.advantage[size] = now = old + STEP * (advantage - old)
-        if now >= 0:
-            self.last_rest.pop(size, None)
+    def _judge(self, size: Size, chance: Tensor, depth: Tensor, taken: Tensor, spent: float, levels: int) -> None:
+        requests, nodes = len(taken), int(taken.sum())
+        without, within = (self.verify.at(torch.tensor([requests, requests + nodes])) + self.overhead).tolist()
+        tokens = requests + float(chance[taken].sum())
+        rate = tokens / (within + spent)
+        size.rate += (STEP if size.rate else 1) * (rate - size.rate)
+        place = (depth[taken] - 1).clamp(0, DEPTHS - 1)
+        brought = torch.zeros(DEPTHS).double().index_add_(0, place, chance[taken].double())
+        rows = torch.zeros(DEPTHS).double().index_add_(0, place, torch.ones_like(place).double())
+        seconds = rows * (within - without) / max(1, nodes)
+        seconds[1:] += size.level
+        size.levels.observe(brought, size.rate * seconds, levels + 1)
+        if size.drafting is None:
+            size.drafting = spent
+        if size.levels.everything:
+            return  # deeper than the other steps
+        size.drafting += STEP * (spent - size.drafting)
+        self._learn(size, requests, math.log(tokens / requests * without / (within + spent)))
+
+    def _learn(self, size: Size, requests: int, advantage: float) -> None:
+        size.judged += 1
+        size.advantage += max(PATIENCE, 1 / size.judged) * (advantage - size.advantage)
+        if size.judged * requests < TRIAL or size.judged < 2:
             return
-        self.rest[size] = self.last_rest[size] = min(LONGEST_REST, 2 * self.last_rest.get(size, REST // 2))
+        if size.advantage >= 0:
+            size.last_rest = REST // 2
+            return
+        size.rest = size.last_rest = min(LONGEST_REST, 2 * size.last_rest)
+        size.judged = 0
 
     def observe(self, rows: int, forward: float, overhead: float) -> None:
         """A step of `rows` rows took these seconds."""
         self.verify.observe(rows, forward)
         self.overhead += STEP * (min(overhead, 4 * self.overhead or overhead) - self.overhead)
+
+    def drafted(self, requests: int, seconds: float) -> None:
+        """One draft level of a batch took these seconds."""
+        size = self.of(requests)
+        size.level += (STEP if size.level else 1) * (min(seconds, 4 * size.level or seconds) - size.level)
 
 
 FREE = Curve(torch.tensor([0, 1]), torch.tensor([1e-9, 1e-9]))

@@ -94,7 +94,8 @@ def job_of(
     """What the command line asks for, with trees of a `method`; `examples`: options of the `kind` of examples."""
     if options.max_tokens >= options.max_model_len:
         raise ValueError(f"--max-tokens {options.max_tokens} leaves no room for a prompt in --max-model-len")
-    speculation = {"method": method, "num_speculative_tokens": nodes, "rejection_sample_method": rule, "tree": tree}
+    whole = {"budget": None, **tree}  # what a tree brings shall not depend on what it costs here
+    speculation = {"method": method, "num_speculative_tokens": nodes, "rejection_sample_method": rule, "tree": whole}
     return Job(
         kind,
         examples,

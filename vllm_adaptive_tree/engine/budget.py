@@ -1,7 +1,9 @@
 """The batch-wide budget in the engine: what a step cost, what its nodes were worth, how many the next one brings."""
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,14 +13,18 @@ from vllm_adaptive_tree.engine.clock import PhaseClock
 from vllm_adaptive_tree.engine.drafts import Draft
 from vllm_adaptive_tree.engine.ranks import from_rank_0
 from vllm_adaptive_tree.engine.verification import Verification
-from vllm_adaptive_tree.proposers import Proposal, Proposer, StaticTree
+from vllm_adaptive_tree.proposers import Frontier, Proposal, StaticTree
+
+Agree = Callable[[Frontier, Tensor], tuple[Frontier, bool]]
+"""As in `draft_tree`."""
 
 
 class BatchBudget:
     """Feeds a `Controller` with the engine's steps. What it decides is rank 0's."""
 
-    def __init__(self, controller: Controller, proposer: Proposer, clock: PhaseClock):
-        self.controller, self.clock = controller, clock
+    def __init__(self, controller: Controller, proposer: Any, clock: PhaseClock, *, steers: bool = False):
+        """`steers`: the proposer's threshold is the controller's."""
+        self.controller, self.proposer, self.clock, self.steers = controller, proposer, clock, steers
         self.by_place = isinstance(proposer, StaticTree) and proposer.kind != "one_hot"
         self.started = 0.0
 
@@ -39,14 +45,37 @@ class BatchBudget:
         """Whether this batch drafts at all."""
         return bool(from_rank_0(torch.tensor(self.controller.drafts(requests), dtype=torch.int64)))
 
-    def cut(self, drafts: list[Draft], proposal: Proposal, *, judged: bool) -> list[Draft]:
-        """What the batch can afford of each tree; `judged`: its drafting cost what it costs in every step."""
+    def limited(self, agree: Agree, requests: int) -> Agree:
+        """The same, but no more levels than pay."""
+        most = int(from_rank_0(torch.tensor(self.controller.depth(requests))))
+        if self.steers:
+            self.proposer.threshold = self.controller.threshold(requests)
+        levels = 1
+
+        def agreed(frontier: Frontier, growing: Tensor) -> tuple[Frontier, bool]:
+            nonlocal levels
+            levels += 1
+            return agree(frontier, growing) if levels <= most else (frontier, False)
+
+        return agreed
+
+    def cut(self, drafts: list[Draft], proposal: Proposal, growing: list[float], *, judged: bool) -> list[Draft]:
+        """What the batch can afford of each tree.
+
+        Args:
+            drafts, proposal: the trees, on the host and as tensors.
+            growing: seconds of each draft level.
+            judged: its drafting cost what it costs in every step.
+        """
         tree, seconds = proposal.tree, self.clock.seconds
         value = tree.log_weight.exp()
         if self.by_place:  # a drawn token must not decide on its own cut
             value = (1 / (1 + torch.arange(value.shape[1]))).expand(value.shape)
         value = value.masked_fill(~tree.valid, 0.0)
-        kept = from_rank_0(self.controller.share(value, tree.depth, seconds["draft"] + seconds["tree"], judged=judged))
+        for one in growing:
+            self.controller.drafted(len(drafts), one)
+        spent = seconds["draft"] + seconds["tree"]
+        kept = from_rank_0(self.controller.share(value, tree.depth, spent, levels=len(growing), judged=judged))
         valued = (replace(one, value=own[: len(one.tree)]) for one, own in zip(drafts, value.tolist(), strict=True))
         return [one.prefix(count) for one, count in zip(valued, kept.tolist(), strict=True)]
 

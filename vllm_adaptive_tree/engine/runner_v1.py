@@ -227,20 +227,21 @@ class TreeModelRunner(CPUModelRunner):
         )
         levels: list[Tensor] = []
         hidden: list[Any] = [rows.hidden] if self.recorder is not None and self.recorder.reads_hidden else []
+        drafter = _Timed(self.drafter, self.clock, hidden)
         with self.clock.phase("tree"):
             proposal = draft_tree(
                 self.proposer,
-                _Timed(self.drafter, self.clock, hidden),
+                drafter,
                 rows,
                 state,
                 nodes=nodes,
                 request=request,
-                agree=_agree,
+                agree=_agree if self.budget is None else self.budget.limited(_agree, len(rooted)),
                 keep=levels.append if self.recorder or self.pair.rule is not RULES["target_only"] else lambda _: None,
             )
             drafts = to_drafts(_from_rank_0(proposal), levels, temperature, request.initial, hidden)
             if self.budget is not None:
-                drafts = self.budget.cut(drafts, proposal, judged=items == news)
+                drafts = self.budget.cut(drafts, proposal, drafter.levels, judged=items == news)
             for name, one, draft in zip(names, sampling, drafts, strict=True):
                 self.drafts[name] = draft if one.structured_outputs is None else draft.first_path()
         if self.steering:
@@ -293,12 +294,14 @@ class _Timed:
     def __init__(self, drafter: ModelDrafter, clock: PhaseClock, hidden: list[Any]):
         self.catch_up = drafter.catch_up
         self.drafter, self.clock, self.hidden = drafter, clock, hidden
+        self.levels: list[float] = []  # seconds
 
     def grow(self, tokens: Tensor, parent: Tensor, state: Any) -> tuple[Rows, Any]:
         before = self.clock.seconds["draft"]
         with self.clock.phase("draft"):
             result = self.drafter.grow(tokens, parent, state)
-        self.clock.seconds["tree"] -= self.clock.seconds["draft"] - before
+        self.levels.append(self.clock.seconds["draft"] - before)
+        self.clock.seconds["tree"] -= self.levels[-1]
         if self.hidden:  # a recorder has begun it with the root's
             self.hidden.append(result[0].hidden)
         return result

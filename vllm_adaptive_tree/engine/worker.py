@@ -30,8 +30,10 @@ class TreeWorker(cpu_worker.CPUWorker):
         if isinstance(runner.options.tree, OptTreeOptions) and runner.options.tree.threshold == "auto":
             runner.proposer.threshold = measured_threshold(runner, runner.options.num_speculative_tokens)
             logger.info("tree threshold 'auto': %.3f tokens per level, measured", runner.proposer.threshold)
-        if runner.options.tree.budget is not None:
-            runner.budget = BatchBudget(self._controller(runner), runner.proposer, runner.clock)
+        tree = runner.options.tree
+        if tree.budget is not None:
+            steers = isinstance(tree, OptTreeOptions) and tree.threshold is None and tree.budget == "auto"
+            runner.budget = BatchBudget(self._controller(runner), runner.proposer, runner.clock, steers=steers)
         return times
 
     def _controller(self, runner: TreeModelRunner) -> Controller:
