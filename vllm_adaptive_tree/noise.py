@@ -1,5 +1,6 @@
 """Randomness, the only way in: three questions, answered by numbers that are a function of a key."""
 
+from functools import cached_property
 from typing import Protocol, Self
 
 import torch
@@ -41,9 +42,13 @@ class KeyedNoise:
 
     def __init__(self, seed: Tensor, position: Tensor, purpose: int):
         """`seed`, `position` [R] int64. Two objects with different purposes are independent."""
-        self.key = _mix(_mix(seed) + position * 8 + purpose)
+        self.seed, self.position, self.purpose = seed, position, purpose
         self.coins = self.draws = 0
         self.blocks: dict[int, Tensor] = {}
+
+    @cached_property
+    def key(self) -> Tensor:
+        return _mix(_mix(self.seed) + self.position * 8 + self.purpose)
 
     def at(self, key: Tensor) -> Self:
         bound = object.__new__(type(self))

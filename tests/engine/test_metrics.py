@@ -48,6 +48,17 @@ def test_figures_of_a_run(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> 
     assert set(seconds) == PHASES
     assert all(m.sum > 0 for m in seconds.values())
     assert seconds["verify"].count == len(spy.batches)
+    assert metric(llm, "adaptive_tree_expected_tokens") == metric(llm, "adaptive_tree_observed_tokens") == 0
+
+
+def test_what_a_budget_expects_comes_true(engines: Engines) -> None:
+    llm = engines.start(tree(12, budget=40))
+    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    generate(llm, PROMPTS, params)
+    names = ("adaptive_tree_expected_tokens", "adaptive_tree_observed_tokens")
+    expected, observed = (metric(llm, name) for name in names)
+    assert observed == metric(llm, "spec_decode_num_accepted_tokens") > 100
+    assert 0.8 < expected / observed < 1.25
 
 
 def test_no_figures_without_a_tree(engines: Engines) -> None:

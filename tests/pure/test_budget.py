@@ -379,6 +379,15 @@ def test_levels_are_drafted_while_they_pay(chance, level, best):
     assert rates[best - 1] >= 0.99 * max(rates), "the depth of the best rate"
 
 
+@pytest.mark.parametrize("most", [None, 40])
+def test_trees_may_be_deeper_than_depths_are_told_apart(most):
+    controller = Controller(curve((1, 1.0), (100, 1.001)), sampled=False, most=most)
+    value, depth = torch.full((1, 40), 0.9), torch.arange(1, 41)[None]
+    for _ in range(FIRST + 3):
+        assert controller.depth(1) >= 40
+        controller.share(value, depth, 0.01, levels=39)
+
+
 def test_a_level_that_begins_to_pay_is_found():
     controller = Controller(curve((1, 1.0), (100, 1.001)), sampled=False)
     assert deep(controller, 0.3, 0.2, 60)[-1] < 3

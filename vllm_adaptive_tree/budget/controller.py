@@ -8,7 +8,7 @@ from torch import Tensor
 from vllm_adaptive_tree.budget.allocation import allocate
 from vllm_adaptive_tree.budget.calibration import DEPTHS, Calibration
 from vllm_adaptive_tree.budget.curve import Curve
-from vllm_adaptive_tree.budget.levels import Levels
+from vllm_adaptive_tree.budget.levels import ALL, Levels
 
 STEP = 0.2
 """Weight of the newest step in a running average."""
@@ -68,7 +68,7 @@ class Controller:
 
     def depth(self, requests: int) -> int:
         """The most levels that this step drafts."""
-        return DEPTHS if self.most is not None else self.of(requests).levels.next()
+        return ALL if self.most is not None else self.of(requests).levels.next()
 
     def threshold(self, requests: int) -> float:
         """What a level has to add to a tree's expected acceptance, in tokens: mu times the best rate in OPT-Tree's
@@ -135,7 +135,7 @@ class Controller:
         self.overhead += STEP * (min(overhead, 4 * self.overhead or overhead) - self.overhead)
 
     def drafted(self, requests: int, seconds: float) -> None:
-        """One draft level of a batch took these seconds."""
+        """One draft level of a batch took these seconds, forward and choice of nodes."""
         size = self.of(requests)
         size.level += (STEP if size.level else 1) * (min(seconds, 4 * size.level or seconds) - size.level)
 

@@ -18,6 +18,7 @@ class Curve:
     def __init__(self, rows: Tensor, seconds: Tensor):
         """`rows` [P] increasing, P >= 2; `seconds` [P], made non-decreasing."""
         self.rows, self.seconds = rows.double().contiguous(), seconds.double().cummax(0).values
+        self._hull: Curve | None = None
 
     def at(self, rows: Tensor) -> Tensor:
         """Seconds for any number of rows, of any shape."""
@@ -25,6 +26,8 @@ class Curve:
 
     def hull(self) -> "Curve":
         """The largest convex curve that is nowhere above this one: each row costs at least as much as the last."""
+        if self._hull is not None:
+            return self._hull
         kept: list[int] = []
         points = list(zip(self.rows.tolist(), self.seconds.tolist(), strict=True))
         for index, (x, y) in enumerate(points):
@@ -34,7 +37,8 @@ class Curve:
                     break
                 kept.pop()
             kept.append(index)
-        return Curve(self.rows[kept], self.seconds[kept])
+        self._hull = Curve(self.rows[kept], self.seconds[kept])
+        return self._hull
 
     def observe(self, rows: int, seconds: float) -> None:
         """A forward of `rows` rows took `seconds`: its nearest points follow, each by its share and within bounds."""
@@ -45,6 +49,7 @@ class Curve:
         weight = torch.zeros_like(self.rows)
         weight[right - 1], weight[right] = 1 - share, share
         self.seconds = (self.seconds * (STEP * weight * off).exp()).cummax(0).values
+        self._hull = None
 
     def to_json(self) -> dict[str, Any]:
         return {"rows": self.rows.long().tolist(), "seconds": self.seconds.tolist()}

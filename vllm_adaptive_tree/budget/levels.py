@@ -8,6 +8,7 @@ STEP = 0.02
 EVERY = 32
 """Of so many steps one drafts all levels, and so do the first few: a level that is never drafted is never judged."""
 FIRST = 4
+ALL = 1 << 30
 
 
 class Levels:
@@ -27,7 +28,8 @@ class Levels:
         """The most levels of this step."""
         self.everything = self.steps < FIRST or self.steps % EVERY == 0
         self.steps += 1
-        return DEPTHS if self.everything else 1 + int(self.worth.cumsum(0).argmax())
+        most = 1 + int(self.worth.cumsum(0).argmax())
+        return ALL if self.everything or most == DEPTHS else most  # the last depth stands for all below it
 
     def observe(self, tokens: Tensor, cost: Tensor, drafted: int) -> None:
         """What each depth was expected to bring and what it cost in tokens, both [DEPTHS]; levels `drafted`."""

@@ -1,6 +1,7 @@
 """Tree attention inside vLLM's CPU backend: verification walks paths with the native kernel, drafting uses a mask."""
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -137,24 +138,24 @@ class TreeAttentionImpl(CPUAttentionBackendImpl):
         out.index_copy_(0, rows, result)
 
 
-def native_metadata(builder: Any, lengths: Tensor, seq_lens: Tensor, block_table: Tensor, slots: Tensor) -> Any:
+def native_metadata(builder: Any, lengths: list[int], seq_lens: list[int], block_table: Tensor, slots: Tensor) -> Any:
     """vLLM's own metadata for some requests, their rows packed.
 
     Args:
         builder: vLLM's metadata builder of the layers' group.
-        lengths, seq_lens: [R] int32: rows of each request, and its tokens in the cache with them.
+        lengths, seq_lens: rows of each request, and its tokens in the cache with them.
         block_table: [R, blocks].
         slots: [rows] int64.
     """
-    starts = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
     common = CommonAttentionMetadata(
         query_start_loc=starts,
         query_start_loc_cpu=starts,
-        seq_lens=seq_lens,
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
         num_reqs=len(lengths),
         num_actual_tokens=len(slots),
-        max_query_len=int(lengths.max()),
-        max_seq_len=int(seq_lens.max()),
+        max_query_len=max(lengths),
+        max_seq_len=max(seq_lens),
         block_table_tensor=block_table,
         slot_mapping=slots,
         causal=True,

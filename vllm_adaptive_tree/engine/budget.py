@@ -27,6 +27,7 @@ class BatchBudget:
         self.controller, self.proposer, self.clock, self.steers = controller, proposer, clock, steers
         self.by_place = isinstance(proposer, StaticTree) and proposer.kind != "one_hot"
         self.started = 0.0
+        self.taken = (0.0, 0.0)
 
     def begin_step(self) -> None:
         self.started = time.perf_counter()
@@ -40,6 +41,13 @@ class BatchBudget:
             depth += draft.tree.depths
             accepted += [node in path for node in range(len(draft.tree))]
         self.controller.calibration.observe(torch.tensor(value), torch.tensor(depth), torch.tensor(accepted))
+
+    def take(self) -> tuple[float, float]:
+        """Accepted nodes that were expected, and those observed, since the last call."""
+        calibration = self.controller.calibration
+        now = calibration.predicted, calibration.observed
+        taken, self.taken = (now[0] - self.taken[0], now[1] - self.taken[1]), now
+        return taken
 
     def drafts(self, requests: int) -> bool:
         """Whether this batch drafts at all."""
@@ -64,7 +72,7 @@ class BatchBudget:
 
         Args:
             drafts, proposal: the trees, on the host and as tensors.
-            growing: seconds of each draft level.
+            growing: seconds of each draft forward behind the roots'.
             judged: its drafting cost what it costs in every step.
         """
         tree, seconds = proposal.tree, self.clock.seconds
@@ -72,8 +80,9 @@ class BatchBudget:
         if self.by_place:  # a drawn token must not decide on its own cut
             value = (1 / (1 + torch.arange(value.shape[1]))).expand(value.shape)
         value = value.masked_fill(~tree.valid, 0.0)
+        choosing = seconds["tree"] / (1 + len(growing))  # of each level, the roots' included
         for one in growing:
-            self.controller.drafted(len(drafts), one)
+            self.controller.drafted(len(drafts), one + choosing)
         spent = seconds["draft"] + seconds["tree"]
         kept = from_rank_0(self.controller.share(value, tree.depth, spent, levels=len(growing), judged=judged))
         valued = (replace(one, value=own[: len(one.tree)]) for one, own in zip(drafts, value.tolist(), strict=True))

@@ -59,14 +59,14 @@ class ModelDrafter(DraftModelProposer):
         table = self._block_table()
         if count:
             rows = [accepted[index].row for index in packed]
-            lengths = torch.tensor([len(kept[index]) for index in packed], dtype=torch.int32)
-            seq_lens = torch.tensor([starts[index] for index in packed], dtype=torch.int32) + lengths
-            request = torch.tensor(rows).repeat_interleave(lengths)
+            lengths = [len(kept[index]) for index in packed]
+            ends = [starts[index] + len(kept[index]) for index in packed]
+            request = torch.tensor([row for row, length in zip(rows, lengths, strict=True) for _ in range(length)])
             position = torch.tensor(positions[:count])
             block = table.block_table.cpu[request, position // table.block_size].long()
             slots[:count] = block * table.block_size + position % table.block_size
             builder = self.draft_attn_groups[0].get_metadata_builder(0)
-            native = native_metadata(builder, lengths, seq_lens, table.block_table.cpu[rows], slots[:count])
+            native = native_metadata(builder, lengths, ends, table.block_table.cpu[rows], slots[:count])
         keys, trees = None, None
         if rooted:
             context = torch.tensor([item.start + len(item.tokens) - 1 for item in rooted])

@@ -18,18 +18,21 @@ from vllm_adaptive_tree.engine.clock import PhaseClock
 KEY = "adaptive_tree"
 SECONDS = "vllm:adaptive_tree_phase_seconds"
 NODES = "vllm:adaptive_tree_nodes"
+EXPECTED = "vllm:adaptive_tree_expected_tokens"
+OBSERVED = "vllm:adaptive_tree_observed_tokens"
 BUCKETS = [0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0]
 
 
-def step_figures(clock: PhaseClock, depths: Iterable[int]) -> ECConnectorOutput:
-    """Seconds of every phase since the last call, and how many nodes of each of the `depths` were verified."""
-    nodes = Counter(depths)
-    figures = {"seconds": clock.take(), "nodes": {str(depth): count for depth, count in nodes.items()}}
+def step_figures(clock: PhaseClock, depths: Iterable[int], expected: float, observed: float) -> ECConnectorOutput:
+    """Seconds of every phase since the last call, how many nodes of each of the `depths` were verified, and how many of
+    them the budget expected to be accepted and saw accepted."""
+    nodes = {str(depth): count for depth, count in Counter(depths).items()}
+    figures = {"seconds": clock.take(), "nodes": nodes, "expected": expected, "observed": observed}
     return ECConnectorOutput(ec_connector_stats=ECConnectorStats({KEY: figures}))
 
 
 class TreeProm(ECConnectorPromMetrics):
-    """The Prometheus side, in the front end: a histogram of seconds per phase and a counter of nodes by depth."""
+    """The Prometheus side, in the front end: a histogram of seconds per phase and counters of nodes."""
 
     def __init__(
         self,
@@ -50,6 +53,15 @@ class TreeProm(ECConnectorPromMetrics):
             documentation="Draft nodes verified, by depth in the tree (1: below the root).",
             labelnames=[*labelnames, "depth"],
         )
+        self.expected, self.observed = (
+            metric_types[PromCounter](
+                name=name, documentation=f"{what}, where there is a budget.", labelnames=labelnames
+            )
+            for name, what in (
+                (EXPECTED, "Verified draft nodes that the budget expected to be accepted"),
+                (OBSERVED, "Those that were accepted"),
+            )
+        )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         labels = self.per_engine_labelvalues[engine_idx]
@@ -58,3 +70,5 @@ class TreeProm(ECConnectorPromMetrics):
             self.seconds.labels(*labels, phase).observe(seconds)
         for depth, count in figures["nodes"].items():
             self.nodes.labels(*labels, depth).inc(count)
+        self.expected.labels(*labels).inc(figures["expected"])
+        self.observed.labels(*labels).inc(figures["observed"])

@@ -78,9 +78,8 @@ def _target_forward(runner: Any, rows: int) -> Callable[[], Tensor]:
     metadata: dict[str, Any] = {}
     for group, layers in runner.target_groups():
         table = torch.zeros(1, rows, dtype=torch.int32)
-        lengths = torch.tensor([rows], dtype=torch.int32)
         builder = group.get_metadata_builder(0)
-        native = native_metadata(builder, lengths, lengths, table, slots)
+        native = native_metadata(builder, [rows], [rows], table, slots)
         own = step.metadata(builder, layers, native) if step.branching else native
         metadata.update(dict.fromkeys(layers, own))
 

@@ -131,7 +131,8 @@ class TreeModelRunner(CPUModelRunner):
             output = super().sample_tokens(grammar_output)
         step, self.step = self.step, None
         if sampling and step is not None:
-            output.ec_connector_output = step_figures(self.clock, chain.from_iterable(step.depths.values()))
+            counts = (0.0, 0.0) if self.budget is None else self.budget.take()
+            output.ec_connector_output = step_figures(self.clock, chain.from_iterable(step.depths.values()), *counts)
         return output
 
     @contextmanager
@@ -240,6 +241,7 @@ class TreeModelRunner(CPUModelRunner):
                 keep=levels.append if self.recorder or self.pair.rule is not RULES["target_only"] else lambda _: None,
             )
             drafts = to_drafts(_from_rank_0(proposal), levels, temperature, request.initial, hidden)
+        with self.clock.phase("tree"):  # once more: the budget reads what the trees have cost
             if self.budget is not None:
                 drafts = self.budget.cut(drafts, proposal, drafter.levels, judged=items == news)
             for name, one, draft in zip(names, sampling, drafts, strict=True):

@@ -1,7 +1,6 @@
 """The target at the nodes of the trees, through vLLM's own sampler: its draws, its laws, in the history of the path."""
 
 import copy
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -77,9 +76,9 @@ class Target:
             for row in walking:
                 history = self.sampling.output_token_ids[row]
                 history[self.written[row] :] = self._path(row, int(node[row]))
-        sampling = dataclasses.replace(
-            self.sampling, generators=generators, spec_token_ids=[[] for _ in self.first], **changed
-        )
+        sampling = copy.copy(self.sampling)  # `dataclasses.replace` asks every field
+        for name, value in {"generators": generators, "spec_token_ids": [[] for _ in self.first], **changed}.items():
+            setattr(sampling, name, value)
         return sampler(self.logits[rows], sampling)
 
     def _path(self, request: int, node: int) -> list[int]:

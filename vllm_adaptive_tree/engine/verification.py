@@ -86,11 +86,7 @@ class Verification:
                     slice(start, len(nodes)),
                     native.slot_mapping[homes],
                     native_metadata(
-                        builder,
-                        torch.tensor(lengths, dtype=torch.int32),
-                        torch.tensor(seq_lens, dtype=torch.int32),
-                        native.block_table[requests],
-                        native.slot_mapping[rows],
+                        builder, lengths, seq_lens, native.block_table[requests], native.slot_mapping[rows]
                     ),
                 )
             )
