@@ -3,24 +3,24 @@
 import argparse
 import json
 import os
-import platform
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from tempfile import TemporaryDirectory
+from typing import Any
 
 from vllm_adaptive_tree.cli.arguments import new_file, positive, prompts_file
+from vllm_adaptive_tree.cli.comparison import Comparison, Method
+from vllm_adaptive_tree.cli.enlarge import enlarge, parameters
+from vllm_adaptive_tree.cli.generation import Generation, Load
 from vllm_adaptive_tree.cli.prompts import PROMPTS
-from vllm_adaptive_tree.version import __version__
-
-if TYPE_CHECKING:
-    from vllm_adaptive_tree.cli.generation import Generation
-    from vllm_adaptive_tree.report.table import Row
 
 PACKAGE = Path(__file__).resolve().parents[1]
 PAIR = PACKAGE / "demo_pair"
-ROUNDS, SHOWN = 3, 2
-ENOUGH_CORE = 0.9  # of one core, for a time worth comparing
+SIZE = 500_000_000  # parameters of the bundled target, enlarged
+CACHE = 256 << 20  # bytes: plenty for the bundled pair, and three engines are alive at once
+ROUNDS = 3
 ENVIRONMENT = {  # set where the user has not
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",  # more threads slow a tiny model down
@@ -29,11 +29,6 @@ ENVIRONMENT = {  # set where the user has not
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # each engine has a process of its own already
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
-
-
-class Method(NamedTuple):
-    name: str
-    speculative_config: dict[str, Any] | None
 
 
 def methods(options: argparse.Namespace) -> list[Method]:
@@ -49,15 +44,26 @@ def methods(options: argparse.Namespace) -> list[Method]:
     ]
 
 
+def loads(prompts: int) -> list[Load]:
+    alone = Load("one request at a time", 1, rounds=1)  # as many turns as prompts
+    return [alone, Load(f"{prompts} requests at a time", prompts, ROUNDS)] if prompts > 1 else [alone]
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     pair = "default: the bundled %s"
     parser.add_argument("--model", type=_model, default=str(PAIR / "target"), help=pair % "target")
     parser.add_argument("--draft", type=_model, default=str(PAIR / "draft"), help=pair % "draft")
-    parser.add_argument("--nodes", type=positive, default=25, help="nodes of the tree (default: %(default)s)")
-    parser.add_argument("--chain", type=positive, default=5, help="tokens of vLLM's chain (default: %(default)s)")
     parser.add_argument(
-        "--max-tokens", type=positive, default=128, help="new tokens of a prompt (default: %(default)s)"
+        "--enlarge-to",
+        type=_size,
+        metavar="SIZE",
+        help="parameters of the target, which is enlarged without a change of its function, or none: as it is "
+        "(default: 0.5B for the bundled target, none for another)",
     )
+    parser.add_argument("--dtype", default="auto", help="as vLLM's (default: the target's own; the bundled: bfloat16)")
+    parser.add_argument("--nodes", type=positive, default=16, help="nodes of the tree (default: %(default)s)")
+    parser.add_argument("--chain", type=positive, default=3, help="tokens of vLLM's chain (default: %(default)s)")
+    parser.add_argument("--max-tokens", type=positive, default=48, help="new tokens of a prompt (default: %(default)s)")
     parser.add_argument(
         "--prompts",
         type=prompts_file,
@@ -69,108 +75,112 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Returns 1 where a method's output differs from the output without speculation, else 0."""
-    for name, value in ENVIRONMENT.items():
+    """Returns 1 where a method's output differs from the output without speculation at no near tie, 2 where the target
+    cannot be enlarged, else 0."""
+    size = target_size(options)
+    settings = environment(options.model, enlarged=bool(size))
+    for name, value in settings.items():
         os.environ.setdefault(name, value)
+    with ExitStack() as stack:
+        target = options.model
+        if size:
+            print(f"the target is enlarged to {size:,} parameters ...", file=sys.stderr, flush=True)
+            target = str(Path(stack.enter_context(TemporaryDirectory(prefix="vllm-adaptive-tree-"))) / "target")
+            try:
+                size = enlarge(Path(options.model), Path(target), size)
+            except (ValueError, OSError) as error:
+                print(f"error: the target cannot be enlarged: {error}", file=sys.stderr)
+                return 2
+        compared, under = methods(options), loads(len(options.prompts))
+        found = Comparison(size, compared, under, options.prompts, generate(options, target, compared, under))
+    show(options, found)
+    if options.json:
+        options.json.write_text(json.dumps(record(options, found, settings), indent=2) + "\n")
+    wrong = [difference for difference in found.differences() if not difference.near_tie]
+    for load, method, request, margin, _ in wrong:
+        print(
+            f"Output differs from the output without speculation: {method}, {load}, prompt {request + 1}: a "
+            f"token {margin:.3g} below the best logit",
+            file=sys.stderr,
+        )
+    return 1 if wrong else 0
+
+
+def target_size(options: argparse.Namespace) -> int:
+    """Parameters that the target is enlarged to; 0: it is used as it is."""
+    if options.enlarge_to is not None:
+        return int(options.enlarge_to)
+    return SIZE if _bundled(options.model) else 0
+
+
+def environment(model: str, *, enlarged: bool) -> dict[str, str]:
+    """`ENVIRONMENT` without what suits only the bundled pair, or only a tiny target."""
+    bundled = _bundled(model)
+    unfit = {
+        "HF_HUB_OFFLINE": not bundled,
+        "OMP_NUM_THREADS": enlarged or not bundled,
+        "VLLM_CPU_KVCACHE_SPACE": bundled,  # more than `CACHE`, and vLLM would obey it
+    }
+    return {name: value for name, value in ENVIRONMENT.items() if not unfit.get(name)}
+
+
+def generate(
+    options: argparse.Namespace, target: str, compared: Sequence[Method], under: Sequence[Load]
+) -> list[list[Generation]]:  # [load][method]
+    """Small engines take turns; those of the user's own models, which may be large, live one after the other."""
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+    from vllm_adaptive_tree.cli.stepping import Engine, Job, compare
+
+    bundled, batch = _bundled(options.model), max(load.batch for load in under)
+    small, cache = bundled and target_size(options) <= SIZE, CACHE if bundled else None
+    jobs = [Job(name, target, config, options.dtype, batch, cache) for name, config in compared]
+    tokens = len(options.prompts) * options.max_tokens * len(jobs) * sum(load.rounds for load in under)
+    generations: list[list[Generation]] = [[] for _ in under]
+    with tqdm(total=tokens, desc="decoding", unit="tok", disable=None) as bar:
+        for together in [jobs] if small else [[job] for job in jobs]:
+            with ExitStack() as stack:
+                engines = []
+                for job in together:
+                    tqdm.write(f"{job.name}: an engine starts ...", file=sys.stderr)
+                    engines.append(stack.enter_context(Engine(job)))
+                for load, found in zip(under, generations, strict=True):
+                    reference = found[0].tokens[0] if found else None
+                    found += compare(engines, load, options.prompts, options.max_tokens, reference, bar.update)
+    return generations
+
+
+def show(options: argparse.Namespace, found: Comparison) -> None:
     from rich.console import Console
 
-    from vllm_adaptive_tree.cli.generation import Job, generate
-    from vllm_adaptive_tree.report.table import remark, table
-
-    compared = methods(options)
-    generations = []
-    for name, config in compared:
-        print(f"{name}: an engine starts ...", file=sys.stderr, flush=True)
-        job = Job(name, options.model, config, options.prompts, options.max_tokens, ROUNDS)
-        generations.append(generate(job))
-    results = rows(compared, generations)
-
     console = Console(highlight=False)
-    show_texts(console, compared[-1].name, options.prompts, generations[-1])
-    console.print(table(results), "")
-    console.print(
-        f"{len(options.prompts)} prompts in one batch, {options.max_tokens} new tokens each, greedy, float32; "
-        f"tokens/s: median of {ROUNDS} rounds."
-    )
-    if text := remark(results):
-        console.print(text)
-    share = min(run.core_share for run in generations)
-    if share < ENOUGH_CORE and os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0":
+    found.print_texts(console)
+    found.print_tables(console)
+    if found.size:
+        target = "the bundled one" if _bundled(options.model) else shown(options.model)
         console.print(
-            f"Other programs kept the cores busy (an engine got {share:.0%} of one): do not trust tokens/s here."
+            f"The target is {target}, enlarged to {found.size:,} parameters by MLP units whose down-projection is "
+            "zero: the same function at the cost of a model of that size."
         )
-    if options.json:
-        options.json.write_text(json.dumps(record(options, compared, generations, results), indent=2) + "\n")
-    different = [row.method for row in results if not row.identical]
-    if different:
-        print(f"Output differs from the output without speculation: {'; '.join(different)}", file=sys.stderr)
-    return 1 if different else 0
+    found.print_conditions(console)
 
 
-def rows(compared: Sequence[Method], generations: Sequence["Generation"]) -> list["Row"]:
-    from vllm_adaptive_tree.report.table import Row
-
-    reference = generations[0]
-    return [
-        Row(
-            method=method.name,
-            tokens_per_step=run.tokens_per_step,
-            nodes_per_step=run.nodes_per_step,
-            tokens_per_second=run.tokens_per_second,
-            ratio=run.tokens_per_second / reference.tokens_per_second,
-            identical=all(tokens == reference.tokens[0] for tokens in run.tokens),
-        )
-        for method, run in zip(compared, generations, strict=True)
-    ]
-
-
-def show_texts(console: Any, name: str, prompts: Sequence[str], generation: "Generation") -> None:
-    from rich.text import Text
-
-    from vllm_adaptive_tree.report.tokens import coloured, legend
-
-    for index, (prompt, spans) in enumerate(list(zip(prompts, generation.spans, strict=True))[:SHOWN], 1):
-        console.rule(f"{name}, prompt {index}", align="left", style="dim")
-        console.print(Text.assemble((prompt, "dim"), coloured(spans)), soft_wrap=True)
-        console.print()
-    console.rule(style="dim")
-    console.print(legend(colours=console.color_system is not None and not console.no_color), "\n")
-
-
-def record(
-    options: argparse.Namespace, compared: Sequence[Method], generations: Sequence["Generation"], rows: Sequence["Row"]
-) -> dict[str, Any]:
+def record(options: argparse.Namespace, found: Comparison, settings: dict[str, str]) -> dict[str, Any]:
     """Everything that was measured, for `--json`."""
-    import torch
-
     return {
-        "versions": {
-            "vllm_adaptive_tree": __version__,
-            "vllm": generations[0].vllm_version,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
+        "versions": found.versions(),
         "settings": {
             "model": shown(options.model),
+            "enlarged_to": found.size or None,
             "draft": shown(options.draft),
             "max_tokens": options.max_tokens,
-            "rounds": ROUNDS,
             "temperature": 0,
-            "dtype": "float32",
-            "environment": {name: os.environ[name] for name in ENVIRONMENT},
+            "dtype": found.about.dtype,
+            "threads": found.about.threads,
+            "environment": {name: os.environ[name] for name in settings},
         },
         "prompts": list(options.prompts),
-        "methods": [
-            row._asdict()
-            | {
-                "speculative_config": config and config | {"model": shown(config["model"])},
-                "seconds": run.seconds,
-                "cpu_seconds": run.cpu_seconds,
-                "counters": run.counters,
-                "texts": run.texts,
-            }
-            for row, (_, config), run in zip(rows, compared, generations, strict=True)
-        ],
+        "loads": found.figures(shown),
     }
 
 
@@ -186,3 +196,11 @@ def _model(text: str) -> str:
             "vllm_adaptive_tree/demo_pair`, or name both models"
         )
     return text
+
+
+def _bundled(model: str) -> bool:
+    return model == str(PAIR / "target")
+
+
+def _size(text: str) -> int:
+    return 0 if text == "none" else parameters(text)

@@ -45,5 +45,5 @@ def remark(rows: Sequence[Row]) -> str | None:
         return None
     return (
         f"Slower than no speculation here: {'; '.join(slower)}. Drafting and verifying cost more than the steps that "
-        "they save: on a CPU every verified node is extra work, and a step of a tiny target is cheap."
+        "they save: on a CPU every verified node is extra work."
     )
