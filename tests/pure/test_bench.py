@@ -150,12 +150,11 @@ def test_which_configurations_are_fixed():
 # ---- loads
 
 
-@pytest.mark.parametrize(("concurrency", "sizes"), [(1, [1] * 4), (2, [2, 2]), (3, [3, 3]), (8, [8]), (32, [32])])
-def test_a_round_keeps_its_concurrency(concurrency, sizes):
-    found = loads.batches([str(number) for number in range(200)], concurrency, 0)
-    assert [len(batch) for batch in found] == sizes
-    later = loads.batches([str(number) for number in range(200)], concurrency, 1)
-    assert not {prompt for batch in found for prompt in batch} & {prompt for batch in later for prompt in batch}
+@pytest.mark.parametrize(("concurrency", "count"), [(1, 4), (2, 6), (3, 9), (32, 96)])
+def test_every_round_has_prompts_of_its_own(concurrency, count):
+    first, second = (loads.load([str(number) for number in range(200)], concurrency, number) for number in (0, 1))
+    assert len(first) == len(second) == count
+    assert len({*first, *second}) == 2 * count
 
 
 def test_standard_prompts():

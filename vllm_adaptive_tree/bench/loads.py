@@ -9,8 +9,8 @@ from pathlib import Path
 
 from vllm_adaptive_tree.cli.prompts import PROMPTS
 
-FEWEST = 4
-"""Requests of a round, at least."""
+FEWEST, WAVES = 4, 3
+"""Requests of a round: at least, and for each of those that run at a time."""
 LINES = 4
 MOST = 400
 """Prompts; later rounds begin again."""
@@ -28,11 +28,10 @@ def standard() -> tuple[str, ...]:
     return (*PROMPTS, *found)[:MOST]
 
 
-def batches(prompts: Sequence[str], concurrency: int, number: int) -> list[list[str]]:
-    """The prompts of round `number` (the warm-up is 0), `concurrency` at a time, `FEWEST` at least."""
-    count = -(-max(concurrency, FEWEST) // concurrency) * concurrency
-    mine = [prompts[(number * count + index) % len(prompts)] for index in range(count)]
-    return [mine[start : start + concurrency] for start in range(0, count, concurrency)]
+def load(prompts: Sequence[str], concurrency: int, number: int) -> list[str]:
+    """The prompts of round `number` (the warm-up is 0), of which `concurrency` run at a time."""
+    count = max(FEWEST, WAVES * concurrency)
+    return [prompts[(number * count + index) % len(prompts)] for index in range(count)]
 
 
 def checksum(tokens: Sequence[int]) -> str:

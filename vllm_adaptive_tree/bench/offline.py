@@ -10,7 +10,7 @@ from itertools import cycle, islice
 from typing import Any
 
 from vllm_adaptive_tree.bench.arrivals import Arrivals, Counters, measurement, peak_memory
-from vllm_adaptive_tree.bench.loads import batches
+from vllm_adaptive_tree.bench.loads import load
 from vllm_adaptive_tree.bench.others import Others
 from vllm_adaptive_tree.bench.plan import Cell, Config
 from vllm_adaptive_tree.bench.repair import repair_sampling
@@ -71,20 +71,20 @@ class Offline:
         if cell.place == "swing":
             found = self._swing(cell, number)
         else:
-            found = self._steady(cell, batches(self.setup.prompts, cell.concurrency, number))
+            found = self._steady(cell, load(self.setup.prompts, cell.concurrency, number))
         return replace(found, repaired=self.repaired and cell.sampled)
 
-    def _steady(self, cell: Cell, loads: Sequence[Sequence[str]]) -> Measurement:
-        before, others, seconds = self._counters(), Others([os.getpid()]), 0.0
+    def _steady(self, cell: Cell, prompts: Sequence[str]) -> Measurement:
+        """A request that ends makes room for the next."""
+        before, others, began = self._counters(), Others([os.getpid()]), time.perf_counter()
+        running: dict[str, Arrivals] = {}
         requests: list[Arrivals] = []
-        for batch in loads:
-            running = {self._add(prompt, cell): Arrivals() for prompt in batch}
-            requests += running.values()
-            began = time.perf_counter()
-            while self.engine.has_unfinished_requests():
-                self._step(running)
-            seconds += time.perf_counter() - began
-        counted = self._counters().since(before)
+        while running or len(requests) < len(prompts):
+            wanted = min(cell.concurrency, len(running) + len(prompts) - len(requests))
+            for name in self._top_up(running, wanted, iter(prompts[len(requests) :]), cell):
+                requests.append(running[name])
+            self._step(running)
+        counted, seconds = self._counters().since(before), time.perf_counter() - began
         return measurement(requests, seconds, counted, peak_memory([os.getpid()]), others.cores())
 
     def _swing(self, cell: Cell, number: int) -> Measurement:
@@ -104,7 +104,7 @@ class Offline:
             while time.perf_counter() - phase_began < self.setup.swing_seconds:
                 for name in self._top_up(running, wanted, prompts, cell):
                     requests.append(running[name])
-                tokens += self._step(running, forget=True)
+                tokens += self._step(running)
             swing[str(wanted)][0] += tokens
             swing[str(wanted)][1] += time.perf_counter() - phase_began
         self.engine.abort_request(list(running))
@@ -129,8 +129,8 @@ class Offline:
         self.engine.add_request(name, {"prompt_token_ids": self.prompts[prompt]}, params)
         return name
 
-    def _step(self, running: dict[str, Arrivals], *, forget: bool = False) -> int:
-        """The number of tokens that it brought; finished requests leave `running` where they are to be forgotten."""
+    def _step(self, running: dict[str, Arrivals]) -> int:
+        """The number of tokens that it brought; finished requests leave `running`."""
         outputs, count = self.engine.step(), 0
         now = time.perf_counter()
         for output in outputs:
@@ -138,7 +138,7 @@ class Offline:
             if output.request_id in running and tokens:
                 running[output.request_id].add(tokens, now)
                 count += len(tokens)
-            if output.finished and forget:
+            if output.finished:
                 running.pop(output.request_id, None)
         return count
 

@@ -18,7 +18,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 
 from vllm_adaptive_tree.bench.arrivals import Arrivals, Counters, measurement, peak_memory
-from vllm_adaptive_tree.bench.loads import batches
+from vllm_adaptive_tree.bench.loads import load
 from vllm_adaptive_tree.bench.offline import Setup
 from vllm_adaptive_tree.bench.others import Others
 from vllm_adaptive_tree.bench.plan import Cell, Config
@@ -47,9 +47,9 @@ class Server:
             raise
 
     def measure(self, cell: Cell, number: int) -> Measurement:
-        loads = batches(self.setup.prompts, cell.concurrency, number)
+        prompts = load(self.setup.prompts, cell.concurrency, number)
         before, others = self._counters(), Others([*self._family(), os.getpid()])
-        requests, seconds = asyncio.run(self._ask(loads))
+        requests, seconds = asyncio.run(self._ask(prompts, cell.concurrency))
         busy = others.cores()
         return measurement(requests, seconds, self._counters().since(before), peak_memory(self._family()), busy)
 
@@ -98,16 +98,20 @@ class Server:
             time.sleep(0.5)
         raise RuntimeError(f"the server of {self.name!r} was not ready after {START_SECONDS:.0f} s; see {self.log}")
 
-    async def _ask(self, loads: Sequence[Sequence[str]]) -> tuple[list[Arrivals], float]:
-        """Each batch after the last, all of its requests at once."""
+    async def _ask(self, prompts: Sequence[str], clients: int) -> tuple[list[Arrivals], float]:
+        """Every client asks for the next prompt when it has its answer."""
         import aiohttp
 
-        requests: list[Arrivals] = []
+        free = asyncio.Semaphore(clients)
+
+        async def ask(session: Any, prompt: str) -> Arrivals:
+            async with free:
+                return await self._request(session, prompt)
+
         timeout = aiohttp.ClientTimeout(total=None, sock_read=600)
         async with aiohttp.ClientSession(timeout=timeout, read_bufsize=2**20) as session:
             began = time.perf_counter()
-            for batch in loads:
-                requests += await asyncio.gather(*(self._request(session, prompt) for prompt in batch))
+            requests = await asyncio.gather(*(ask(session, prompt) for prompt in prompts))
             return requests, time.perf_counter() - began
 
     async def _request(self, session: Any, prompt: str) -> Arrivals:

@@ -16,6 +16,8 @@ PATIENCE = 0.05
 """The same for whether drafting pays: a few poor steps of one request say little."""
 TRIAL = 8
 """Steps, times requests, after which that is judged, and at least two."""
+MARGIN = 0.05
+"""Of tokens per second, in logs: what drafts have to bring, because costs are known no better."""
 REST, LONGEST_REST = 64, 2048
 """Steps without drafts, which are tokens of every request: after the first loss, and after the last of many."""
 
@@ -123,7 +125,7 @@ class Controller:
         size.advantage += max(PATIENCE, 1 / size.judged) * (advantage - size.advantage)
         if size.judged * requests < TRIAL or size.judged < 2:
             return
-        if size.advantage >= 0:
+        if size.advantage >= MARGIN:
             size.last_rest = REST // 2
             return
         size.rest = size.last_rest = min(LONGEST_REST, 2 * size.last_rest)
