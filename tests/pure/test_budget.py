@@ -34,7 +34,22 @@ def random_curve(generator: random.Random) -> Curve:
 
 def test_a_curve_goes_through_its_points_and_never_falls():
     made = curve((1, 2.0), (4, 1.0), (8, 5.0))
-    assert made.at(torch.tensor([1, 4, 6, 8, 10, 0])).tolist() == pytest.approx([2, 2, 3.5, 5, 6.5, 2])
+    assert made.at(torch.tensor([1, 4, 6, 8, 10, 0])).tolist() == pytest.approx([1, 1, 3, 5, 7, 1])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_row_counts_for_more_than_a_later_one(seed):
+    made = random_curve(random.Random(seed))
+    for rows in (3, 17, 30):
+        made.observe(rows, 0.5)
+    costs = made.at(torch.arange(0, 60))
+    assert (costs.diff() >= -1e-12).all()
+
+
+def test_one_slow_measurement_does_not_make_more_rows_dear():
+    made, spoilt = curve((1, 1.0), (4, 1.1), (8, 1.5)), curve((1, 1.0), (2, 1.6), (4, 1.1), (8, 1.5))
+    assert spoilt.at(torch.tensor([4, 6, 8])).tolist() == pytest.approx(made.at(torch.tensor([4, 6, 8])).tolist())
+    assert float(spoilt.at(torch.tensor(2))) == pytest.approx(1.1)
 
 
 @pytest.mark.parametrize("seed", range(20))

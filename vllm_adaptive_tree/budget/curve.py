@@ -12,17 +12,28 @@ BOUND = 0.25
 class Curve:
     """Seconds of a forward by its rows: measured points, straight lines between them, followed as times change.
 
-    Before the first point it is flat, beyond the last it goes on with the slope of the last piece; it never falls.
+    Before the first point it is flat, beyond the last it goes on with the slope of the last piece; it never falls: a
+    point counts for no more than those behind it. So one slow measurement makes more rows look no dearer, and one that
+    was too fast is tried, and corrected.
     """
 
     def __init__(self, rows: Tensor, seconds: Tensor):
-        """`rows` [P] increasing, P >= 2; `seconds` [P], made non-decreasing."""
-        self.rows, self.seconds = rows.double().contiguous(), seconds.double().cummax(0).values
+        """`rows` [P] increasing, P >= 2; `seconds` [P]."""
+        self.rows, self._measured = rows.double().contiguous(), seconds.double()
         self._hull: Curve | None = None
+        self._settle()
+
+    def _settle(self) -> None:
+        """`seconds` [P]: what a point counts for."""
+        self.seconds = self._measured.flip(0).cummin(0).values.flip(0)
+        self._hull = None
 
     def at(self, rows: Tensor) -> Tensor:
         """Seconds for any number of rows, of any shape."""
-        return _interpolate(self.rows, self.seconds, rows.double())
+        x = rows.double()
+        behind = self.seconds[torch.searchsorted(self.rows, x).clamp(max=len(self.rows) - 1)]
+        inside = torch.minimum(_interpolate(self.rows, self._measured, x), behind)
+        return torch.where(x > self.rows[-1], _interpolate(self.rows, self.seconds, x), inside)
 
     def hull(self) -> "Curve":
         """The largest convex curve that is nowhere above this one: each row costs at least as much as the last."""
@@ -42,14 +53,16 @@ class Curve:
 
     def observe(self, rows: int, seconds: float) -> None:
         """A forward of `rows` rows took `seconds`: its nearest points follow, each by its share and within bounds."""
-        off = torch.as_tensor(seconds / float(self.at(torch.tensor(float(rows))))).log().clamp(-BOUND, BOUND)
+        x = torch.tensor(float(rows)).double()
+        believed = self.at(x) if x > self.rows[-1] else _interpolate(self.rows, self._measured, x)
+        off = (seconds / believed).log().clamp(-BOUND, BOUND)
         right = int(torch.searchsorted(self.rows, float(rows)).clamp(1, len(self.rows) - 1))
         left_at, right_at = self.rows[right - 1], self.rows[right]
         share = ((rows - left_at) / (right_at - left_at)).clamp(0, 1)
         weight = torch.zeros_like(self.rows)
         weight[right - 1], weight[right] = 1 - share, share
-        self.seconds = (self.seconds * (STEP * weight * off).exp()).cummax(0).values
-        self._hull = None
+        self._measured = self._measured * (STEP * weight * off).exp()
+        self._settle()
 
     def to_json(self) -> dict[str, Any]:
         return {"rows": self.rows.long().tolist(), "seconds": self.seconds.tolist()}
