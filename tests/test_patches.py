@@ -17,6 +17,7 @@ DIFF = ROOT / "patches" / "vllm-0.32.diff"
 TARGET, DRAFT = (str(ROOT / "vllm_adaptive_tree" / "demo_pair" / name) for name in ("target", "draft"))
 
 TREE_CONFIG = {"method": "opt_tree", "model": DRAFT, "num_speculative_tokens": 12}
+WHOLE = TREE_CONFIG | {"tree": {"budget": None}}  # a budget asks the clock, and no two runs draft the same nodes
 TREE = ("--spec-method", "opt_tree", "--spec-model", DRAFT, "--spec-tokens", "12")
 CHAIN = ("--spec-method", "draft_model", "--spec-model", DRAFT, "--spec-tokens", "3")
 
@@ -82,7 +83,7 @@ def stock() -> dict[str, Any]:
         "flags": built(*TREE),
         "tree": built(*json_flag),
         "chain": built(*CHAIN),
-        "generated": generated(TREE_CONFIG),
+        "generated": generated(WHOLE),
     }
 
 
@@ -106,7 +107,7 @@ def patched() -> dict[str, Any]:
         "mixed": built(*TREE[2:], "--speculative-config", '{"method": "opt_tree", "tree": {"max_depth": 4}}'),
         "unknown": built("--spec-method", "no_such_method"),
         "chain": built(*CHAIN),
-        "generated": generated(TREE_CONFIG),
+        "generated": generated(WHOLE),
     }
     before = [vars(owner)[name] for owner, name in names]  # vLLM's own: no plugin has run
     assert all(function.__code__.co_filename.startswith(str(Path(vllm.__file__).parent)) for function in before)

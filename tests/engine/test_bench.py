@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.engines import DRAFT, TARGET
-from vllm_adaptive_tree.bench.loads import standard
+from vllm_adaptive_tree.bench.loads import FEWEST, WAVES, standard
 from vllm_adaptive_tree.bench.offline import Setup
 from vllm_adaptive_tree.bench.plan import BASE, Cell, Config
 from vllm_adaptive_tree.bench.process import EngineProcess
@@ -15,7 +15,7 @@ from vllm_adaptive_tree.bench.rounds import Store
 from vllm_adaptive_tree.bench.server import Server
 from vllm_adaptive_tree.cli.main import main
 
-TOKENS = 6
+TOKENS, REQUESTS = 6, max(FEWEST, 2 * WAVES)
 FIXED = {"method": "opt_tree", "num_speculative_tokens": 6, "tree": {"threshold": 0, "budget": 12}}
 CONFIG = f"fixed={json.dumps(FIXED)}"
 SMALL = ["--methods", "", "--config", CONFIG, "--chains", "", "--concurrency", "2", "--sampled", "", "--server", ""]
@@ -44,7 +44,7 @@ def test_a_run(out: Path) -> None:
     assert 0 < sum(ours["phases"].values()) < ours["step"]
     assert plain["memory"] > 2**28
     for measurement in (one.measured[name] for one in Store.open(out, settings(out)).rounds for name in one.measured):
-        assert measurement.tokens == 4 * TOKENS
+        assert measurement.tokens == REQUESTS * TOKENS
         assert measurement.steps >= measurement.decode_steps / 2
     assert "| fixed |" in (out / "results.md").read_text()
 
