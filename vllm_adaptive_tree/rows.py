@@ -22,17 +22,21 @@ def largest(rows: Tensor, offset: Tensor, k: int) -> tuple[Tensor, Tensor, Tenso
     if width * vocabulary <= SHORT:
         value, place = (rows + offset[..., None]).flatten(-2).topk(min(k, width * vocabulary))
         return value, place // vocabulary, place % vocabulary
-    chunks = -(-vocabulary // CHUNK)
     maxima = _chunked(rows, lambda part: part.amax(-1))
-    best = (maxima + offset[..., None]).flatten(-2).topk(min(k, width * chunks)).indices  # [..., C]
-    row, chunk = best // chunks, best % chunks
-    token = chunk[..., None] * CHUNK + torch.arange(CHUNK, device=rows.device)  # [..., C, 64]
-    beyond = token >= vocabulary
-    place = row[..., None] * vocabulary + token.clamp(max=vocabulary - 1)
-    value = rows.flatten(-2).gather(-1, place.flatten(-2)).unflatten(-1, token.shape[-2:])
-    value = (value + offset.gather(-1, row)[..., None]).masked_fill(beyond, -torch.inf).flatten(-2)
-    value, at = value.topk(min(k, width * vocabulary))
-    return value, row.gather(-1, at // CHUNK), token.flatten(-2).gather(-1, at)
+    chunks = maxima.shape[-1]
+    best = maxima.add_(offset[..., None]).flatten(-2).topk(min(k, width * chunks)).indices  # [..., C]
+    row = best // chunks
+    spare = chunks * CHUNK - vocabulary  # places that the last chunk of a row lacks
+    start = best * CHUNK - row * spare if spare else best * CHUNK
+    place = start[..., None] + torch.arange(CHUNK, device=rows.device)  # [..., C, 64] in [W * V]
+    inside_row = place.clamp(max=width * vocabulary - 1) if spare else place
+    value = rows.flatten(-2).gather(-1, inside_row.flatten(-2)).view(place.shape)
+    value += offset.gather(-1, row)[..., None]
+    if spare:
+        value.masked_fill_(place >= ((row + 1) * vocabulary)[..., None], -torch.inf)
+    value, at = value.flatten(-2).topk(min(k, width * vocabulary))
+    place = place.flatten(-2).gather(-1, at)
+    return value, place // vocabulary, place % vocabulary
 
 
 def best_tokens(rows: Tensor, count: int) -> Tensor:
@@ -70,8 +74,8 @@ def inside(rows: Tensor, chunk: Tensor, gone: Tensor, fill: float) -> Tensor:
 
 
 def _chunked(rows: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
-    full = rows.shape[-1] // CHUNK
-    parts = [reduce(rows[..., : full * CHUNK].unflatten(-1, (full, CHUNK)))]
-    if rows.shape[-1] > full * CHUNK:
-        parts.append(reduce(rows[..., full * CHUNK :])[..., None])
+    full, rest = divmod(rows.shape[-1], CHUNK)
+    if not rest:
+        return reduce(rows.unflatten(-1, (full, CHUNK)))
+    parts = [reduce(rows[..., :-rest].unflatten(-1, (full, CHUNK))), reduce(rows[..., -rest:])[..., None]]
     return torch.cat(parts, -1)

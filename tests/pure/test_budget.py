@@ -46,6 +46,12 @@ def test_no_row_counts_for_more_than_a_later_one(seed):
     assert (costs.diff() >= -1e-12).all()
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_one_number_of_rows_costs_what_it_costs_among_others(seed):
+    for made in (random_curve(random.Random(seed)), random_curve(random.Random(seed)).hull()):
+        assert [made.cost(rows) for rows in range(60)] == pytest.approx(made.at(torch.arange(60)).tolist())
+
+
 def test_one_slow_measurement_does_not_make_more_rows_dear():
     made, spoilt = curve((1, 1.0), (4, 1.1), (8, 1.5)), curve((1, 1.0), (2, 1.6), (4, 1.1), (8, 1.5))
     assert spoilt.at(torch.tensor([4, 6, 8])).tolist() == pytest.approx(made.at(torch.tensor([4, 6, 8])).tolist())
@@ -193,7 +199,7 @@ def observed(calibration: Calibration, seed: int, steps: int, chance: float) -> 
         value = torch.rand(40, generator=generator).double() ** 3
         depth = torch.randint(1, 6, (40,), generator=generator)
         accepted = torch.rand(40, generator=generator) < (value**chance) * 0.9**depth
-        calibration.observe(value, depth, accepted)
+        calibration.observe(value.tolist(), depth.tolist(), accepted.tolist())
 
 
 def test_without_observations_a_value_is_its_own_chance():
@@ -213,15 +219,38 @@ def test_what_is_predicted_is_what_is_accepted(chance):
     assert 0.95 < calibration.predicted / calibration.observed < 1.05
 
 
+def test_lucky_bins_promise_nothing():
+    """With a running maximum in place of the regression it comes to 1.014."""
+    predicted = accepted_nodes = 0.0
+    for seed in range(4):
+        calibration, values = Calibration(), torch.Generator().manual_seed(seed)
+        for _ in range(500):
+            value = torch.rand(16, generator=values).double() ** 2
+            accepted = torch.rand(16, generator=values) < value
+            calibration.observe(value.tolist(), [1 + node // 2 for node in range(16)], accepted.tolist())
+        predicted, accepted_nodes = predicted + calibration.predicted, accepted_nodes + calibration.observed
+    assert 0.99 < predicted / accepted_nodes < 1.005
+
+
 def test_it_never_falls_with_the_value():
     calibration = Calibration()
     generator = torch.Generator().manual_seed(0)
     for _ in range(50):  # noise: whatever happens, the order of slots of a depth stays
         value = torch.rand(20, generator=generator)
-        calibration.observe(value, torch.ones(20).long(), torch.rand(20, generator=generator) < 0.5)
+        calibration.observe(value.tolist(), [1] * 20, (torch.rand(20, generator=generator) < 0.5).tolist())
     value = torch.logspace(-6, 0, 400)
     found = calibration(value, torch.ones(400).long())
     assert (found.diff() >= -1e-12).all()
+
+
+def test_what_is_predicted_is_the_sum_of_the_chances():
+    calibration = Calibration()
+    observed(calibration, 0, 20, 0.5)
+    value, depth = torch.logspace(-6, 0, 400), torch.arange(1, 21).repeat(20)
+    expected = float(calibration(value, depth).sum())
+    calibration.predicted = 0.0
+    calibration.observe(value.tolist(), depth.tolist(), [False] * 400)
+    assert calibration.predicted == pytest.approx(expected)
 
 
 def test_it_follows_a_change():

@@ -88,8 +88,9 @@ def test_branches_read_as_chains_in_the_slots_of_their_depth(seed):
         visited += branch
     assert sorted(visited) == list(range(len(tree)))
     assert len(tree.branches()) == len(set(range(len(tree))) - set(tree.parents)), "one branch a leaf"
+    assert [slots[depth] for depth, _ in enumerate(tree.first_path(), 1)] == tree.first_path(), "the last word"
 
 
 def test_branches_of_a_chain():
     assert TokenTree.chain([3, 1, 2]).branches() == [[0, 1, 2]]
-    assert BRANCHED.branches() == [[0, 2, 6], [3, 5], [1, 4]]
+    assert BRANCHED.branches() == [[1, 4], [0, 3, 5], [2, 6]]

@@ -5,6 +5,9 @@ from torch import Tensor
 
 from vllm_adaptive_tree.budget.curve import Curve
 
+LEAST = 1e-300
+"""The value of a node, at least; a slot without one has 0."""
+
 
 def allocate(values: Tensor, *, verify: Curve, spent: float, sampled: bool, most: int | None = None) -> Tensor:
     """The number of nodes to keep of each tree, [R]: of its list, the first ones.
@@ -25,20 +28,19 @@ def allocate(values: Tensor, *, verify: Curve, spent: float, sampled: bool, most
         most: nodes of the whole batch.
     """
     requests, nodes = values.shape
-    values = values.double().cummin(1).values
-    # by value, ties by place in the list, then by request: never by token
-    order = values.t().flatten().argsort(descending=True, stable=True)
-    value = values.t().flatten()[order]
-    gain = requests + torch.nn.functional.pad(value.cumsum(0), (1, 0))  # [R * N + 1]
-    count = torch.arange(len(gain), device=values.device)
-    seconds = spent + (verify.hull() if sampled else verify).at(requests + count)
+    value = values.double().cummin(1).values.t().flatten()
+    if requests > 1:  # by value, ties by place in the list, then by request: never by token
+        value, order = value.sort(descending=True, stable=True)
+    gain = torch.cat((value.new_full((1,), requests), value)).cumsum(0)  # [R * N + 1]
+    rows = torch.arange(requests, requests + len(gain), device=values.device)
+    seconds = (verify.hull() if sampled else verify).at(rows) + spent
     rate = gain / seconds
     if sampled:
-        pays = (value >= rate[:-1] * seconds.diff()) & (value > 0)
-        size = pays.long().cumprod(0).sum()
+        pays = value >= (rate[:-1] * seconds.diff()).clamp_(min=LEAST)
+        size = pays.cumprod(0).sum()
     else:
-        size = torch.where(torch.nn.functional.pad(value > 0, (1, 0), value=True), rate, -1.0).argmax()
+        rate[1:].masked_fill_(value <= 0, -1.0)
+        size = rate.argmax()
     if most is not None:
         size = size.clamp(max=most)
-    kept = torch.zeros_like(value, dtype=torch.int64).scatter(0, order, (count[:-1] < size).long())
-    return kept.view(nodes, requests).sum(0)
+    return (order.argsort() < size).view(nodes, requests).sum(0) if requests > 1 else size[None]

@@ -1,3 +1,7 @@
+import math
+from array import array
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -8,6 +12,9 @@ PRIOR = 8.0
 """Observations that the draft's own probability counts for in every bin."""
 MEMORY = 300.0
 """Observations of a bin after which an old one weighs 1/e."""
+SCALE, OFFSET = -BINS / math.log(LOWEST), BINS + 0.5
+"""SCALE * log(value) + OFFSET: where a value lies among the centres of the bins 1 to BINS."""
+ROW = BINS + 2
 
 
 class Calibration:
@@ -18,39 +25,59 @@ class Calibration:
     """
 
     def __init__(self) -> None:
-        # [DEPTHS, BINS]; a bin starts as its nodes' own predictions
-        centre = LOWEST ** (1 - (torch.arange(BINS).double() + 0.5) / BINS)
-        self.hits = (PRIOR * centre).expand(DEPTHS, BINS).clone()
-        self.trials = torch.full((DEPTHS, BINS), PRIOR).double()
+        # [1 + DEPTHS, ROW], flat; depth 0 and the columns at both ends hold no observations
+        centre = [LOWEST ** (1 - (bin_ + 0.5) / BINS) for bin_ in range(BINS)]
+        prior = [0.0, *(PRIOR * chance for chance in centre), 0.0]  # a bin starts as its nodes' own predictions
+        self.hits = array("d", prior * (1 + DEPTHS))
+        self.trials = array("d", [PRIOR] * len(self.hits))
+        self.chance = array("d", [0.0] * len(self.hits))
         self.predicted = self.observed = 0.0
         """Sums over all nodes verified so far: what was expected of them, and what was accepted."""
+        self._low = torch.frombuffer(self.chance, dtype=torch.float64)
+        self._high = self._low[1:]
+        for depth in range(1, 1 + DEPTHS):
+            self._settle(depth)
+
+    def _settle(self, depth: int) -> None:
+        first, end = depth * ROW + 1, depth * ROW + 1 + BINS
+        self.chance[first:end] = array("d", _rising(self.hits[first:end], self.trials[first:end]))
+        self.chance[end] = self.chance[end - 1]
 
     def __call__(self, value: Tensor, depth: Tensor) -> Tensor:
         """The chance [...] that a node of this value and depth (1: below the root) is accepted."""
-        chance = (self.hits / self.trials).cummax(1).values  # never falling with the value
-        chance = torch.nn.functional.pad(chance, (1, 1))
-        chance[:, 0], chance[:, -1] = 0.0, chance[:, -2]
-        place = _place(value)  # between bin centres
-        left = place.floor().clamp(0, BINS).long()
-        row = (depth - 1).clamp(0, DEPTHS - 1)
-        low, high = chance[row, left], chance[row, left + 1]
-        return torch.where(value > 0, low + (high - low) * (place - left).clamp(0, 1), 0.0)
+        place = value.double().clamp(LOWEST, 1).log_().mul_(SCALE).add_(OFFSET)  # between bin centres
+        left = place.long()
+        cell = torch.add(left, depth.clamp(max=DEPTHS), alpha=ROW)
+        chance = torch.lerp(self._low.take(cell), self._high.take(cell), place - left)
+        return chance.masked_fill_(value <= 0, 0.0)
 
-    def observe(self, value: Tensor, depth: Tensor, accepted: Tensor) -> None:
-        """Nodes [M] that were verified, and which of them (bool) were accepted."""
-        if not len(value):
-            return
-        self.predicted += float(self(value, depth).sum())
-        self.observed += float(accepted.sum())
-        bin_ = (_place(value) - 0.5).floor().clamp(0, BINS - 1).long()
-        cell = (depth - 1).clamp(0, DEPTHS - 1) * BINS + bin_
-        new = torch.zeros_like(self.trials).view(-1).index_add_(0, cell, torch.ones_like(value, dtype=torch.float64))
-        hit = torch.zeros_like(self.trials).view(-1).index_add_(0, cell, accepted.double())
-        fade = torch.exp(-new / MEMORY)
-        self.trials = (self.trials.view(-1) * fade + new).view_as(self.trials)
-        self.hits = (self.hits.view(-1) * fade + hit).view_as(self.hits)
+    def observe(self, value: Sequence[float], depth: Sequence[int], accepted: Sequence[bool]) -> None:
+        """Nodes [M] that were verified, and which of them were accepted."""
+        new: dict[int, list[bool]] = {}
+        for one, level, hit in zip(value, depth, accepted, strict=True):
+            place = SCALE * math.log(min(max(one, LOWEST), 1)) + OFFSET
+            left, row = int(place), min(level, DEPTHS) * ROW
+            if one > 0:  # as in a call
+                low, high = self.chance[row + left : row + left + 2]
+                self.predicted += low + (high - low) * (place - left)
+            new.setdefault(row + min(int(place + 0.5), BINS), []).append(hit)
+        for cell, hits in new.items():
+            fade = math.exp(-len(hits) / MEMORY)
+            self.trials[cell] = self.trials[cell] * fade + len(hits)
+            self.hits[cell] = self.hits[cell] * fade + sum(hits)
+            self.observed += sum(hits)
+        for level in {cell // ROW for cell in new}:
+            self._settle(level)
 
 
-def _place(value: Tensor) -> Tensor:
-    """Where a value lies among the bin centres: 1 at the first, BINS at the last."""
-    return BINS * (1 - value.double().clamp(LOWEST, 1).log() / torch.tensor(LOWEST).double().log()) + 0.5
+def _rising(hits: Sequence[float], trials: Sequence[float]) -> list[float]:
+    """The ratios of `hits` to `trials`, pooled with their neighbours where they would fall (isotonic regression): a
+    running maximum would believe every lucky bin, and promise too much."""
+    pools: list[tuple[float, float, int]] = []
+    for hit, trial in zip(hits, trials, strict=True):
+        count = 1
+        while pools and pools[-1][0] * trial >= hit * pools[-1][1]:
+            more_hits, more_trials, more = pools.pop()
+            hit, trial, count = hit + more_hits, trial + more_trials, count + more
+        pools.append((hit, trial, count))
+    return [hit / trial for hit, trial, count in pools for _ in range(count)]

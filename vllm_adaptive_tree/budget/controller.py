@@ -1,8 +1,8 @@
 """What a batch drafts and verifies in a step, decided from the steps before."""
 
 import math
+from itertools import accumulate
 
-import torch
 from torch import Tensor
 
 from vllm_adaptive_tree.budget.allocation import allocate
@@ -97,22 +97,22 @@ class Controller:
         usual = (size.drafting or 0.0) if self.sampled else spent
         kept = allocate(chance, verify=self.verify, spent=usual + self.overhead, sampled=self.sampled)
         if judged:
-            taken = torch.arange(value.shape[1]) < kept[:, None]
-            self._judge(size, chance.cummin(1).values, depth, taken, spent, levels)
+            self._judge(size, requests, _taken(chance, depth, kept), spent, levels)
         return kept
 
-    def _judge(self, size: Size, chance: Tensor, depth: Tensor, taken: Tensor, spent: float, levels: int) -> None:
-        requests, nodes = len(taken), int(taken.sum())
-        without, within = (self.verify.at(torch.tensor([requests, requests + nodes])) + self.overhead).tolist()
-        tokens = requests + float(chance[taken].sum())
+    def _judge(self, size: Size, requests: int, taken: list[tuple[float, int]], spent: float, levels: int) -> None:
+        """`taken`: chance and depth of every node that is verified."""
+        without, within = (self.verify.cost(rows) + self.overhead for rows in (requests, requests + len(taken)))
+        row = (within - without) / max(1, len(taken))
+        brought, seconds = [0.0] * DEPTHS, [0.0, *[size.level] * (DEPTHS - 1)]
+        for chance, depth in taken:
+            place = min(depth, DEPTHS) - 1
+            brought[place] += chance
+            seconds[place] += row
+        tokens = requests + sum(brought)
         rate = tokens / (within + spent)
         size.rate += (STEP if size.rate else 1) * (rate - size.rate)
-        place = (depth[taken] - 1).clamp(0, DEPTHS - 1)
-        brought = torch.zeros(DEPTHS).double().index_add_(0, place, chance[taken].double())
-        rows = torch.zeros(DEPTHS).double().index_add_(0, place, torch.ones_like(place).double())
-        seconds = rows * (within - without) / max(1, nodes)
-        seconds[1:] += size.level
-        size.levels.observe(brought, size.rate * seconds, levels + 1)
+        size.levels.observe(brought, [size.rate * one for one in seconds], levels + 1)
         if size.drafting is None:
             size.drafting = spent
         if size.levels.everything:
@@ -142,4 +142,12 @@ class Controller:
         size.level += (STEP if size.level else 1) * (min(seconds, 4 * size.level or seconds) - size.level)
 
 
-FREE = Curve(torch.tensor([0, 1]), torch.tensor([1e-9, 1e-9]))
+def _taken(chance: Tensor, depth: Tensor, kept: Tensor) -> list[tuple[float, int]]:
+    """Chance and depth of the first `kept` [R] nodes of each list [R, N]; none counts for more than one before it."""
+    taken: list[tuple[float, int]] = []
+    for chances, depths, count in zip(chance.tolist(), depth.tolist(), kept.tolist(), strict=True):
+        taken += zip(accumulate(chances[:count], min), depths, strict=False)
+    return taken
+
+
+FREE = Curve([0, 1], [1e-9, 1e-9])

@@ -1,12 +1,19 @@
+import math
+from bisect import bisect_left
+from itertools import accumulate, pairwise
 from typing import Any, Self
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 STEP = 0.1
 """How far one measurement moves a point of the curve towards itself, in log seconds."""
 BOUND = 0.25
 """The farthest that it may lie off; what a stalled machine adds beyond this is not believed."""
+FAR = float(1 << 30)
+"""Rows beyond the last point up to which a curve goes on."""
 
 
 class Curve:
@@ -17,30 +24,53 @@ class Curve:
     was too fast is tried, and corrected.
     """
 
-    def __init__(self, rows: Tensor, seconds: Tensor):
+    def __init__(self, rows: ArrayLike, seconds: ArrayLike):
         """`rows` [P] increasing, P >= 2; `seconds` [P]."""
-        self.rows, self._measured = rows.double().contiguous(), seconds.double()
-        self._hull: Curve | None = None
+        # lists: they are short, and followed one point at a time
+        self._rows: list[float] = np.asarray(rows, dtype=np.float64).tolist()
+        self._measured: list[float] = np.asarray(seconds, dtype=np.float64).tolist()
         self._settle()
 
     def _settle(self) -> None:
-        """`seconds` [P]: what a point counts for."""
-        self.seconds = self._measured.flip(0).cummin(0).values.flip(0)
-        self._hull = None
+        """What the points count for, and the lines that follow from it."""
+        x, measured = self._rows, self._measured
+        self._seconds = y = list(accumulate(reversed(measured), min))[::-1]
+        self._x, self._y = x[:1], y[:1]
+        for right in range(1, len(x)):
+            left = right - 1
+            if measured[left] < y[right] < measured[right]:  # up to what the right point counts for, then flat
+                share = (y[right] - measured[left]) / (measured[right] - measured[left])
+                self._x.append(x[left] + (x[right] - x[left]) * share)
+                self._y.append(y[right])
+            self._x.append(x[right])
+            self._y.append(y[right])
+        self._x.append(x[-1] + FAR)
+        self._y.append(y[-1] + (y[-1] - y[-2]) / (x[-1] - x[-2]) * FAR)
+        self._hull: Curve | None = None
+
+    @property
+    def rows(self) -> NDArray[np.float64]:
+        return np.array(self._rows)
+
+    @property
+    def seconds(self) -> NDArray[np.float64]:
+        """[P]: what a point counts for."""
+        return np.array(self._seconds)
 
     def at(self, rows: Tensor) -> Tensor:
-        """Seconds for any number of rows, of any shape."""
-        x = rows.double()
-        behind = self.seconds[torch.searchsorted(self.rows, x).clamp(max=len(self.rows) - 1)]
-        inside = torch.minimum(_interpolate(self.rows, self._measured, x), behind)
-        return torch.where(x > self.rows[-1], _interpolate(self.rows, self.seconds, x), inside)
+        """Seconds for any number of rows, of any shape; on the host."""
+        return torch.as_tensor(np.interp(rows.numpy(), self._x, self._y))
+
+    def cost(self, rows: float) -> float:
+        """The same for one number of rows."""
+        return _interpolate(self._x, self._y, rows)
 
     def hull(self) -> "Curve":
         """The largest convex curve that is nowhere above this one: each row costs at least as much as the last."""
         if self._hull is not None:
             return self._hull
         kept: list[int] = []
-        points = list(zip(self.rows.tolist(), self.seconds.tolist(), strict=True))
+        points = list(zip(self._rows, self._seconds, strict=True))
         for index, (x, y) in enumerate(points):
             while len(kept) > 1:
                 (x0, y0), (x1, y1) = points[kept[-2]], points[kept[-1]]
@@ -48,39 +78,42 @@ class Curve:
                     break
                 kept.pop()
             kept.append(index)
-        self._hull = Curve(self.rows[kept], self.seconds[kept])
+        self._hull = Curve(*zip(*(points[index] for index in kept), strict=True))
         return self._hull
 
     def observe(self, rows: int, seconds: float) -> None:
         """A forward of `rows` rows took `seconds`: its nearest points follow, each by its share and within bounds."""
-        x = torch.tensor(float(rows)).double()
-        believed = self.at(x) if x > self.rows[-1] else _interpolate(self.rows, self._measured, x)
-        off = (seconds / believed).log().clamp(-BOUND, BOUND)
-        right = int(torch.searchsorted(self.rows, float(rows)).clamp(1, len(self.rows) - 1))
-        left_at, right_at = self.rows[right - 1], self.rows[right]
-        share = ((rows - left_at) / (right_at - left_at)).clamp(0, 1)
-        weight = torch.zeros_like(self.rows)
-        weight[right - 1], weight[right] = 1 - share, share
-        self._measured = self._measured * (STEP * weight * off).exp()
+        believed = self.cost(rows) if rows > self._rows[-1] else _interpolate(self._rows, self._measured, rows)
+        off = math.log(min(max(seconds / believed, math.exp(-BOUND)), math.exp(BOUND)))
+        right = _right(self._rows, rows)
+        left_at, right_at = self._rows[right - 1 : right + 1]
+        share = min(max((rows - left_at) / (right_at - left_at), 0), 1)
+        self._measured[right - 1] *= math.exp(STEP * (1 - share) * off)
+        self._measured[right] *= math.exp(STEP * share * off)
         self._settle()
 
     def to_json(self) -> dict[str, Any]:
-        return {"rows": self.rows.long().tolist(), "seconds": self.seconds.tolist()}
+        return {"rows": [int(x) for x in self._rows], "seconds": self._seconds}
 
     @classmethod
     def from_json(cls, data: Any) -> Self:
         """Raises ValueError where `data` is not what `to_json` gives."""
         try:
-            rows, seconds = (torch.tensor([float(x) for x in data[key]]).double() for key in ("rows", "seconds"))
+            rows, seconds = ([float(x) for x in data[key]] for key in ("rows", "seconds"))
         except (TypeError, KeyError, ValueError) as error:
             raise ValueError('a curve is {"rows": [numbers], "seconds": [numbers]}') from error
-        if len(rows) != len(seconds) or len(rows) < 2 or not (rows.diff() > 0).all() or not (seconds > 0).all():
+        rising = all(a < b for a, b in pairwise(rows))
+        if len(rows) != len(seconds) or len(rows) < 2 or not rising or not all(x > 0 for x in seconds):
             raise ValueError("a curve needs two or more points, their rows increasing, their seconds above 0")
         return cls(rows, seconds)
 
 
-def _interpolate(x: Tensor, y: Tensor, at: Tensor) -> Tensor:
-    right = torch.searchsorted(x, at).clamp(1, len(x) - 1)
+def _right(x: list[float], at: float) -> int:
+    """The right end of the piece on which `at` lies, or to which it is nearest."""
+    return min(max(bisect_left(x, at), 1), len(x) - 1)
+
+
+def _interpolate(x: list[float], y: list[float], at: float) -> float:
+    right = _right(x, at)
     left = right - 1
-    slope = (y[right] - y[left]) / (x[right] - x[left])
-    return y[left] + slope * (at - x[left]).clamp(min=0)
+    return y[left] + (y[right] - y[left]) / (x[right] - x[left]) * max(0, at - x[left])

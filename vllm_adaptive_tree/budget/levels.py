@@ -1,5 +1,5 @@
-import torch
-from torch import Tensor
+from collections.abc import Sequence
+from itertools import accumulate
 
 from vllm_adaptive_tree.budget.calibration import DEPTHS
 
@@ -18,8 +18,8 @@ class Levels:
     """
 
     def __init__(self) -> None:
-        self.worth = torch.zeros(DEPTHS).double()  # tokens that each depth brought, less what it cost in tokens
-        self.judged = torch.zeros(DEPTHS).double()
+        self.worth = [0.0] * DEPTHS  # tokens that each depth brought, less what it cost in tokens
+        self.judged = [0] * DEPTHS
         self.steps = 0
         self.everything = True
         """Whether this step drafts all levels."""
@@ -28,12 +28,13 @@ class Levels:
         """The most levels of this step."""
         self.everything = self.steps < FIRST or self.steps % EVERY == 0
         self.steps += 1
-        most = 1 + int(self.worth.cumsum(0).argmax())
+        worth = list(accumulate(self.worth))
+        most = 1 + worth.index(max(worth))
         return ALL if self.everything or most == DEPTHS else most  # the last depth stands for all below it
 
-    def observe(self, tokens: Tensor, cost: Tensor, drafted: int) -> None:
+    def observe(self, tokens: Sequence[float], cost: Sequence[float], drafted: int) -> None:
         """What each depth was expected to bring and what it cost in tokens, both [DEPTHS]; levels `drafted`."""
-        seen = torch.arange(DEPTHS) < drafted
-        self.judged += seen
-        weight = (1 / self.judged.clamp(min=1)).clamp(min=STEP)  # at first the plain average
-        self.worth = torch.where(seen, self.worth + weight * (tokens - cost - self.worth), self.worth)
+        for place in range(min(drafted, DEPTHS)):
+            self.judged[place] += 1
+            weight = max(STEP, 1 / self.judged[place])  # at first the plain average
+            self.worth[place] += weight * (tokens[place] - cost[place] - self.worth[place])

@@ -44,7 +44,7 @@ class TreeRows:
 class Round:
     """At most one branch of every tree; the first round also holds every row that belongs to no branching tree."""
 
-    rows: Tensor  # [M] int64: rows of the flat batch that attend
+    rows: slice  # of `VerifyMetadata.rows`: those that attend
     nodes: slice  # of `VerifyMetadata.nodes`: the nodes among them
     slots: Tensor  # [nodes] int64: where their K/V goes first, the slot of the node's position
     native: CPUAttentionMetadata
@@ -59,6 +59,7 @@ class VerifyMetadata:
     """
 
     rounds: list[Round]
+    rows: Tensor  # [all] int64: rows of the flat batch, round after round
     nodes: Tensor  # [nodes of all trees] int64: rows of the flat batch, in the order of the walk
     saved: dict[str, tuple[Tensor, Tensor]]  # layer -> key, value [nodes, Hkv, D]
 
@@ -105,10 +106,12 @@ class TreeAttentionImpl(CPUAttentionBackendImpl):
     ) -> Tensor:
         keys, values = key.index_select(0, step.nodes), value.index_select(0, step.nodes)
         step.saved[layer.layer_name] = keys, values
+        queries = query.index_select(0, step.rows)
+        results = torch.empty_like(queries)
         for turn in step.rounds:
             self.do_kv_cache_update(layer, keys[turn.nodes], values[turn.nodes], kv_cache, turn.slots)
-            self._native(layer, query, key, value, kv_cache, turn.native, turn.rows, out)
-        return out
+            super().forward(layer, queries[turn.rows], key, value, kv_cache, turn.native, results[turn.rows])
+        return out.index_copy_(0, step.rows, results)
 
     def _draft(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, step: DraftMetadata, out: Tensor
@@ -120,22 +123,6 @@ class TreeAttentionImpl(CPUAttentionBackendImpl):
         result = attend(trees.pad(query), tree_keys, tree_values, keys.bias, self.scale)
         out[trees.first :] = trees.unpad(result)
         return out
-
-    def _native(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        metadata: CPUAttentionMetadata,
-        rows: Tensor,
-        out: Tensor,
-    ) -> None:
-        """vLLM's kernel on some rows of the flat batch."""
-        part = query.index_select(0, rows)
-        result = super().forward(layer, part, key, value, kv_cache, metadata, torch.empty_like(part))
-        out.index_copy_(0, rows, result)
 
 
 def native_metadata(builder: Any, lengths: list[int], seq_lens: list[int], block_table: Tensor, slots: Tensor) -> Any:
@@ -173,6 +160,7 @@ class DraftKeys:
         """`block_table` [R, blocks], `context` [R] lengths."""
         self.block_table, self.context = block_table, context
         self.width = block_table.shape[1] * block_size
+        self.behind = context_bias(context, self.width)  # [R, 1, width]
         self.scratch: dict[str, tuple[Tensor, Tensor]] = {}  # layer -> key, value [R, Hkv, width + room, D]
         self.seen = torch.zeros(block_table.shape[0], 0, 0, dtype=torch.bool)  # [R, S, S]: node, its ancestors
         self.bias = torch.empty(0)
@@ -197,7 +185,8 @@ class DraftKeys:
             old = torch.nn.functional.pad(self.seen, (0, width))
             self.seen = torch.cat([old, torch.cat([above, own], 2)], 1)
         self.level += 1
-        self.bias = _bias(self.context, self.width, self.seen[:, before:])
+        tree = torch.where(self.seen[:, before:], 0.0, -torch.inf)
+        self.bias = torch.cat([self.behind.expand(-1, width, -1), tree], 2)  # [R, W, width + S]
 
     def read(self, layer: Any, kv_cache: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         end = self.width + self.seen.shape[1]
@@ -215,13 +204,7 @@ class DraftKeys:
         elif old[0].shape[2] >= end:
             return old
         room = max(32, 2 * (end - self.width))
-        keys, values = (part.new_zeros(*part.shape[:2], self.width + room, part.shape[3]) for part in old)
+        keys, values = (part.new_empty(*part.shape[:2], self.width + room, part.shape[3]) for part in old)
         keys[:, :, : old[0].shape[2]], values[:, :, : old[1].shape[2]] = old
         self.scratch[layer.layer_name] = keys, values
         return keys, values
-
-
-def _bias(context: Tensor, width: int, mask: Tensor) -> Tensor:
-    """[R] context lengths, [R, T, S] bool -> [R, T, width + S] float32."""
-    tree = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
-    return torch.cat([context_bias(context, width).expand(-1, mask.shape[1], -1), tree], 2)

@@ -11,9 +11,10 @@ from torch import Tensor
 from vllm_adaptive_tree.budget import Controller
 from vllm_adaptive_tree.engine.clock import PhaseClock
 from vllm_adaptive_tree.engine.drafts import Draft
-from vllm_adaptive_tree.engine.ranks import from_rank_0
+from vllm_adaptive_tree.engine.ranks import from_rank_0, number_from_rank_0
 from vllm_adaptive_tree.engine.verification import Verification
 from vllm_adaptive_tree.proposers import Frontier, Proposal, StaticTree
+from vllm_adaptive_tree.trees.tree_batch import EMPTY
 
 Agree = Callable[[Frontier, Tensor], tuple[Frontier, bool]]
 """As in `draft_tree`."""
@@ -35,12 +36,13 @@ class BatchBudget:
     def verified(self, drafts: dict[int, Draft], nodes: Tensor) -> None:
         """The drafts of a step by batch row, and the nodes [R, L] that were accepted, -1 behind."""
         value, depth, accepted = [], [], []
+        paths = nodes.tolist()
         for row, draft in drafts.items():
-            path = set(nodes[row].tolist())
+            path = set(paths[row])
             value += draft.value
             depth += draft.tree.depths
             accepted += [node in path for node in range(len(draft.tree))]
-        self.controller.calibration.observe(torch.tensor(value), torch.tensor(depth), torch.tensor(accepted))
+        self.controller.calibration.observe(value, depth, accepted)
 
     def take(self) -> tuple[float, float]:
         """Accepted nodes that were expected, and those observed, since the last call."""
@@ -51,11 +53,11 @@ class BatchBudget:
 
     def drafts(self, requests: int) -> bool:
         """Whether this batch drafts at all."""
-        return bool(from_rank_0(torch.tensor(self.controller.drafts(requests), dtype=torch.int64)))
+        return bool(number_from_rank_0(self.controller.drafts(requests)))
 
     def limited(self, agree: Agree, requests: int) -> Agree:
         """The same, but no more levels than pay."""
-        most = int(from_rank_0(torch.tensor(self.controller.depth(requests))))
+        most = number_from_rank_0(self.controller.depth(requests))
         if self.steers:
             self.proposer.threshold = self.controller.threshold(requests)
         levels = 1
@@ -78,15 +80,18 @@ class BatchBudget:
         tree, seconds = proposal.tree, self.clock.seconds
         value = tree.log_weight.exp()
         if self.by_place:  # a drawn token must not decide on its own cut
-            value = (1 / (1 + torch.arange(value.shape[1]))).expand(value.shape)
-        value = value.masked_fill(~tree.valid, 0.0)
+            value = (1 / torch.arange(1, 1 + value.shape[1])).expand(value.shape)
+        value = value.masked_fill(tree.tokens == EMPTY, 0.0)
         choosing = seconds["tree"] / (1 + len(growing))  # of each level, the roots' included
         for one in growing:
             self.controller.drafted(len(drafts), one + choosing)
         spent = seconds["draft"] + seconds["tree"]
         kept = from_rank_0(self.controller.share(value, tree.depth, spent, levels=len(growing), judged=judged))
-        valued = (replace(one, value=own[: len(one.tree)]) for one, own in zip(drafts, value.tolist(), strict=True))
-        return [one.prefix(count) for one, count in zip(valued, kept.tolist(), strict=True)]
+        cut = (
+            one.prefix(count) if count < len(one.tree) else one
+            for one, count in zip(drafts, kept.tolist(), strict=True)
+        )
+        return [replace(one, value=own[: len(one.tree)]) for one, own in zip(cut, value.tolist(), strict=True)]
 
     def end_step(self, step: Verification) -> None:
         seconds = self.clock.seconds

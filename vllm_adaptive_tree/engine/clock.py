@@ -1,7 +1,11 @@
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class PhaseClock:
@@ -17,6 +21,15 @@ class PhaseClock:
             yield
         finally:
             self.seconds[name] += time.perf_counter() - started
+
+    def timed(self, name: str, call: Callable[P, T]) -> Callable[P, T]:
+        """The same, counted as that phase."""
+
+        def timing(*args: P.args, **kwargs: P.kwargs) -> T:
+            with self.phase(name):
+                return call(*args, **kwargs)
+
+        return timing
 
     def take(self) -> dict[str, float]:
         """Seconds by phase since the last call."""

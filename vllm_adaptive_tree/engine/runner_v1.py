@@ -72,6 +72,7 @@ class TreeModelRunner(CPUModelRunner):
         for name, layer in self.compilation_config.static_forward_context.items():
             support.check_layer(name, layer)
             TreeAttentionImpl.adopt(layer)
+        self.model.compute_logits = self.clock.timed("verify", self.model.compute_logits)
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_kv_cache(*args, **kwargs)
@@ -332,8 +333,8 @@ def _agree(frontier: Frontier, growing: Tensor) -> tuple[Frontier, bool]:
     if get_tp_group().world_size > 1:
         tokens, parent = from_rank_0(torch.stack(frontier))
         frontier = Frontier(tokens, parent)
-    used = (frontier.tokens >= 0).any(0).nonzero()
-    width = int(used.max()) + 1 if len(used) else 0
+    used = frontier.tokens.amax(0).tolist()
+    width = max((column for column, token in enumerate(used, start=1) if token >= 0), default=0)
     return Frontier(frontier.tokens[:, :width], frontier.parent[:, :width]), width > 0
 
 

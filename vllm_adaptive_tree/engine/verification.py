@@ -44,6 +44,10 @@ class Verification:
             depths = torch.tensor(self.depths[request])
             positions[first : first + len(depths)] = self.computed[request] + depths
 
+    def standing(self, request: int) -> dict[int, int]:
+        """Depth -> the node whose K/V stands in the slot of that depth once the walk is over."""
+        return {self.depths[request][node]: node for branch in self.branching[request] for node in branch}
+
     def row_of(self, request: int, node: int) -> int:
         """Row of a node in the flat batch; -1 is the root."""
         return self.row_start[request] + 1 + node
@@ -56,11 +60,12 @@ class Verification:
             layers: the target's layers of that group.
             native: the CPUAttentionMetadata that vLLM built for the whole batch.
         """
+        order: list[int] = []
         nodes: list[int] = []
         rounds = []
         for turn in range(max(len(branches) for branches in self.branching.values())):
-            requests, rows, lengths, seq_lens, homes = [], [], [], [], []
-            start = len(nodes)
+            requests, lengths, seq_lens, homes = [], [], [], []
+            first_row, first_node = len(order), len(nodes)
             for request, (first, count) in enumerate(zip(self.row_start, self.row_count, strict=True)):
                 if request not in self.branching:
                     own = list(range(first, first + count)) if turn == 0 else []
@@ -77,19 +82,18 @@ class Verification:
                     own = []
                 if own:
                     requests.append(request)
-                    rows += own
+                    order += own
                     lengths.append(len(own))
                     seq_lens.append(end)
+            slots = native.slot_mapping[order[first_row:]]
             rounds.append(
                 Round(
-                    torch.tensor(rows),
-                    slice(start, len(nodes)),
+                    slice(first_row, len(order)),
+                    slice(first_node, len(nodes)),
                     native.slot_mapping[homes],
-                    native_metadata(
-                        builder, lengths, seq_lens, native.block_table[requests], native.slot_mapping[rows]
-                    ),
+                    native_metadata(builder, lengths, seq_lens, native.block_table[requests], slots),
                 )
             )
-        metadata = VerifyMetadata(rounds, torch.tensor(nodes), {})
+        metadata = VerifyMetadata(rounds, torch.tensor(order), torch.tensor(nodes), {})
         self.groups.append((metadata, layers, native.slot_mapping))
         return metadata

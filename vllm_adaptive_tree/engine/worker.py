@@ -34,6 +34,7 @@ class TreeWorker(cpu_worker.CPUWorker):
         if tree.budget is not None:
             steers = isinstance(tree, OptTreeOptions) and tree.threshold is None and tree.budget == "auto"
             runner.budget = BatchBudget(self._controller(runner), runner.proposer, runner.clock, steers=steers)
+        runner.clock.take()  # of the warm-up
         return times
 
     def _controller(self, runner: TreeModelRunner) -> Controller:

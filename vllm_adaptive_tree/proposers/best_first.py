@@ -1,7 +1,8 @@
-"""Growth by value: of all candidates so far the n best are kept, whatever a method's value is.
+"""Growth by value: of all candidates the n best are kept, whatever a method's value is.
 
-Values never increase from a parent to its child. So the n best form a tree, a node that has fallen out of them has no
-descendant that could enter, and its row is not drafted.
+Values never increase from a parent to its child. So the n best form a tree, a node that has fallen out of the n best so
+far has no descendant that could enter, and its row is not drafted. Levels are put aside as they come; which of their
+nodes make the tree, and in which order, is settled once, at the end.
 """
 
 from typing import NamedTuple
@@ -10,116 +11,143 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from vllm_adaptive_tree.proposers.base import Frontier, Proposal, Request
+from vllm_adaptive_tree.proposers.base import Frontier, Proposal, Request, Rows
 from vllm_adaptive_tree.trees import TreeBatch
 from vllm_adaptive_tree.trees.tree_batch import EMPTY
 
 
 class Candidates(NamedTuple):
-    """The next level: C candidates of each request; value -inf where there is none."""
+    """The next level: C candidates of each request, no more than a tree has nodes, by value descending."""
 
     tokens: Tensor  # [R, C]
     above: Tensor  # [R, C]: column of the frontier below which it stands (0 for the children of the root)
-    value: Tensor  # [R, C]: log value, by which nodes are kept and ordered
-    path: Tensor  # [R, C]: log probability of the path under the draft
-    drawn: Tensor  # [R, W]: how many children each column of the frontier was to get
+    value: Tensor  # [R, C]: log value, by which nodes are kept and ordered; -inf where there is no candidate
+    path: Tensor  # [R, C]: log probability of the path under the draft, never above the value
+    drawn: int  # how many children each node of the frontier was to get
+
+
+class Level(NamedTuple):
+    """Nodes of one depth, C of each request, as in `Candidates`."""
+
+    tokens: Tensor
+    parent: Tensor  # the drafter's number of it, 0 the root
+    depth: Tensor
+    value: Tensor
+    path: Tensor
+
+
+class Front(NamedTuple):
+    """The columns of the frontier, those in use to the left, the best in front."""
+
+    tokens: Tensor  # [R, W], EMPTY: unused
+    parent: Tensor  # [R, W]
+    path: Tensor  # [R, W], -inf: unused
 
 
 class Growth(NamedTuple):
-    best: TreeBatch  # [R, n], by value descending, ties to the older node; `log_weight` is the value
-    path: Tensor  # [R, n]: log path probability
-    read: Tensor  # [R, n]: the drafter's number of each node, -1 before it was read
-    drawn: Tensor  # [R, n + 1]
-    gain: Tensor  # [R]: growth of the sum of all values by the last level
-    level: int
-    numbers: int  # slots given to the drafter so far, the root included
+    levels: tuple[Level, ...]  # behind n empty slots, which come before all that is worth nothing
+    read: tuple[Tensor, ...]  # of each level but the last, the drafter's number of each node, -1: not read
+    best: Tensor  # [R, n]: values of the n best so far, falling
+    total: Tensor  # [R]: sum of these values
+    expand: Tensor  # [R, C] bool: nodes of the last level whose children shall be drafted
+    front: Front
+    first: int  # the drafter's number of the frontier's first column
+    drawn: int
     request: Request
 
+    @property
+    def level(self) -> int:
+        return len(self.levels) - 1
 
-def begin(candidates: Candidates, *, nodes: int, request: Request) -> Growth:
-    """Layer 1."""
-    level, path = _level(candidates, torch.full_like(candidates.above, -1), 1, nodes)
-    room = nodes - level.tokens.shape[1]
-    if room > 0:
-        fills = (EMPTY, -1, 0, -torch.inf)
-        level = TreeBatch(*(pad(column, (0, room), value=fill) for column, fill in zip(level, fills, strict=True)))
-        path = pad(path, (0, room), value=-torch.inf)
-    unread = torch.full_like(level.tokens, -1)
-    drawn = torch.cat([candidates.drawn, torch.zeros_like(unread)], 1)
-    return Growth(level, path, unread, drawn, level.log_weight.exp().sum(1), 1, 1, request)
+    @property
+    def nodes(self) -> int:
+        return self.best.shape[1]
 
 
-def expandable(growth: Growth) -> Tensor:
-    """Nodes [R, n] of the last level whose children could enter the n best."""
-    worst = growth.best.log_weight[:, -1:]  # -inf while there is room
-    return (growth.best.depth == growth.level) & (growth.path > worst)
+class BestFirst:
+    """A method says what its candidates are worth, and which nodes of a level are worth expanding."""
+
+    max_depth: int
+
+    def candidates(self, growth: Growth, logits: Tensor) -> Candidates:
+        """Children of the frontier's first W columns, from their rows [R, W, V]."""
+        raise NotImplementedError
+
+    def expand(self, level: Level, worst: Tensor, gain: Tensor) -> Tensor:
+        """Nodes [R, C] of the last level that shall have children: no others than those that could enter the n best.
+
+        Args:
+            worst: [R, 1] value of the n-th best so far, -inf while there is room.
+            gain: [R] growth of the sum of the n best by this level.
+        """
+        return level.path > worst
+
+    def front(self, level: Level, expand: Tensor) -> Front:
+        """The columns of the frontier, where paths fall with values: those to expand are in front already."""
+        unused = ~expand
+        return Front(level.tokens.masked_fill(unused, EMPTY), level.parent, level.path.masked_fill(unused, -torch.inf))
+
+    def begin(self, rows: Rows, *, nodes: int, request: Request) -> Growth:
+        logits = rows.logits
+        nothing = torch.full((len(logits), nodes), EMPTY, device=logits.device)
+        zeros = torch.zeros_like(nothing)
+        value = torch.full_like(nothing, -torch.inf, dtype=torch.promote_types(logits.dtype, torch.float32))
+        root = torch.zeros_like(value[:, :1])
+        empty = Level(nothing, zeros, zeros, value, value)
+        front = Front(nothing[:, :1], zeros[:, :1], root)
+        growth = Growth((empty,), (nothing,), value, root[:, 0], nothing[:, :0], front, 0, 0, request)
+        return self._grown(growth, logits)
+
+    def growing(self, growth: Growth) -> Tensor:
+        if growth.level >= self.max_depth:
+            return torch.zeros_like(growth.total, dtype=torch.bool)
+        return growth.expand.any(1)
+
+    def frontier(self, growth: Growth) -> Frontier:
+        return Frontier(growth.front.tokens, growth.front.parent)
+
+    def extend(self, growth: Growth, rows: Rows) -> Growth:
+        number = growth.expand.cumsum(1).add_(growth.first - 1).masked_fill_(~growth.expand, -1)
+        return self._grown(growth._replace(read=(*growth.read, number)), rows.logits)
+
+    def _grown(self, growth: Growth, logits: Tensor) -> Growth:
+        """One level more, from the rows of the frontier."""
+        tokens, above, value, path, drawn = self.candidates(growth, logits)
+        depth = torch.full_like(tokens, len(growth.levels))
+        level = Level(tokens, above + growth.first, depth, value, path)
+        best = torch.cat([growth.best, value], 1).topk(growth.nodes).values
+        total = best.exp().sum(1)
+        expand = self.expand(level, best[:, -1:], total - growth.total)
+        return Growth(
+            levels=(*growth.levels, level),
+            read=growth.read,
+            best=best,
+            total=total,
+            expand=expand,
+            front=self.front(level, expand),
+            first=growth.first + logits.shape[1],
+            drawn=drawn,
+            request=growth.request,
+        )
+
+    def finish(self, growth: Growth) -> Proposal:
+        """The n best of all levels. A stable sort keeps the older of two equals in front, so parents come first."""
+        tokens, parent, depth, values, _ = zip(*growth.levels, strict=True)
+        unread = growth.levels[0].tokens[:, : growth.expand.shape[1]]
+        columns = torch.cat([*tokens, *parent, *depth, *growth.read, unread], 1).unflatten(1, (4, -1))
+        value, order = torch.cat(values, 1).sort(dim=1, descending=True, stable=True)
+        keep = order[:, : growth.nodes]
+        token, above, deep, read = columns.gather(2, keep[:, None].expand(-1, 4, -1)).unbind(1)
+        slots = torch.arange(growth.nodes, device=keep.device).expand_as(keep)
+        slot = torch.full((len(keep), growth.first + 1), -1, device=keep.device)  # of each number; the root has none
+        slot.scatter_(1, read % (growth.first + 1), slots)  # nodes that were not read share the last place
+        tree = TreeBatch(token, slot.gather(1, above), deep, value[:, : growth.nodes])
+        return Proposal(tree, read, pad((read >= 0) * growth.drawn, (1, 0), value=growth.drawn))
 
 
-def frontier(growth: Growth, expand: Tensor) -> Frontier:
-    """The nodes to `expand` [R, n] bool, packed to the left, the best in front."""
-    slot, used = packed(expand)
-    best = growth.best
-    above = growth.read.gather(1, best.parent.clamp(min=0)).masked_fill(best.parent < 0, 0)
-    return Frontier(best.tokens.gather(1, slot).masked_fill(~used, EMPTY), above.gather(1, slot))
-
-
-def packed(expand: Tensor) -> tuple[Tensor, Tensor]:
-    """Slots [R, n] with those to expand in front, and which of them those are: the columns of the frontier."""
-    used, slot = expand.sort(dim=1, descending=True, stable=True)
-    return slot, used
-
-
-def paths_above(growth: Growth, expand: Tensor, width: int) -> Tensor:
-    """Log path probabilities of the first `width` columns of the frontier, -inf where one is unused: [R, W]."""
-    slot, used = (x[:, :width] for x in packed(expand))
-    return growth.path.gather(1, slot).masked_fill(~used, -torch.inf)
-
-
-def extend(growth: Growth, candidates: Candidates, *, expand: Tensor) -> Growth:
-    """Read the frontier, of as many columns as `candidates.drawn` [R, W], and let its children compete."""
-    best, nodes = growth.best, growth.best.tokens.shape[1]
-    width = candidates.drawn.shape[1]
-    place = expand.cumsum(1)
-    now, column = expand & (place <= width), (place - 1).clamp_(0, width - 1)
-    read = torch.where(now, growth.numbers + column, growth.read)
-    drawn = torch.where(now, candidates.drawn.gather(1, column), growth.drawn[:, 1:])
-    above = packed(expand)[0].gather(1, candidates.above)
-    level, path = _level(candidates, above, growth.level + 1, nodes)
-    fresh = torch.full_like(level.tokens, -1)
-    old = torch.stack([*best[:3], read, drawn], 1)  # [R, 5, n]
-    merged = torch.cat([old, torch.stack([*level[:3], fresh, fresh + 1], 1)], 2)
-    # n old nodes and their new children: a stable sort keeps the older of two equals in front, so parents come first
-    weight, order = torch.cat([best.log_weight, level.log_weight], 1).sort(dim=1, descending=True, stable=True)
-    weight, keep = weight[:, :nodes], order[:, :nodes]
-    tokens, parent, depth, read, drawn = merged.gather(2, keep[:, None].expand(-1, 5, -1)).unbind(1)
-    places = torch.arange(order.shape[1], device=order.device).expand_as(order)
-    rank = torch.empty_like(order).scatter_(1, order, places)  # slot -> rank
-    parent = torch.where(parent < 0, -1, rank.gather(1, parent.clamp(min=0)))
-    return Growth(
-        TreeBatch(tokens, parent, depth, weight),
-        torch.cat([growth.path, path], 1).gather(1, keep),
-        read,
-        torch.cat([growth.drawn[:, :1], drawn], 1),
-        weight.exp().sum(1) - best.log_weight.exp().sum(1),
-        growth.level + 1,
-        growth.numbers + width,
-        growth.request,
-    )
-
-
-def _level(candidates: Candidates, above: Tensor, depth: int, nodes: int) -> tuple[TreeBatch, Tensor]:
-    """The best `nodes` candidates, below `above` [R, C], and their log path probabilities."""
-    value, index = candidates.value.sort(dim=1, descending=True, stable=True)  # ties to the earlier candidate
+def ranked(candidates: Candidates, nodes: int) -> Candidates:
+    """The best `nodes` of any number of candidates in any order; ties to the earlier."""
+    value, index = candidates.value.sort(dim=1, descending=True, stable=True)
     value, index = value[:, :nodes], index[:, :nodes]
-    missing = value == -torch.inf
-    level = TreeBatch(
-        candidates.tokens.gather(1, index).masked_fill(missing, EMPTY),
-        above.gather(1, index).masked_fill(missing, -1),
-        torch.full_like(index, depth).masked_fill(missing, 0),
-        value,
-    )
-    return level, candidates.path.gather(1, index).masked_fill(missing, -torch.inf)
-
-
-def finish(growth: Growth) -> Proposal:
-    return Proposal(growth.best, growth.read, growth.drawn)
+    tokens, above, path = (column.gather(1, index) for column in (candidates.tokens, candidates.above, candidates.path))
+    return Candidates(tokens, above, value, path, candidates.drawn)

@@ -5,13 +5,12 @@ from torch import Tensor
 
 from vllm_adaptive_tree.acceptance import Kind
 from vllm_adaptive_tree.gates.mlp import Gate, entropy
-from vllm_adaptive_tree.proposers import best_first
-from vllm_adaptive_tree.proposers.base import Frontier, Proposal, Request, Rows, log_law
-from vllm_adaptive_tree.proposers.best_first import Candidates, Growth
+from vllm_adaptive_tree.proposers.base import log_law
+from vllm_adaptive_tree.proposers.best_first import BestFirst, Candidates, Growth, ranked
 from vllm_adaptive_tree.proposers.opt_tree import top_children
 
 
-class C2T:
+class C2T(BestFirst):
     """Every candidate's confidence C(path probability, entropy of its parent's law, depth) must reach `beta`.
 
     The K best tokens of every node of a level are candidates; those below `beta` go (first pruning), then all but the K
@@ -38,36 +37,18 @@ class C2T:
         self.kind: Kind = "one_hot"
         self.most_children = self.width
 
-    def begin(self, rows: Rows, *, nodes: int, request: Request) -> Growth:
-        law = log_law(rows.logits, request.temperature[:, None])  # [R, 1, V]
-        root = torch.zeros_like(law[:, :, 0])
-        return best_first.begin(self._gated(law, root, 0), nodes=nodes, request=request)
-
-    def growing(self, growth: Growth) -> Tensor:
-        return best_first.expandable(growth).any(1) & (growth.level < self.max_depth)
-
-    def frontier(self, growth: Growth) -> Frontier:
-        return best_first.frontier(growth, best_first.expandable(growth))
-
-    def extend(self, growth: Growth, rows: Rows) -> Growth:
-        expand = best_first.expandable(growth)
-        law = log_law(rows.logits, growth.request.temperature[:, None])  # [R, W, V]
-        path = best_first.paths_above(growth, expand, rows.logits.shape[1])
-        return best_first.extend(growth, self._gated(law, path, growth.level), expand=expand)
-
-    def finish(self, growth: Growth) -> Proposal:
-        return best_first.finish(growth)
-
-    def _gated(self, law: Tensor, path: Tensor, depth: int) -> Candidates:
-        candidates = top_children(law, path, self.width)
+    def candidates(self, growth: Growth, logits: Tensor) -> Candidates:
+        law = log_law(logits, growth.request.temperature[:, None])  # [R, W, V]
+        candidates = top_children(law, growth.front.path[:, : law.shape[1]], self.width)
         own = entropy(law, self.entropy_top).gather(1, candidates.above)  # [R, C]
-        confidence = self.gate(features(candidates.path, own, torch.full_like(own, depth)))
+        confidence = self.gate(features(candidates.path, own, torch.full_like(own, growth.level)))
         confidence = confidence.masked_fill(candidates.path == -torch.inf, -1.0)
         keep = confidence >= self.beta
         if self.second_pruning:
             order = confidence.argsort(dim=1, descending=True, stable=True)
             keep = keep & (order.argsort(dim=1) < self.width)
-        return candidates._replace(value=candidates.value.masked_fill(~keep, -torch.inf))
+        value = candidates.value.masked_fill(~keep, -torch.inf)
+        return ranked(candidates._replace(value=value, path=value), growth.nodes)
 
 
 def features(path: Tensor, entropy: Tensor, depth: Tensor) -> Tensor:

@@ -39,19 +39,22 @@ class TokenTree:
         return max(Counter(self.parents).values(), default=1)
 
     def branches(self) -> list[list[int]]:
-        """The nodes depth first, cut behind every leaf: each branch goes on from an earlier one, or from the root."""
+        """The nodes depth first, cut behind every leaf: each branch goes on from an earlier one, or from the root.
+
+        The child revealed first comes last, so the path of first children, the likeliest, ends the walk.
+        """
         children: list[list[int]] = [[] for _ in range(len(self) + 1)]
         for node, parent in enumerate(self.parents):
             children[parent].append(node)  # the root's are the last
         branches: list[list[int]] = []
-        open_nodes, before = children[-1][::-1], None
+        open_nodes, before = children[-1], None
         while open_nodes:
             node = open_nodes.pop()
             if before is not None and self.parents[node] == before:
                 branches[-1].append(node)
             else:
                 branches.append([node])
-            open_nodes += children[node][::-1]
+            open_nodes += children[node]
             before = node
         return branches
 
