@@ -101,7 +101,8 @@ class OptTreeOptions(MethodOptions):
     draft_temperature: float | Literal["auto"] = option(
         "auto", lambda value: value == "auto" or (_is_number(value) and value > 0), "a number above 0 or 'auto'"
     )
-    """Temperature of the law that shapes the tree; "auto": 0.6 for greedy requests, else the request's own."""
+    """Temperature of the law that shapes the tree; "auto": for greedy requests fitted under `budget` "auto" and
+    else 0.6; for others their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

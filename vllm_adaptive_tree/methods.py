@@ -16,7 +16,8 @@ from vllm_adaptive_tree.trees import Shape
 THRESHOLD = 0.5
 """Of OPT-Tree, where neither the user nor the budget says otherwise."""
 GREEDY_DRAFT_TEMPERATURE = 0.6
-"""Of OPT-Tree with `draft_temperature: "auto"`: raw probabilities undervalue the best token of a greedy target."""
+"""Of OPT-Tree with `draft_temperature: "auto"`, where no budget fits it: raw probabilities undervalue the best token of
+a greedy target."""
 
 
 class Pair(NamedTuple):
@@ -87,14 +88,15 @@ def best_rule(kinds: tuple[Kind, ...]) -> str:
     return "target_only" if kinds[0] == "one_hot" else "traversal"
 
 
-def draft_temperature(options: TreeOptions, temperature: float) -> float:
-    """Of the law that shapes or draws the tree of a request with this temperature (0: greedy)."""
+def draft_temperature(options: TreeOptions, temperature: float, fitted: float = GREEDY_DRAFT_TEMPERATURE) -> float:
+    """Of the law that shapes or draws the tree of a request with this temperature; 0 is greedy, where "auto" means
+    `fitted`."""
     own = getattr(options.tree, "draft_temperature", None)
     if own is None:  # deterministic trees are shaped by the law itself; sampled children come closest at the request's
         return 1.0 if temperature == 0 or options.method in ("eagle2", "c2t") else temperature
     if own != "auto":
         return float(own)
-    return temperature if temperature > 0 else GREEDY_DRAFT_TEMPERATURE
+    return temperature if temperature > 0 else fitted
 
 
 def build_proposer(options: TreeOptions) -> Proposer:

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from vllm import SamplingParams
 
 from tests.engine.engines import DRAFT, PROMPTS, Engines, TreeSpy, assert_identical, generate, metric, runner_of, tree
-from vllm_adaptive_tree.budget import FREE, Controller
+from vllm_adaptive_tree.budget import FREE, Controller, Costs
 from vllm_adaptive_tree.engine import runner_v1
 
 NODES, BATCH = 12, 8
@@ -46,6 +46,8 @@ def test_auto_measures_or_reads_the_costs(engines: Engines, plain: list[Any], tm
     curve = json.loads(file.read_text())["verify"]
     assert curve["rows"][:5] == [1, 2, 3, 4, 6]
     assert all(seconds > 0 for seconds in curve["seconds"])
+    assert json.loads(file.read_text())["draft"]["rows"] == [1, 2, 4, 20]
+    assert json.loads(file.read_text())["context"] >= 0
     assert_identical(plain, generate(llm, PROMPTS[:BATCH], [parameters(i) for i in range(BATCH)]))
     assert runner_of(llm).budget.controller.overhead > 0
     # rows that cost a second each are not worth a node; rows that cost nothing are all taken
@@ -68,7 +70,7 @@ class Resting(Controller):
     """Rests as it is told."""
 
     def __init__(self) -> None:
-        super().__init__(FREE, sampled=False, most=1000)
+        super().__init__(Costs(FREE), sampled=False, most=1000)
         self.rests = False
 
     def drafts(self, requests: int) -> bool:

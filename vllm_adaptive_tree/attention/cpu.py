@@ -40,7 +40,7 @@ def gather_context(kv_cache: Tensor, block_table: Tensor, isa: str) -> tuple[Ten
 def context_bias(lengths: Tensor, width: int) -> Tensor:
     """[R] context lengths -> [R, 1, width] float32: 0 where a key exists, -inf behind it."""
     behind = torch.arange(width, device=lengths.device) >= lengths[:, None]
-    return torch.zeros(behind.shape).masked_fill(behind, -torch.inf)[:, None]
+    return torch.where(behind, -torch.inf, 0.0)[:, None]
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float) -> Tensor:

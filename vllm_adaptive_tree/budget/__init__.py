@@ -3,7 +3,9 @@
 from vllm_adaptive_tree.budget.allocation import allocate
 from vllm_adaptive_tree.budget.calibration import Calibration
 from vllm_adaptive_tree.budget.controller import FREE, Controller
+from vllm_adaptive_tree.budget.costs import Costs
 from vllm_adaptive_tree.budget.curve import Curve
-from vllm_adaptive_tree.budget.profile import read_profile, write_profile
+from vllm_adaptive_tree.budget.pauses import Pauses
+from vllm_adaptive_tree.budget.sharpening import Sharpening
 
-__all__ = ["FREE", "Calibration", "Controller", "Curve", "allocate", "read_profile", "write_profile"]
+__all__ = ["FREE", "Calibration", "Controller", "Costs", "Curve", "Pauses", "Sharpening", "allocate"]

@@ -4,9 +4,11 @@ import math
 from itertools import accumulate
 
 from torch import Tensor
+from torch.nn.functional import pad
 
 from vllm_adaptive_tree.budget.allocation import allocate
 from vllm_adaptive_tree.budget.calibration import DEPTHS, Calibration
+from vllm_adaptive_tree.budget.costs import Costs
 from vllm_adaptive_tree.budget.curve import Curve
 from vllm_adaptive_tree.budget.levels import ALL, Levels
 
@@ -14,8 +16,8 @@ STEP = 0.2
 """Weight of the newest step in a running average."""
 PATIENCE = 0.05
 """The same for whether drafting pays: a few poor steps of one request say little."""
-TRIAL = 8
-"""Steps, times requests, after which that is judged, and at least two."""
+TRIAL = 12
+"""Steps after which that is judged."""
 MARGIN = 0.05
 """Of tokens per second, in logs: what drafts have to bring, because costs are known no better."""
 REST, LONGEST_REST = 64, 2048
@@ -25,16 +27,19 @@ REST, LONGEST_REST = 64, 2048
 class Size:
     """What is known of batches of one size (by powers of two); it says nothing of the others."""
 
-    def __init__(self) -> None:
+    def __init__(self, level: float = 0.0) -> None:
+        """`level`: what is known of it beforehand, 0: nothing."""
         self.drafting: float | None = None
         """Seconds of drafting a step's trees, averaged over past steps."""
+        self.besides = 0.0
+        """Seconds of a step for what is not drafted in every step: prompts and gaps that the draft reads. Averaged."""
         self.advantage = 0.0
         """Log of tokens per second with drafts over without, averaged since the last rest."""
         self.judged = 0
         """Steps in that average."""
         self.rate = 0.0
         """Tokens per second with drafts."""
-        self.level = 0.0
+        self.level = level
         """Seconds of a draft level."""
         self.levels = Levels()
         self.rest = 0
@@ -50,17 +55,25 @@ class Controller:
     again for a step.
     """
 
-    def __init__(self, verify: Curve, *, sampled: bool, most: int | None = None):
-        """`verify`: seconds by rows. `sampled`: whether children are drawn. `most`: nodes of the whole batch, which
-        makes it a fixed budget."""
-        self.verify, self.sampled, self.most = verify, sampled, most
+    def __init__(self, costs: Costs, *, sampled: bool, most: int | None = None):
+        """`sampled`: whether children are drawn. `most`: nodes of the whole batch, which makes it a fixed budget."""
+        self.costs, self.sampled, self.most = costs, sampled, most
+        self.verify = costs.verify
         self.calibration = Calibration()
-        self.overhead = 0.0
-        """Seconds of a step besides drafts and the forward."""
+        self.elsewhere = self.reading = 0.0
+        """Seconds of a step besides drafts and the forward, and of reading the contexts in the last step."""
         self.sizes: dict[int, Size] = {}
 
     def of(self, requests: int) -> Size:
-        return self.sizes.setdefault(requests.bit_length(), Size())
+        key = requests.bit_length()
+        if key not in self.sizes:
+            self.sizes[key] = Size(0.0 if self.costs.draft is None else self.costs.draft.cost(requests))
+        return self.sizes[key]
+
+    @property
+    def overhead(self) -> float:
+        """Seconds of a step that its nodes do not change."""
+        return self.elsewhere + self.reading
 
     def drafts(self, requests: int) -> bool:
         """Whether this step drafts; counts a step of rest."""
@@ -72,30 +85,36 @@ class Controller:
         """The most levels that this step drafts."""
         return ALL if self.most is not None else self.of(requests).levels.next()
 
-    def threshold(self, requests: int) -> float:
-        """What a level has to add to a tree's expected acceptance, in tokens: mu times the best rate in OPT-Tree's
-        terms (arXiv 2406.17276)."""
+    def threshold(self, requests: int, trees: int) -> float:
+        """What a level has to add to the expected acceptance of each of these trees of a batch, in tokens: mu times the
+        best rate in OPT-Tree's terms (arXiv 2406.17276)."""
         size = self.of(requests)
-        return size.level * size.rate / requests
+        return size.level * size.rate / trees
 
-    def share(self, value: Tensor, depth: Tensor, spent: float, *, levels: int = 0, judged: bool = True) -> Tensor:
+    def share(
+        self, value: Tensor, depth: Tensor, spent: float, *, others: int = 0, levels: int = 0, judged: bool = True
+    ) -> Tensor:
         """How many nodes of each tree to verify, [R].
 
         Args:
             value: [R, N] what the proposer puts on each node before it knows its token; 0 where there is none.
             depth: [R, N].
             spent: seconds of drafting them.
+            others: requests of the batch that drafted nothing.
             levels: forwards of the draft behind the one that read the roots.
-            judged: these seconds are those of every step; nothing had to be caught up on.
+            judged: these seconds are those of every step; neither prompts nor gaps had to be read.
         """
         chance = self.calibration(value, depth)
         if self.most is not None:
             return allocate(chance, verify=FREE, spent=1.0, sampled=self.sampled, most=self.most)
-        requests = len(value)
+        trees, requests = len(value), len(value) + others
         size = self.of(requests)
         # How long drafting took depends on the tokens drawn, also on those behind the cut: only past steps may tell.
         usual = (size.drafting or 0.0) if self.sampled else spent
-        kept = allocate(chance, verify=self.verify, spent=usual + self.overhead, sampled=self.sampled)
+        everyone = pad(chance, (0, 0, 0, others)) if others else chance
+        kept = allocate(everyone, verify=self.verify, spent=usual + self.overhead, sampled=self.sampled)[:trees]
+        besides = 0.0 if judged or size.drafting is None else max(0.0, spent - size.drafting)
+        size.besides += PATIENCE * (besides - size.besides)
         if judged:
             self._judge(size, requests, _taken(chance, depth, kept), spent, levels)
         return kept
@@ -115,15 +134,15 @@ class Controller:
         size.levels.observe(brought, [size.rate * one for one in seconds], levels + 1)
         if size.drafting is None:
             size.drafting = spent
-        if size.levels.everything:
+        if size.levels.deeper:
             return  # deeper than the other steps
         size.drafting += STEP * (spent - size.drafting)
-        self._learn(size, requests, math.log(tokens / requests * without / (within + spent)))
+        self._learn(size, math.log(tokens / requests * without / (within + spent + size.besides)))
 
-    def _learn(self, size: Size, requests: int, advantage: float) -> None:
+    def _learn(self, size: Size, advantage: float) -> None:
         size.judged += 1
         size.advantage += max(PATIENCE, 1 / size.judged) * (advantage - size.advantage)
-        if size.judged * requests < TRIAL or size.judged < 2:
+        if size.judged < TRIAL:
             return
         if size.advantage >= MARGIN:
             size.last_rest = REST // 2
@@ -131,10 +150,11 @@ class Controller:
         size.rest = size.last_rest = min(LONGEST_REST, 2 * size.last_rest)
         size.judged = 0
 
-    def observe(self, rows: int, forward: float, overhead: float) -> None:
-        """A step of `rows` rows took these seconds."""
-        self.verify.observe(rows, forward)
-        self.overhead += STEP * (min(overhead, 4 * self.overhead or overhead) - self.overhead)
+    def observe(self, rows: int, context: int, forward: float, elsewhere: float) -> None:
+        """A step of `rows` rows behind `context` tokens of all requests took these seconds."""
+        self.reading = min(context * self.costs.context, forward / 2)
+        self.verify.observe(rows, forward - self.reading)
+        self.elsewhere += STEP * (min(elsewhere, 4 * self.elsewhere or elsewhere) - self.elsewhere)
 
     def drafted(self, requests: int, seconds: float) -> None:
         """One draft level of a batch took these seconds, forward and choice of nodes."""
@@ -151,3 +171,4 @@ def _taken(chance: Tensor, depth: Tensor, kept: Tensor) -> list[tuple[float, int
 
 
 FREE = Curve([0, 1], [1e-9, 1e-9])
+"""For a fixed budget, which asks no cost."""

@@ -5,9 +5,10 @@ from vllm_adaptive_tree.budget.calibration import DEPTHS
 
 STEP = 0.02
 """Least weight of the newest step in a running average."""
-EVERY = 32
-"""Of so many steps one drafts all levels, and so do the first few: a level that is never drafted is never judged."""
 FIRST = 4
+"""Steps that draft all levels, at the beginning."""
+EVERY, DEEPER = 32, 2
+"""Of so many steps one drafts so many levels more: a level that is never drafted is never judged."""
 ALL = 1 << 30
 
 
@@ -21,16 +22,17 @@ class Levels:
         self.worth = [0.0] * DEPTHS  # tokens that each depth brought, less what it cost in tokens
         self.judged = [0] * DEPTHS
         self.steps = 0
-        self.everything = True
-        """Whether this step drafts all levels."""
+        self.deeper = True
+        """Whether this step drafts levels that may not pay."""
 
     def next(self) -> int:
         """The most levels of this step."""
-        self.everything = self.steps < FIRST or self.steps % EVERY == 0
+        first, again = self.steps < FIRST, self.steps % EVERY == 0
+        self.deeper = first or again
         self.steps += 1
         worth = list(accumulate(self.worth))
-        most = 1 + worth.index(max(worth))
-        return ALL if self.everything or most == DEPTHS else most  # the last depth stands for all below it
+        most = 1 + worth.index(max(worth)) + DEEPER * again
+        return ALL if first or most >= DEPTHS else most  # the last depth stands for all below it
 
     def observe(self, tokens: Sequence[float], cost: Sequence[float], drafted: int) -> None:
         """What each depth was expected to bring and what it cost in tokens, both [DEPTHS]; levels `drafted`."""

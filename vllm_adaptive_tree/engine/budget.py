@@ -1,18 +1,19 @@
 """The batch-wide budget in the engine: what a step cost, what its nodes were worth, how many the next one brings."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vllm_adaptive_tree.budget import Controller
+from vllm_adaptive_tree.budget import Controller, Pauses, Sharpening
 from vllm_adaptive_tree.engine.clock import PhaseClock
 from vllm_adaptive_tree.engine.drafts import Draft
 from vllm_adaptive_tree.engine.ranks import from_rank_0, number_from_rank_0
 from vllm_adaptive_tree.engine.verification import Verification
+from vllm_adaptive_tree.methods import GREEDY_DRAFT_TEMPERATURE
 from vllm_adaptive_tree.proposers import Frontier, Proposal, StaticTree
 from vllm_adaptive_tree.trees.tree_batch import EMPTY
 
@@ -23,18 +24,35 @@ Agree = Callable[[Frontier, Tensor], tuple[Frontier, bool]]
 class BatchBudget:
     """Feeds a `Controller` with the engine's steps. What it decides is rank 0's."""
 
-    def __init__(self, controller: Controller, proposer: Any, clock: PhaseClock, *, steers: bool = False):
-        """`steers`: the proposer's threshold is the controller's."""
+    def __init__(
+        self,
+        controller: Controller,
+        proposer: Any,
+        clock: PhaseClock,
+        *,
+        steers: bool = False,
+        sharpening: Sharpening | None = None,
+    ):
+        """`steers`: the proposer's threshold is the controller's. `sharpening`: fits the draft temperature of greedy
+        requests."""
+        self.sharpening = sharpening
+        self.pauses = Pauses()
         self.controller, self.proposer, self.clock, self.steers = controller, proposer, clock, steers
         self.by_place = isinstance(proposer, StaticTree) and proposer.kind != "one_hot"
         self.started = 0.0
         self.taken = (0.0, 0.0)
 
+    @property
+    def greedy_temperature(self) -> float:
+        """Of the law that shapes the trees of greedy requests."""
+        return GREEDY_DRAFT_TEMPERATURE if self.sharpening is None else self.sharpening.temperature
+
     def begin_step(self) -> None:
         self.started = time.perf_counter()
 
-    def verified(self, drafts: dict[int, Draft], nodes: Tensor) -> None:
-        """The drafts of a step by batch row, and the nodes [R, L] that were accepted, -1 behind."""
+    def verified(self, drafts: dict[int, Draft], tokens: Tensor, nodes: Tensor) -> None:
+        """The drafts of a step by batch row, and what was emitted: `tokens` [R, L] and the accepted `nodes` [R, L] that
+        carried them, -1 behind."""
         value, depth, accepted = [], [], []
         paths = nodes.tolist()
         for row, draft in drafts.items():
@@ -43,6 +61,9 @@ class BatchBudget:
             depth += draft.tree.depths
             accepted += [node in path for node in range(len(draft.tree))]
         self.controller.calibration.observe(value, depth, accepted)
+        roots = {row: draft.root for row, draft in drafts.items() if draft.root is not None}
+        if self.sharpening is not None and roots:
+            self.sharpening.observe(torch.stack(list(roots.values())), tokens[list(roots), 0])
 
     def take(self) -> tuple[float, float]:
         """Accepted nodes that were expected, and those observed, since the last call."""
@@ -51,15 +72,17 @@ class BatchBudget:
         taken, self.taken = (now[0] - self.taken[0], now[1] - self.taken[1]), now
         return taken
 
-    def drafts(self, requests: int) -> bool:
-        """Whether this batch drafts at all."""
-        return bool(number_from_rank_0(self.controller.drafts(requests)))
+    def drafting(self, requests: Sequence[str]) -> list[bool]:
+        """Which requests of this batch draft, if any do."""
+        if not number_from_rank_0(self.controller.drafts(len(requests))):
+            return [False] * len(requests)
+        return self.pauses.drafting(requests)
 
-    def limited(self, agree: Agree, requests: int) -> Agree:
-        """The same, but no more levels than pay."""
-        most = number_from_rank_0(self.controller.depth(requests))
+    def limited(self, agree: Agree, trees: int, others: int) -> Agree:
+        """The same, but no more levels than pay; `others`: requests that draft nothing."""
+        most = number_from_rank_0(self.controller.depth(trees + others))
         if self.steers:
-            self.proposer.threshold = self.controller.threshold(requests)
+            self.proposer.threshold = self.controller.threshold(trees + others, trees)
         levels = 1
 
         def agreed(frontier: Frontier, growing: Tensor) -> tuple[Frontier, bool]:
@@ -69,31 +92,49 @@ class BatchBudget:
 
         return agreed
 
-    def cut(self, drafts: list[Draft], proposal: Proposal, growing: list[float], *, judged: bool) -> list[Draft]:
+    def cut(
+        self,
+        requests: Sequence[str],
+        drafts: list[Draft],
+        proposal: Proposal,
+        roots: Sequence[Tensor | None],
+        growing: list[float],
+        *,
+        others: int,
+        judged: bool,
+    ) -> list[Draft]:
         """What the batch can afford of each tree.
 
         Args:
+            requests: whose trees these are.
             drafts, proposal: the trees, on the host and as tensors.
+            roots: the draft's logits [V] at the roots of greedy requests.
             growing: seconds of each draft forward behind the roots'.
+            others: requests that drafted nothing.
             judged: its drafting cost what it costs in every step.
         """
-        tree, seconds = proposal.tree, self.clock.seconds
+        tree, seconds, batch = proposal.tree, self.clock.seconds, len(drafts) + others
         value = tree.log_weight.exp()
         if self.by_place:  # a drawn token must not decide on its own cut
             value = (1 / torch.arange(1, 1 + value.shape[1])).expand(value.shape)
         value = value.masked_fill(tree.tokens == EMPTY, 0.0)
         choosing = seconds["tree"] / (1 + len(growing))  # of each level, the roots' included
         for one in growing:
-            self.controller.drafted(len(drafts), one + choosing)
+            self.controller.drafted(batch, one + choosing)
         spent = seconds["draft"] + seconds["tree"]
-        kept = from_rank_0(self.controller.share(value, tree.depth, spent, levels=len(growing), judged=judged))
-        cut = (
-            one.prefix(count) if count < len(one.tree) else one
-            for one, count in zip(drafts, kept.tolist(), strict=True)
-        )
-        return [replace(one, value=own[: len(one.tree)]) for one, own in zip(cut, value.tolist(), strict=True)]
+        kept = from_rank_0(
+            self.controller.share(value, tree.depth, spent, others=others, levels=len(growing), judged=judged)
+        ).tolist()
+        if self.controller.most is None:
+            self.pauses.observe(requests, kept)
+        return [
+            replace(
+                one.prefix(count) if count < len(one.tree) else one, value=own[: min(count, len(one.tree))], root=root
+            )
+            for one, count, own, root in zip(drafts, kept, value.tolist(), roots, strict=True)
+        ]
 
     def end_step(self, step: Verification) -> None:
         seconds = self.clock.seconds
         elsewhere = time.perf_counter() - self.started - sum(seconds[name] for name in ("verify", "draft", "tree"))
-        self.controller.observe(sum(step.row_count), seconds["verify"], elsewhere)
+        self.controller.observe(sum(step.row_count), sum(step.computed), seconds["verify"], elsewhere)

@@ -23,6 +23,7 @@ class Draft:
     initial: int = 0  # how many of the first nodes the target drew
     hidden: Tensor | None = None  # [inner nodes, H] of the draft model, where a recorder asks for them
     value: list[float] = field(default_factory=list)  # of each node, where there is a budget
+    root: Tensor | None = None  # [V] logits at the root of a greedy request, where there is a budget
 
     def prefix(self, length: int) -> "Draft":
         return replace(

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 from vllm.forward_context import set_forward_context
 
-from vllm_adaptive_tree.budget import Curve
+from vllm_adaptive_tree.budget import Costs, Curve
 from vllm_adaptive_tree.engine.attention import native_metadata
 from vllm_adaptive_tree.engine.drafter import NO_SLOT, CatchUp
 from vllm_adaptive_tree.engine.ranks import from_rank_0
-from vllm_adaptive_tree.engine.verification import Verification
-from vllm_adaptive_tree.trees import TokenTree
 
 ROUNDS = 20
 PROFILE_ROUNDS = 5
 PROFILE_SECONDS = 10.0
 """After these, a profile keeps the points that it has."""
+CONTEXT = 1024
+"""Tokens, where the model reads as many."""
 LOWEST, HIGHEST = 0.05, 0.9
 
 
@@ -49,6 +49,24 @@ def verification_curve(runner: Any, most: int) -> Curve:
     return Curve(*from_rank_0(torch.tensor(points, dtype=torch.float64)).t())
 
 
+def measured_costs(runner: Any, nodes: int, most: int) -> Costs:
+    """What `budget: "auto"` begins with: the costs of a verification of up to `most` rows, of a draft level of up to
+    `nodes`, and of a context."""
+    verify = verification_curve(runner, most)
+    rows = sorted({1, 2, min(4, max(2, nodes)), max(2, nodes)})
+    levels = [min(_seconds(partial(_draft_level, runner.drafter, count), PROFILE_ROUNDS)) for count in rows]
+    few = min(8, most)
+    length = min(CONTEXT, runner.max_model_len - few)
+    reading = 0.0
+    if length > 0:
+        empty, full = (
+            min(_seconds(partial(_target_forward, runner, few, tokens), PROFILE_ROUNDS)) for tokens in (0, length)
+        )
+        reading = max(0.0, full - empty) / length
+    figures = from_rank_0(torch.tensor([*levels, reading], dtype=torch.float64)).tolist()
+    return Costs(verify, Curve(rows, figures[:-1]), figures[-1])
+
+
 def _median_seconds(prepare: Callable[[], Callable[[], Tensor]], rounds: int = ROUNDS) -> float:
     return statistics.median(_seconds(prepare, rounds))
 
@@ -70,18 +88,16 @@ def _draft_level(drafter: Any, nodes: int) -> Callable[[], Tensor]:
     return lambda: drafter.grow(level, level, state)[0].logits
 
 
-def _target_forward(runner: Any, rows: int) -> Callable[[], Tensor]:
-    """A verification of a root and a binary tree behind an empty context, in the null block."""
-    tree = TokenTree((0,) * (rows - 1), tuple((node - 2) // 2 for node in range(1, rows)))
-    step = Verification({0: tree}, [0], [rows], [0])
+def _target_forward(runner: Any, rows: int, context: int = 0) -> Callable[[], Tensor]:
+    """A verification of a chain behind `context` tokens, all in the null block. What branches cost more is learnt from
+    live steps, which a cost that is too high would prevent."""
     slots, start = torch.full((rows,), NO_SLOT), torch.zeros(rows, dtype=torch.int64)
     metadata: dict[str, Any] = {}
     for group, layers in runner.target_groups():
-        table = torch.zeros(1, rows, dtype=torch.int32)
+        table = torch.zeros(1, context + rows, dtype=torch.int32)
         builder = group.get_metadata_builder(0)
-        native = native_metadata(builder, [rows], [rows], table, slots)
-        own = step.metadata(builder, layers, native) if step.branching else native
-        metadata.update(dict.fromkeys(layers, own))
+        native = native_metadata(builder, [rows], [context + rows], table, slots)
+        metadata.update(dict.fromkeys(layers, native))
 
     def forward() -> Tensor:
         with set_forward_context(

@@ -36,7 +36,7 @@ from vllm_adaptive_tree.engine.thinking_budget import ThinkingBudgets
 from vllm_adaptive_tree.engine.translate import tree_options
 from vllm_adaptive_tree.engine.verification import Verification
 from vllm_adaptive_tree.method_options import DySpecOptions
-from vllm_adaptive_tree.methods import draft_temperature, resolve
+from vllm_adaptive_tree.methods import GREEDY_DRAFT_TEMPERATURE, draft_temperature, resolve
 from vllm_adaptive_tree.noise import KeyedNoise
 from vllm_adaptive_tree.proposers import Frontier, Proposal, Request, Rows, StaticTree, draft_tree
 
@@ -91,6 +91,8 @@ class TreeModelRunner(CPUModelRunner):
             self.drafts.pop(request, None)
         for request in scheduler_output.finished_req_ids:
             self.seeds.pop(request, None)
+        if self.budget is not None:
+            self.budget.pauses.forget(scheduler_output.finished_req_ids)
         self.scheduled = {
             self.input_batch.req_id_to_index[request]: _scheduled(self.drafts.pop(request, None), tokens, request)
             for request, tokens in scheduler_output.scheduled_spec_decode_tokens.items()
@@ -162,7 +164,7 @@ class TreeModelRunner(CPUModelRunner):
         with self.clock.phase("commit"):
             commit(step, nodes, self.compilation_config.static_forward_context)
         if self.budget is not None:
-            self.budget.verified(self.scheduled, nodes)
+            self.budget.verified(self.scheduled, tokens, nodes)
         if self.recorder is not None:
             self.recorder.see(self.scheduled, [self.requests[name] for name in self.input_batch.req_ids], nodes, target)
         return SamplerOutput(sampled_token_ids=tokens.int(), logprobs_tensors=logprobs)
@@ -201,14 +203,14 @@ class TreeModelRunner(CPUModelRunner):
         requests = self.input_batch.req_ids
         room = self.scheduler_config.max_num_batched_tokens
         nodes = nodes_per_request(running=len(requests), nodes=self.num_spec_tokens, room=room)
-        drafting = self.budget is None or self.budget.drafts(len(requests))
+        drafting = [True] * len(requests) if self.budget is None else self.budget.drafting(requests)
         with self.clock.phase("draft"):
             news = [
                 item
                 for row in range(len(requests))
                 if (item := self._catch_up(row, scheduler_output, bool(sampled_token_ids[row]), nodes))
             ]
-            items = self._without_gaps(news, room + len(news) if drafting else 0)  # each may have its new root
+            items = self._without_gaps(news, room + len(news), drafting)  # each may have its new root
             rows, state = self.drafter.catch_up(items)
         if state is None:
             self._end_step()
@@ -216,10 +218,12 @@ class TreeModelRunner(CPUModelRunner):
         if isinstance(self.proposer, StaticTree):
             state.keys.sliced = self.proposer.mask(nodes)
         rooted = [item for item in items if item.rooted]
+        others = sum(item.rooted for item in news) - len(rooted)
         names = [requests[item.row] for item in rooted]
         sampling = [self.requests[name].sampling_params for name in names]
         wanted = [0.0 if _greedy(one) else one.temperature for one in sampling]
-        temperature = torch.tensor([draft_temperature(self.options, one) for one in wanted])
+        fitted = GREEDY_DRAFT_TEMPERATURE if self.budget is None else self.budget.greedy_temperature
+        temperature = torch.tensor([draft_temperature(self.options, one, fitted) for one in wanted])
         position = torch.tensor([item.start + len(item.tokens) - 1 for item in rooted])
         request = Request(
             temperature=temperature,
@@ -238,13 +242,16 @@ class TreeModelRunner(CPUModelRunner):
                 state,
                 nodes=nodes,
                 request=request,
-                agree=_agree if self.budget is None else self.budget.limited(_agree, len(rooted)),
+                agree=_agree if self.budget is None else self.budget.limited(_agree, len(rooted), others),
                 keep=levels.append if self.recorder or self.pair.rule is not RULES["target_only"] else lambda _: None,
             )
             drafts = to_drafts(_from_rank_0(proposal), levels, temperature, request.initial, hidden)
         with self.clock.phase("tree"):  # once more: the budget reads what the trees have cost
             if self.budget is not None:
-                drafts = self.budget.cut(drafts, proposal, drafter.levels, judged=items == news)
+                roots = [logits if one == 0 else None for one, logits in zip(wanted, rows.logits[:, 0], strict=True)]
+                prompts = self.input_batch.num_prompt_tokens
+                usual = items == [one for one in news if drafting[one.row] and one.start >= prompts[one.row]]
+                drafts = self.budget.cut(names, drafts, proposal, roots, drafter.levels, others=others, judged=usual)
             for name, one, draft in zip(names, sampling, drafts, strict=True):
                 self.drafts[name] = draft if one.structured_outputs is None else draft.first_path()
         if self.steering:
@@ -273,14 +280,16 @@ class TreeModelRunner(CPUModelRunner):
             return None
         return CatchUp(row, start, self.input_batch.token_ids_cpu[row, start:end].tolist(), rooted)
 
-    def _without_gaps(self, news: list[CatchUp], room: int) -> list[CatchUp]:
-        """The same, from where the draft has read to, and no more than `room` tokens."""
+    def _without_gaps(self, news: list[CatchUp], room: int, drafting: list[bool]) -> list[CatchUp]:
+        """Those that are `drafting`, from where the draft has read to, and no more than `room` tokens."""
         blocks = self.drafter._block_table().block_table.np
         items = []
         for item in news:
             table, end = blocks[item.row], item.start + len(item.tokens)
             start = self.coverage.reach(table, item.start)
             self.coverage.skipped(table, item.start, end)
+            if not drafting[item.row]:
+                continue
             if start < item.start or end - start > room:
                 read = self.input_batch.token_ids_cpu[item.row, start : min(end, start + room)].tolist()
                 item = CatchUp(item.row, start, read, item.rooted and len(read) == end - start)

@@ -4,13 +4,14 @@ from typing import Any
 from vllm.logger import init_logger
 from vllm.v1.worker import cpu_worker
 
-from vllm_adaptive_tree.budget import FREE, Controller, read_profile, write_profile
+from vllm_adaptive_tree.budget import FREE, Controller, Costs, Sharpening
 from vllm_adaptive_tree.engine.budget import BatchBudget
 from vllm_adaptive_tree.engine.patches import swapped
-from vllm_adaptive_tree.engine.profile import measured_threshold, verification_curve
+from vllm_adaptive_tree.engine.profile import measured_costs, measured_threshold
 from vllm_adaptive_tree.engine.recorder import Recorder
 from vllm_adaptive_tree.engine.runner_v1 import TreeModelRunner
 from vllm_adaptive_tree.method_options import OptTreeOptions
+from vllm_adaptive_tree.methods import GREEDY_DRAFT_TEMPERATURE
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -33,28 +34,31 @@ class TreeWorker(cpu_worker.CPUWorker):
         tree = runner.options.tree
         if tree.budget is not None:
             steers = isinstance(tree, OptTreeOptions) and tree.threshold is None and tree.budget == "auto"
-            runner.budget = BatchBudget(self._controller(runner), runner.proposer, runner.clock, steers=steers)
+            fits = isinstance(tree, OptTreeOptions) and tree.draft_temperature == "auto" and tree.budget == "auto"
+            runner.budget = BatchBudget(
+                self._controller(runner),
+                runner.proposer,
+                runner.clock,
+                steers=steers,
+                sharpening=Sharpening(GREEDY_DRAFT_TEMPERATURE) if fits else None,
+            )
         runner.clock.take()  # of the warm-up
         return times
 
     def _controller(self, runner: TreeModelRunner) -> Controller:
         tree, sampled = runner.options.tree, runner.proposer.kind != "one_hot"
         if isinstance(tree.budget, int):
-            return Controller(FREE, sampled=sampled, most=tree.budget)
+            return Controller(Costs(FREE), sampled=sampled, most=tree.budget)
         file = None if tree.cost_profile is None else Path(tree.cost_profile).expanduser()
         if file is not None and file.exists():
-            verify, source = read_profile(file), f"from {file}"
+            costs, source = Costs.read(file), f"from {file}"
         else:
-            verify, source = (
-                verification_curve(runner, min(256, runner.scheduler_config.max_num_batched_tokens)),
-                "measured",
-            )
+            most = min(256, runner.scheduler_config.max_num_batched_tokens)
+            costs, source = measured_costs(runner, runner.options.num_speculative_tokens, most), "measured"
             if file is not None and self.rank == 0:
-                write_profile(file, verify)
-        points = zip(verify.rows.tolist(), verify.seconds.tolist(), strict=True)
-        shown = ", ".join(f"{rows:.0f}: {1000 * seconds:.2f}" for rows, seconds in points)
-        logger.info("tree budget 'auto': ms of a verification by rows, %s: %s", source, shown)
-        return Controller(verify, sampled=sampled)
+                costs.write(file)
+        logger.info("tree budget 'auto': %s, %s", source, costs)
+        return Controller(costs, sampled=sampled)
 
     # -- for `LLM.collective_rpc`: plain values only, so that it reaches engines in other processes
 

@@ -1,0 +1,38 @@
+import torch
+from torch import Tensor
+
+LOWEST, HIGHEST = 0.2, 2.0
+MEMORY = 1000.0
+"""Observations after which an old one weighs 1/e."""
+PRIOR = 30.0
+"""Of the initial temperature, in squared logits: about as much as so many tokens say, at a variance of 1."""
+BOUND = 8.0
+"""The most logits by which one token may lie off: a token that the draft holds for impossible says nothing more."""
+
+
+class Sharpening:
+    """The temperature at which the draft's law says best what a greedy target takes.
+
+    A greedy target takes its best token, so the draft's own law is too flat for the chances of its candidates. Maximum
+    likelihood of the inverse temperature b: the slope of a token's log law is its logit less the mean logit under the
+    law, the curvature their variance; one Newton step for each batch of tokens, older ones fading.
+    """
+
+    def __init__(self, temperature: float):
+        self.inverse = 1 / temperature
+        self.information = PRIOR
+
+    @property
+    def temperature(self) -> float:
+        return 1 / self.inverse
+
+    def observe(self, logits: Tensor, token: Tensor) -> None:
+        """At nodes with the draft's `logits` [M, V] a greedy target took `token` [M]."""
+        logits = (logits.float() - logits.amax(-1, keepdim=True)).clamp_(min=-1e4)  # banned tokens: -inf
+        law = torch.softmax(logits * self.inverse, -1)
+        mean = (law * logits).sum(-1)
+        variance = (law * logits.square()).sum(-1) - mean.square()
+        slope = (logits.gather(-1, token[:, None])[:, 0] - mean).clamp(-BOUND, BOUND)
+        self.information = self.information * (1 - len(token) / MEMORY) + float(variance.sum())
+        inverse = self.inverse + float(slope.sum()) / self.information
+        self.inverse = min(max(inverse, 1 / HIGHEST), 1 / LOWEST)
