@@ -12,6 +12,7 @@ from vllm import SamplingParams
 from tests.engine.engines import DRAFT, PROMPTS, Engines, TreeSpy, assert_identical, generate, metric, runner_of, tree
 from vllm_adaptive_tree.budget import FREE, Controller, Costs
 from vllm_adaptive_tree.engine import runner_v1
+from vllm_adaptive_tree.methods import GREEDY_DRAFT_TEMPERATURE
 
 NODES, BATCH = 12, 8
 
@@ -120,3 +121,31 @@ def test_a_rested_draft_catches_up(engines: Engines, monkeypatch: pytest.MonkeyP
         with torch.no_grad():
             law = draft(torch.tensor([context])).logits[0, -1].log_softmax(-1)
         assert float(law[token]) == pytest.approx(float(weight), abs=2e-3)
+
+
+def test_requests_that_pause_alone(
+    engines: Engines, plain: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every second request pauses every other eight steps; the rest draft on, and all return their tokens."""
+    file = tmp_path / "costs.json"
+    file.write_text(json.dumps({"verify": {"rows": [1, 1000], "seconds": [0.5, 0.5 + 1e-6]}}))
+    llm = engines.start(tree(6, budget="auto", max_depth=3, cost_profile=str(file)))
+    budget, steps, paused, cuts = runner_of(llm).budget, 0, set(), []
+    cut = budget.cut
+
+    def drafting(requests: list[str]) -> list[bool]:
+        nonlocal steps, paused
+        steps += 1
+        paused = {one for place, one in enumerate(requests) if place % 2 and steps // 8 % 2}
+        return [one not in paused for one in requests]
+
+    def spied(requests: list[str], *args: Any, others: int, **kwargs: Any) -> Any:
+        cuts.append((len(requests), others))
+        assert not paused & set(requests), "a request that pauses has a tree"
+        return cut(requests, *args, others=others, **kwargs)
+
+    monkeypatch.setattr(budget.pauses, "drafting", drafting)
+    monkeypatch.setattr(budget, "cut", spied)
+    assert_identical(plain, generate(llm, PROMPTS[:BATCH], [parameters(i) for i in range(BATCH)]))
+    assert {(BATCH // 2, BATCH // 2), (BATCH, 0)} <= set(cuts)
+    assert budget.greedy_temperature != GREEDY_DRAFT_TEMPERATURE, "fitted to what the target took"

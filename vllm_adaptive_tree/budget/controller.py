@@ -52,7 +52,7 @@ class Controller:
 
     A step costs the forward over all its rows and some overhead; a drafting step also costs its drafts. Where the trees
     that pay best do not make up for that, the batch rests from drafting, each time twice as long, and is then tried
-    again for a step.
+    again for some steps.
     """
 
     def __init__(self, costs: Costs, *, sampled: bool, most: int | None = None):
