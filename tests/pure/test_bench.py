@@ -150,7 +150,7 @@ def test_which_configurations_are_fixed():
 # ---- loads
 
 
-@pytest.mark.parametrize(("concurrency", "count"), [(1, 4), (2, 6), (3, 9), (32, 96)])
+@pytest.mark.parametrize(("concurrency", "count"), [(1, 4), (2, 6), (3, 9), (32, 64), (100, 100)])
 def test_every_round_has_prompts_of_its_own(concurrency, count):
     first, second = (loads.load([str(number) for number in range(200)], concurrency, number) for number in (0, 1))
     assert len(first) == len(second) == count

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from vllm_adaptive_tree.cli.prompts import PROMPTS
 
-FEWEST, WAVES = 4, 3
-"""Requests of a round: at least, and for each of those that run at a time."""
+FEWEST, WAVES, ENOUGH = 4, 3, 64
+"""Requests of a round: at least, for each of those that run at a time, and no more unless more run at a time."""
 LINES = 4
 MOST = 400
 """Prompts; later rounds begin again."""
@@ -30,7 +30,7 @@ def standard() -> tuple[str, ...]:
 
 def load(prompts: Sequence[str], concurrency: int, number: int) -> list[str]:
     """The prompts of round `number` (the warm-up is 0), of which `concurrency` run at a time."""
-    count = max(FEWEST, WAVES * concurrency)
+    count = max(FEWEST, concurrency, min(WAVES * concurrency, ENOUGH))
     return [prompts[(number * count + index) % len(prompts)] for index in range(count)]
 
 
