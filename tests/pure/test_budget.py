@@ -405,6 +405,33 @@ def test_a_batch_of_another_size_is_judged_by_itself():
     assert step(controller, 32, 0.5, spent=1.0) is None
 
 
+def test_sampled_requests_are_judged_apart_from_greedy_ones():
+    """A load that does not pay sends no other to rest."""
+    controller = Controller(costs((1, 1.0), (8, 1.1), (200, 3.0)), sampled=False)
+    controller.begin([False] * 8)
+    while step(controller, 8, 0.1, spent=1.0) is not None:
+        pass
+    controller.begin([True] * 8)
+    assert all(step(controller, 8, 0.9, spent=0.1) for _ in range(2 * TRIAL))
+    controller.begin([True] * 4 + [False] * 4)
+    assert step(controller, 8, 0.9, spent=0.1)
+    controller.begin([False] * 8)
+    assert step(controller, 8, 0.1, spent=1.0) is None
+
+
+def test_one_value_is_not_one_chance_to_sampled_and_greedy_requests():
+    controller = Controller(costs((1, 1.0), (4, 1.3), (100, 100.0)), sampled=False)
+    sampled, greedy = controller.calibrations
+    for _ in range(50):
+        sampled.observe([0.5] * 8, [1] * 8, [False] * 8)
+        greedy.observe([0.5] * 8, [1] * 8, [True] * 8)
+    value, depth = torch.full((2, 1), 0.5), torch.ones(2, 1).long()
+    for kinds in ([True, False], [False, True], [True, True], [False, False]):
+        kept = controller.share(value, depth, 0.1, greedy=torch.tensor(kinds))
+        assert kept.tolist() == [int(one) for one in kinds]
+    assert controller.share(value, depth, 0.1).tolist() == [0, 0]
+
+
 def test_it_tries_again_and_finds_that_times_have_changed():
     controller = Controller(costs((1, 1.0), (100, 100.0)), sampled=False)
     while step(controller, 2, 0.9, spent=0.5) is not None:

@@ -1,8 +1,10 @@
 """What a batch drafts and verifies in a step, decided from the steps before."""
 
 import math
+from collections.abc import Sequence
 from itertools import accumulate
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -25,7 +27,7 @@ REST, LONGEST_REST = 64, 2048
 
 
 class Size:
-    """What is known of batches of one size (by powers of two); it says nothing of the others."""
+    """What is known of batches of one size (by powers of two) and mix; it says nothing of the others."""
 
     def __init__(self, level: float = 0.0) -> None:
         """`level`: what is known of it beforehand, 0: nothing."""
@@ -59,16 +61,23 @@ class Controller:
         """`sampled`: whether children are drawn. `most`: nodes of the whole batch, which makes it a fixed budget."""
         self.costs, self.sampled, self.most = costs, sampled, most
         self.verify = costs.verify
-        self.calibration = Calibration()
+        self.calibrations = Calibration(), Calibration()
+        """Of sampled requests, and of greedy ones: one value is not one chance to both."""
+        self.mix = 0
+        """Which requests this step has: 0 sampled ones, 2 greedy ones, 1 both."""
         self.elsewhere = self.reading = 0.0
         """Seconds of a step besides drafts and the forward, and of reading the contexts in the last step."""
-        self.sizes: dict[int, Size] = {}
+        self.sizes: dict[tuple[int, int], Size] = {}
 
     def of(self, requests: int) -> Size:
-        key = requests.bit_length()
+        key = requests.bit_length(), self.mix
         if key not in self.sizes:
             self.sizes[key] = Size(0.0 if self.costs.draft is None else self.costs.draft.cost(requests))
         return self.sizes[key]
+
+    def begin(self, greedy: Sequence[bool]) -> None:
+        """A step of these requests."""
+        self.mix = round(2 * sum(greedy) / max(1, len(greedy)))
 
     @property
     def overhead(self) -> float:
@@ -92,7 +101,15 @@ class Controller:
         return size.level * size.rate / trees
 
     def share(
-        self, value: Tensor, depth: Tensor, spent: float, *, others: int = 0, levels: int = 0, judged: bool = True
+        self,
+        value: Tensor,
+        depth: Tensor,
+        spent: float,
+        *,
+        greedy: Tensor | None = None,
+        others: int = 0,
+        levels: int = 0,
+        judged: bool = True,
     ) -> Tensor:
         """How many nodes of each tree to verify, [R].
 
@@ -100,11 +117,12 @@ class Controller:
             value: [R, N] what the proposer puts on each node before it knows its token; 0 where there is none.
             depth: [R, N].
             spent: seconds of drafting them.
+            greedy: [R] bool; none unless told.
             others: requests of the batch that drafted nothing.
             levels: forwards of the draft behind the one that read the roots.
             judged: these seconds are those of every step; neither prompts nor gaps had to be read.
         """
-        chance = self.calibration(value, depth)
+        chance = self._chance(value, depth, greedy)
         if self.most is not None:
             return allocate(chance, verify=FREE, spent=1.0, sampled=self.sampled, most=self.most)
         trees, requests = len(value), len(value) + others
@@ -118,6 +136,14 @@ class Controller:
         if judged:
             self._judge(size, requests, _taken(chance, depth, kept), spent, levels)
         return kept
+
+    def _chance(self, value: Tensor, depth: Tensor, greedy: Tensor | None) -> Tensor:
+        sampled, certain = self.calibrations
+        if greedy is None or not greedy.any():
+            return sampled(value, depth)
+        if greedy.all():
+            return certain(value, depth)
+        return torch.where(greedy[:, None], certain(value, depth), sampled(value, depth))
 
     def _judge(self, size: Size, requests: int, taken: list[tuple[float, int]], spent: float, levels: int) -> None:
         """`taken`: chance and depth of every node that is verified."""

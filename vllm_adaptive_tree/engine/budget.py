@@ -53,27 +53,30 @@ class BatchBudget:
     def verified(self, drafts: dict[int, Draft], tokens: Tensor, nodes: Tensor) -> None:
         """The drafts of a step by batch row, and what was emitted: `tokens` [R, L] and the accepted `nodes` [R, L] that
         carried them, -1 behind."""
-        value, depth, accepted = [], [], []
         paths = nodes.tolist()
-        for row, draft in drafts.items():
-            path = set(paths[row])
-            value += draft.value
-            depth += draft.tree.depths
-            accepted += [node in path for node in range(len(draft.tree))]
-        self.controller.calibration.observe(value, depth, accepted)
+        for calibration, greedy in zip(self.controller.calibrations, (False, True), strict=True):
+            value, depth, accepted = [], [], []
+            for row, draft in drafts.items():
+                if (draft.root is not None) == greedy:
+                    path = set(paths[row])
+                    value += draft.value
+                    depth += draft.tree.depths
+                    accepted += [node in path for node in range(len(draft.tree))]
+            calibration.observe(value, depth, accepted)
         roots = {row: draft.root for row, draft in drafts.items() if draft.root is not None}
         if self.sharpening is not None and roots:
             self.sharpening.observe(torch.stack(list(roots.values())), tokens[list(roots), 0])
 
     def take(self) -> tuple[float, float]:
         """Accepted nodes that were expected, and those observed, since the last call."""
-        calibration = self.controller.calibration
-        now = calibration.predicted, calibration.observed
+        both = self.controller.calibrations
+        now = sum(one.predicted for one in both), sum(one.observed for one in both)
         taken, self.taken = (now[0] - self.taken[0], now[1] - self.taken[1]), now
         return taken
 
-    def drafting(self, requests: Sequence[str]) -> list[bool]:
+    def drafting(self, requests: Sequence[str], greedy: Sequence[bool]) -> list[bool]:
         """Which requests of this batch draft, if any do."""
+        self.controller.begin(greedy)
         if not number_from_rank_0(self.controller.drafts(len(requests))):
             return [False] * len(requests)
         return self.pauses.drafting(requests)
@@ -118,12 +121,15 @@ class BatchBudget:
         if self.by_place:  # a drawn token must not decide on its own cut
             value = (1 / torch.arange(1, 1 + value.shape[1])).expand(value.shape)
         value = value.masked_fill(tree.tokens == EMPTY, 0.0)
+        greedy = torch.tensor([one is not None for one in roots])
         choosing = seconds["tree"] / (1 + len(growing))  # of each level, the roots' included
         for one in growing:
             self.controller.drafted(batch, one + choosing)
         spent = seconds["draft"] + seconds["tree"]
         kept = from_rank_0(
-            self.controller.share(value, tree.depth, spent, others=others, levels=len(growing), judged=judged)
+            self.controller.share(
+                value, tree.depth, spent, greedy=greedy, others=others, levels=len(growing), judged=judged
+            )
         ).tolist()
         if self.controller.most is None:
             self.pauses.observe(requests, kept)

@@ -203,7 +203,8 @@ class TreeModelRunner(CPUModelRunner):
         requests = self.input_batch.req_ids
         room = self.scheduler_config.max_num_batched_tokens
         nodes = nodes_per_request(running=len(requests), nodes=self.num_spec_tokens, room=room)
-        drafting = [True] * len(requests) if self.budget is None else self.budget.drafting(requests)
+        greedy = [_greedy(self.requests[name].sampling_params) for name in requests]
+        drafting = [True] * len(requests) if self.budget is None else self.budget.drafting(requests, greedy)
         with self.clock.phase("draft"):
             news = [
                 item
