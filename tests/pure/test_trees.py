@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from vllm_adaptive_tree.trees import TokenTree
+from vllm_adaptive_tree.trees.ancestor_mask import ancestor_mask
 
 from .toys import on_device, on_host, paths, random_tree
 
@@ -94,3 +95,27 @@ def test_branches_read_as_chains_in_the_slots_of_their_depth(seed):
 def test_branches_of_a_chain():
     assert TokenTree.chain([3, 1, 2]).branches() == [[0, 1, 2]]
     assert BRANCHED.branches() == [[1, 4], [0, 3, 5], [2, 6]]
+
+
+def test_first_paths():
+    trees = [BRANCHED, BRANCHED, TokenTree.chain([3, 4]), TokenTree((), ()), *(random_tree(7, 4, s) for s in range(6))]
+    where = torch.ones(len(trees), dtype=torch.bool)
+    where[1] = False
+    found = on_host(on_device(trees, 7).first_paths(where, levels=7))
+    paths = [TokenTree.chain([tree.tokens[node] for node in tree.first_path()]) for tree in trees]
+    assert found == [BRANCHED if row == 1 else path for row, path in enumerate(paths)]
+    shallow = on_host(on_device(trees, 7).first_paths(where, levels=2))
+    assert shallow[0] == TokenTree.chain([5, 7])
+
+
+def test_ancestor_mask():
+    trees = [BRANCHED, TokenTree.chain([3, 4]), TokenTree((), ()), *(random_tree(7, 4, seed) for seed in range(6))]
+    seen = ancestor_mask(on_device(trees, 7).parent).tolist()
+    for tree, rows in zip(trees, seen, strict=True):
+        assert rows[0] == [True, *[False] * 7]
+        for node in range(7):
+            above, at = {1 + node}, node
+            while at >= 0:
+                at = tree.parents[at] if at < len(tree) else -1
+                above.add(1 + at)
+            assert {column for column, sees in enumerate(rows[1 + node]) if sees} == above

@@ -1,0 +1,218 @@
+"""Tree attention on a GPU: is it right, how far is it from the memory's speed and from causal kernels?
+
+    python -m benchmarks.gpu.attention --out benchmarks/results/gpu/attention.json
+
+`cases`: 64 nodes over 8,192 tokens, batch 1 and 16, bfloat16, heads of a Llama-3 8B: the kernel (by splits), PyTorch's
+FlashAttention with a causal mask and FlexAttention with the tree's, both over K/V laid side by side; the floor is the
+bytes of K/V over the bandwidth of a copy. `skipping`: large random trees as inserted and depth first, the share of the
+own tiles that is read, and the time. All in a CUDA graph that walks over several layers' caches, more than the L2 cache
+holds, as decoding does. Errors are the largest against `attention.reference` in float64.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vllm_adaptive_tree.attention import reference
+from vllm_adaptive_tree.trees import TreeBatch
+from vllm_adaptive_tree.trees.ancestor_bits import WORD, ancestor_bits
+from vllm_adaptive_tree.trees.orders import depth_first, mask_blocks, permuted
+
+HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 32, 8, 128, 16
+NODES, CONTEXT, BATCHES = 64, 8192, (1, 16)
+SPLITS = (1, 2, 4, 8, 16, 32)
+LARGE, LARGE_CONTEXT = (256, 512, 1024, 2048), 1024
+LAYERS, ROUNDS = 8, 21
+SCALE = HEAD_SIZE**-0.5
+
+
+class Batch(NamedTuple):
+    """Trees with a root each over contexts of one length; one cache per layer."""
+
+    query: Tensor  # [rows, H, D]
+    caches: list[Tensor]  # LAYERS times [blocks, Hkv, block_size, 2 * D], as vLLM's
+    block_table: Tensor
+    row_start: Tensor
+    context: Tensor
+    bits: Tensor  # [R, 1 + N, W]
+
+    @classmethod
+    def of(cls, parent: Tensor, length: int) -> "Batch":
+        requests, rows = parent.shape[0], 1 + parent.shape[1]
+        blocks = -(-(length + rows) // BLOCK_SIZE)
+        shape = (requests * blocks, KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE)
+        device = parent.device
+        return cls(
+            torch.randn(requests * rows, HEADS, HEAD_SIZE, dtype=torch.bfloat16, device=device),
+            [torch.randn(shape, dtype=torch.bfloat16, device=device) for _ in range(LAYERS)],
+            torch.randperm(requests * blocks, device=device).int().view(requests, blocks),
+            torch.arange(requests + 1, dtype=torch.int32, device=device) * rows,
+            torch.full((requests,), length, dtype=torch.int32, device=device),
+            ancestor_bits(parent),
+        )
+
+    def arguments(self, layer: int) -> tuple[Any, ...]:
+        key, value = self.caches[layer].transpose(1, 2).split(HEAD_SIZE, dim=-1)
+        bits = self.bits.flatten(0, 1)
+        return (self.query, key, value, self.block_table, self.row_start, self.context, bits, SCALE)
+
+    def dense(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Query [R, H, rows, D], key and value [R, Hkv, length + rows, D] side by side."""
+        requests, rows = self.bits.shape[:2]
+        cache = self.caches[layer][self.block_table.long()].transpose(2, 3).flatten(1, 2)  # [R, L, Hkv, 2 * D]
+        cache = cache[:, : self.length].transpose(1, 2)
+        key, value = (part.contiguous() for part in cache.split(HEAD_SIZE, dim=-1))
+        return self.query.view(requests, rows, HEADS, HEAD_SIZE).transpose(1, 2).contiguous(), key, value
+
+    @property
+    def length(self) -> int:
+        return int(self.context[0]) + self.bits.shape[1]
+
+    @property
+    def bytes(self) -> int:
+        """Of the keys and values that one layer has to read."""
+        return self.bits.shape[0] * self.length * KV_HEADS * 2 * HEAD_SIZE * 2
+
+
+def random_trees(requests: int, nodes: int) -> Tensor:
+    """The parent of every node uniform among the earlier ones and the root: [R, N]."""
+    uniform = torch.rand(requests, nodes, generator=torch.Generator().manual_seed(0))
+    return ((uniform * torch.arange(1, nodes + 1)).long() - 1).cuda()
+
+
+def microseconds(layers: Sequence[Callable[[], object]]) -> float:
+    """One call's time, the median over replays of a CUDA graph of all of them."""
+    for call in layers:  # compiles
+        call()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        layers[0]()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in layers:
+            call()
+    times = []
+    for _ in range(ROUNDS):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / len(layers))
+    return statistics.median(times)
+
+
+def copy_bandwidth() -> float:
+    """Bytes per microsecond, read and written."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.numel() / microseconds([lambda: target.copy_(source)] * 4)
+
+
+def kernel_calls(batch: Batch, splits: int | None = None) -> list[Callable[[], object]]:
+    from vllm_adaptive_tree.attention.triton_tree import tree_attention
+
+    out = torch.empty_like(batch.query)
+    return [partial(tree_attention, *batch.arguments(layer), out, splits=splits) for layer in range(LAYERS)]
+
+
+def error(batch: Batch, found: Tensor) -> float:
+    query, key, value, *rest = batch.arguments(0)
+    key, value = key.double(), value.double()
+    expected = reference.tree_attention(query.double(), key, value, *rest, torch.empty_like(query.double()))
+    return (found.double() - expected).abs().max().item()
+
+
+def flash_calls(batch: Batch) -> list[Callable[[], object]]:
+    from torch.nn.attention.bias import causal_lower_right
+    from torch.nn.functional import scaled_dot_product_attention
+
+    mask = causal_lower_right(batch.bits.shape[1], batch.length)
+    call = partial(scaled_dot_product_attention, attn_mask=mask, scale=SCALE, enable_gqa=True)
+    return [partial(call, *batch.dense(layer)) for layer in range(LAYERS)]
+
+
+def flex_calls(batch: Batch) -> list[Callable[[], object]]:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    rows, length = batch.bits.shape[1], batch.length - batch.bits.shape[1]
+    row = torch.arange(rows, device="cuda")
+    seen = (batch.bits[:, :, row // WORD] >> row % WORD & 1).bool()  # [R, rows, rows]
+
+    def visible(request: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key < length) | seen[request, query, (key - length).clamp(min=0)]
+
+    blocks = create_block_mask(visible, batch.bits.shape[0], None, rows, batch.length, device="cuda")
+    call = partial(torch.compile(flex_attention), block_mask=blocks, scale=SCALE, enable_gqa=True)
+    return [partial(call, *batch.dense(layer)) for layer in range(LAYERS)]
+
+
+def measured_case(requests: int, bandwidth: float) -> dict[str, Any]:
+    batch = Batch.of(random_trees(requests, NODES), CONTEXT)
+    calls = kernel_calls(batch)
+    found = calls[0]()
+    assert isinstance(found, Tensor)
+    return {
+        "requests": requests,
+        "error": error(batch, found),
+        "floor": batch.bytes / bandwidth,
+        "kernel": microseconds(calls),
+        "kernel_by_splits": {splits: microseconds(kernel_calls(batch, splits)) for splits in SPLITS},
+        "flash_causal": microseconds(flash_calls(batch)),
+        "flex": microseconds(flex_calls(batch)),
+    }
+
+
+def measured_skipping(nodes: int) -> dict[str, Any]:
+    parent = random_trees(1, nodes)
+    tree = TreeBatch(torch.arange(nodes, device="cuda")[None], parent, parent, parent.float())
+    ordered = permuted(tree, depth_first(parent)).parent
+    slots = torch.arange(nodes, device="cuda")[None]
+    case: dict[str, Any] = {"nodes": nodes}
+    for name, parents in (("inserted", parent), ("depth_first", ordered)):
+        batch = Batch.of(parents, LARGE_CONTEXT)
+        calls = kernel_calls(batch)
+        found = calls[0]()
+        assert isinstance(found, Tensor)
+        filled = mask_blocks(parents, slots, block=32).item() / (-(-nodes // 32)) ** 2
+        case[name] = {"us": microseconds(calls), "filled_32": filled, "error": error(batch, found)}
+    return case
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/gpu/attention.json"))
+    out = parser.parse_args().out
+    if not torch.cuda.is_available():
+        print("benchmarks.gpu.attention needs a CUDA device, and PyTorch sees none here.", file=sys.stderr)
+        return 2
+    torch.manual_seed(0)
+    bandwidth = copy_bandwidth()
+    results = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "bandwidth_gb_s": bandwidth / 1e3,
+        "unit": "microseconds per layer",
+        "shape": {"heads": HEADS, "kv_heads": KV_HEADS, "head_size": HEAD_SIZE, "nodes": NODES, "context": CONTEXT},
+        "cases": [measured_case(requests, bandwidth) for requests in BATCHES],
+        "skipping_context": LARGE_CONTEXT,
+        "skipping": [measured_skipping(nodes) for nodes in LARGE],
+    }
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(results, indent=1) + "\n")
+    print(json.dumps(results, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
