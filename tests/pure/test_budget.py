@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_adaptive_tree.budget import FREE, Calibration, Controller, Costs, Curve, Pauses, Sharpening, allocate
+from vllm_adaptive_tree.budget import FREE, Calibration, Controller, Costs, Curve, Pauses, Sharpening, allocate, best
 from vllm_adaptive_tree.budget.controller import TRIAL
 from vllm_adaptive_tree.budget.levels import EVERY, FIRST
 from vllm_adaptive_tree.budget.pauses import LOSSES, PAUSE
@@ -130,6 +130,27 @@ def chains(generator: random.Random, requests: int, nodes: int) -> list[list[flo
         length = generator.randint(0, nodes)
         rows.append([*sorted((generator.random() for _ in range(length)), reverse=True), *[0.0] * (nodes - length)])
     return rows
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_given_number_of_nodes(seed):
+    """Those of the largest values, of each list the first; places without a node fill up what the nodes leave."""
+    generator = random.Random(seed)
+    rows = chains(generator, 4, 5)
+    room = [generator.randint(0, 5) for _ in rows]
+    values = torch.tensor(rows).log()
+    for most in range(sum(room) + 1):
+        kept = best(values, torch.tensor(room), most).tolist()
+        assert sum(kept) == most
+        assert all(count <= limit for count, limit in zip(kept, room, strict=True))
+        inside = sorted((value for row, limit in zip(rows, room, strict=True) for value in row[:limit]), reverse=True)
+        taken = sorted((value for row, count in zip(rows, kept, strict=True) for value in row[:count]), reverse=True)
+        assert taken == inside[:most]
+
+
+def test_equal_values_are_shared_out():
+    assert best(torch.zeros(3, 4), torch.tensor([4, 4, 2]), 7).tolist() == [3, 2, 2]
+    assert best(torch.tensor([[0.5, 0.9], [0.6, 0.1]]), torch.tensor([2, 2]), 2).tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from vllm_adaptive_tree.acceptance import RULES, Children, Kind, traversal, walk
+from vllm_adaptive_tree.budget import best
 from vllm_adaptive_tree.gates.mlp import Gate
 from vllm_adaptive_tree.noise import KeyedNoise
 from vllm_adaptive_tree.proposers import (
@@ -32,6 +33,7 @@ from vllm_adaptive_tree.proposers import (
     draft_tree,
 )
 from vllm_adaptive_tree.trees import Shape, TreeBatch
+from vllm_adaptive_tree.trees.ancestor_mask import ancestor_mask
 
 from .toys import ToyLM, grow_trees
 
@@ -216,6 +218,7 @@ def test_tree_batch(device):
     with NoHostSync():
         cut = tree.cut(two)
         found = [cut.child(two, two), cut.children(two, 3), cut.nth_child(two, two)]
+        found += [*cut.first_paths(two > 1, levels=3), ancestor_mask(cut.parent), best(cut.log_weight, two, 3)]
     assert {x.device.type for x in found} == {device}
 
 

@@ -44,3 +44,20 @@ def allocate(values: Tensor, *, verify: Curve, spent: float, sampled: bool, most
     if most is not None:
         size = size.clamp(max=most)
     return (order.argsort() < size).view(nodes, requests).sum(0) if requests > 1 else size[None]
+
+
+def best(values: Tensor, room: Tensor, most: int) -> Tensor:
+    """`most` nodes of all trees by decreasing value, ties by place in the list, then by request: how many of each, [R].
+
+    The number is given, so nothing is asked of a token that it would cut, and nothing is read on the host.
+
+    Args:
+        values: [R, N] as in `allocate`; logarithms serve as well.
+        room: [R] nodes of each list, at most; together at least `most`. A place in the room that holds no node comes
+            after all nodes.
+    """
+    requests, nodes = values.shape
+    behind = torch.arange(nodes, device=values.device) >= room[:, None]
+    value = values.double().clamp(min=-1e300).cummin(1).values.masked_fill(behind, -torch.inf)
+    order = value.t().flatten().sort(descending=True, stable=True).indices
+    return (order.argsort() < most).view(nodes, requests).sum(0)
