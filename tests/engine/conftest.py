@@ -1,6 +1,15 @@
-"""Real engines on the bundled pair, in this process, float32 and eager unless a test says otherwise."""
+"""Real engines on the bundled pair, in this process, float32 and eager unless a test says otherwise.
+
+MODEL_RUNNER=v2 runs the same files on vLLM's Model Runner V2, in Triton's interpreter; MODEL_RUNNER=v2-async with
+asynchronous scheduling.
+"""
 
 import os
+
+from tests import interpreter
+
+if (RUNNER := os.environ.get("MODEL_RUNNER", "v1")) != "v1":
+    interpreter.install(asynchronous={"v2": False, "v2-async": True}[RUNNER])
 
 os.environ.update(
     OMP_NUM_THREADS="1",

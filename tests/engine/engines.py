@@ -1,8 +1,12 @@
 import gc
+import os
 from pathlib import Path
 from typing import Any
 
 import vllm_adaptive_tree
+from vllm_adaptive_tree.trees import TokenTree
+
+V2 = os.environ.get("MODEL_RUNNER", "v1") != "v1"
 
 PAIR = Path(vllm_adaptive_tree.__file__).parent / "demo_pair"
 TARGET, DRAFT = str(PAIR / "target"), str(PAIR / "draft")
@@ -94,11 +98,20 @@ class TreeSpy:
         self.trees: list[Any] = []
         self.batches: list[list[Any]] = []
         runner = runner_of(llm)
-        original = runner._sample
+        name = "sample" if V2 else "_sample"
+        original = getattr(runner, name)
 
-        def sample(logits: Any, metadata: Any) -> Any:
-            self.batches.append(list(runner.step.trees.values()))
-            self.trees += self.batches[-1]
-            return original(logits, metadata)
+        def sample(*args: Any) -> Any:
+            if runner.step is not None:
+                self.batches.append(_on_host(runner.step) if V2 else list(runner.step.trees.values()))
+                self.trees += self.batches[-1]
+            return original(*args)
 
-        monkeypatch.setattr(runner, "_sample", sample)
+        monkeypatch.setattr(runner, name, sample)
+
+
+def _on_host(step: Any) -> list[TokenTree]:
+    """The trees of a verification of Model Runner V2 that the scheduler has asked for."""
+    rows = zip(step.tree.tokens.tolist(), step.tree.parent.tolist(), step.scheduled.tolist(), strict=True)
+    found = [(tuple(token for token in tokens if token >= 0), parent) for tokens, parent, count in rows if count]
+    return [TokenTree(tokens, tuple(parent[: len(tokens)])) for tokens, parent in found]

@@ -215,7 +215,6 @@ def test_an_illegal_pair_that_is_asked_for_runs_and_is_logged(spec: Any, monkeyp
     [
         ({"max_num_batched_tokens": 26, "max_num_seqs": 2}, ["num_speculative_tokens", "26", "24"]),
         ({"pipeline_parallel_size": 2}, ["pipeline_parallel_size"]),
-        ({"async_scheduling": True}, ["async_scheduling"]),
         ({"enable_lora": True}, ["enable_lora"]),
         ({"data_parallel_size": 2}, ["data_parallel_size"]),
         ({"enable_prompt_embeds": True}, ["enable_prompt_embeds"]),

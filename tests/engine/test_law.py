@@ -1,4 +1,4 @@
-"""The joint law of the next four tokens, drawn 20,000 times in the engine, is that of the target alone.
+"""The joint law of the next four tokens, drawn many times in the engine, is that of the target alone.
 
 Slow: `pytest -m slow -s tests/engine/test_law.py` prints the figures.
 """
@@ -11,12 +11,12 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from tests.engine.engines import DRAFT, PROMPTS, TARGET, Engines
+from tests.engine.engines import DRAFT, PROMPTS, TARGET, V2, Engines
 from vllm_adaptive_tree.engine import runner_v1
 
 pytestmark = pytest.mark.slow
 
-DRAWS, TOKENS, TOP_K = 20_000, 4, 4
+DRAWS, TOKENS, TOP_K = 2_000 if V2 else 20_000, 4, 4  # the interpreter is slow
 PROMPT = PROMPTS[9]  # the draft agrees with the target here, but not too much
 FEW = 10  # draws expected of a cell that stands alone
 
@@ -86,15 +86,19 @@ class FirstTrees:
 
     def __init__(self, root: int, monkeypatch: pytest.MonkeyPatch):
         self.depths: Counter[int] = Counter()
-        original = runner_v1.accept
+        if V2:
+            from vllm_adaptive_tree.engine.v2 import sampler
 
-        def accept(pair: Any, target: Any, step: Any, drafts: Any, requests: Any) -> Any:
-            outcome = original(pair, target, step, drafts, requests)
-            first = requests.position == root
-            self.depths.update((outcome.accepted.nodes[first] >= 0).sum(1).tolist())
+        module: Any = sampler if V2 else runner_v1
+        original = module.accept
+
+        def accept(*args: Any, **kwargs: Any) -> Any:
+            outcome = original(*args, **kwargs)
+            nodes = outcome.nodes if V2 else outcome.accepted.nodes
+            self.depths.update((nodes[args[4].position == root] >= 0).sum(1).tolist())
             return outcome
 
-        monkeypatch.setattr(runner_v1, "accept", accept)
+        monkeypatch.setattr(module, "accept", accept)
 
     def share(self, depth: int) -> float:
         return sum(count for reached, count in self.depths.items() if reached >= depth) / self.depths.total()

@@ -11,10 +11,10 @@ from safetensors.torch import save_file
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from tests.engine.engines import DRAFT, PROMPTS, Engines, TreeSpy, assert_identical, generate, metric, runner_of
+from tests.engine.engines import DRAFT, PROMPTS, V2, Engines, TreeSpy, assert_identical, generate, metric, runner_of
 from vllm_adaptive_tree.gates.mlp import Gate
 
-BATCH = PROMPTS[:8]
+BATCH, NODES = (PROMPTS[:4], 10) if V2 else (PROMPTS[:8], 20)  # the interpreter is slow
 
 # name -> method, options, what `auto` takes
 METHODS: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -44,7 +44,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.4},
     "min_p": {"min_p": 0.1, "top_k": 20},
     "logit_bias": {"logit_bias": {262: 12.0, 300: -100.0, 201: -100.0}},
-    "min_tokens": {"min_tokens": 17, "ignore_eos": False, "stop_token_ids": list(range(260, 500))},
+    "min_tokens": {"min_tokens": 17, "ignore_eos": False, "stop_token_ids": list(range(260, 380))},
     "bad_words": {"bad_words": ["the", " self", "import"]},
     "stop": {"stop": ["e", "self"], "min_tokens": 3},
 }
@@ -53,12 +53,14 @@ CALL = r"[a-z_]{3,12}\(([a-z]{1,8}, )*[a-z]{1,8}\)"
 
 def spec(folder: Path, method: str, options: dict[str, Any], rule: str = "auto") -> dict[str, Any]:
     options = {key: str(folder / value) if key in ("gate", "vector") else value for key, value in options.items()}
-    sizes = {"model": DRAFT, "num_speculative_tokens": 20}
+    sizes = {"model": DRAFT, "num_speculative_tokens": NODES}
     return {"method": method, **sizes, "rejection_sample_method": rule, "tree": {"budget": None, **options}}
 
 
 def greedy() -> list[SamplingParams]:
-    return [SamplingParams(temperature=0, max_tokens=20 + 2 * i, ignore_eos=True, logprobs=2) for i in range(8)]
+    return [
+        SamplingParams(temperature=0, max_tokens=34 - 2 * i, ignore_eos=True, logprobs=2) for i in range(len(BATCH))
+    ]
 
 
 def mixed() -> list[SamplingParams]:
@@ -69,7 +71,7 @@ def mixed() -> list[SamplingParams]:
         {"temperature": 0},
         {"temperature": 1.0, "seed": 6, "top_k": 20, "repetition_penalty": 1.1},
     ]
-    return [SamplingParams(max_tokens=24 + i, ignore_eos=True, logprobs=2, **laws[i % 4]) for i in range(8)]
+    return [SamplingParams(max_tokens=24 + i, ignore_eos=True, logprobs=2, **laws[i % 4]) for i in range(len(BATCH))]
 
 
 REPEATABLE = [i for i, params in enumerate(mixed()) if params.temperature == 0 or params.seed is not None]
@@ -94,7 +96,7 @@ def structured() -> list[SamplingParams]:
             logprobs=2,
             structured_outputs=None if i % 4 == 3 else StructuredOutputsParams(regex=CALL),
         )
-        for i in range(8)
+        for i in range(len(BATCH))
     ]
 
 
@@ -135,7 +137,14 @@ def sampled(engines: Engines, folder: Path) -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def plain(engines: Engines, sampled: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def plain(engines: Engines) -> dict[str, Any]:
+    llm = engines.start()
+    return {"greedy": generate(llm, BATCH, greedy()), "mixed": generate(llm, BATCH, mixed())}
+
+
+@pytest.fixture(scope="module")
+def reference(engines: Engines, sampled: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The same without speculation."""
     llm = engines.start()
 
     def continued(output: Any) -> list[float]:
@@ -148,7 +157,6 @@ def plain(engines: Engines, sampled: dict[str, dict[str, Any]]) -> dict[str, Any
 
     return {
         "greedy": generate(llm, BATCH, greedy()),
-        "mixed": generate(llm, BATCH, mixed()),
         "parameters": generate(llm, PROMPTS[: len(parameters())], parameters()),
         "structured": generate(llm, BATCH, structured()),
         "continued": {rule: [continued(output) for output in own["parameters"]] for rule, own in sampled.items()},
@@ -194,11 +202,11 @@ def test_greedy_under_every_rule(
 
 
 @pytest.mark.parametrize("rule", ["rrsw", "traversal"])
-def test_every_parameter_under_a_rule(plain: dict[str, Any], sampled: dict[str, Any], rule: str) -> None:
+def test_every_parameter_under_a_rule(reference: dict[str, Any], sampled: dict[str, Any], rule: str) -> None:
     outputs = [output.outputs[0] for output in sampled[rule]["parameters"]]
-    assert_identical(plain["greedy"], sampled[rule]["greedy"])
-    assert_identical(plain["parameters"][::2], outputs[::2])
-    for ours, theirs in zip(outputs, plain["continued"][rule], strict=True):
+    assert_identical(reference["greedy"], sampled[rule]["greedy"])
+    assert_identical(reference["parameters"][::2], outputs[::2])
+    for ours, theirs in zip(outputs, reference["continued"][rule], strict=True):
         here = [entry[token].logprob for entry, token in zip(ours.logprobs, ours.token_ids, strict=True)]
         assert here == pytest.approx(theirs, abs=1e-4)
     of = dict(zip(KINDS, outputs[1::2], strict=True))
@@ -213,9 +221,9 @@ def test_every_parameter_under_a_rule(plain: dict[str, Any], sampled: dict[str, 
 
 
 @pytest.mark.parametrize("rule", ["rrsw", "traversal"])
-def test_structured_output_under_a_rule(plain: dict[str, Any], sampled: dict[str, Any], rule: str) -> None:
+def test_structured_output_under_a_rule(reference: dict[str, Any], sampled: dict[str, Any], rule: str) -> None:
     ours = sampled[rule]["structured"]
-    assert_identical(plain["structured"][::2], ours[::2])
-    ended = [ours[i] for i in (0, 1, 2, 4, 5, 6) if ours[i].finish_reason == "stop"]
-    assert len(ended) >= 3
+    assert_identical(reference["structured"][::2], ours[::2])
+    ended = [one for i, one in enumerate(ours) if i % 4 < 3 and one.finish_reason == "stop"]
+    assert len(ended) >= len(BATCH) // 3
     assert all(re.fullmatch(CALL, output.text) for output in ended)

@@ -7,7 +7,7 @@ import torch
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from tests.engine.engines import DRAFT, PROMPTS, Engines, assert_identical, generate, metric, runner_of, tree
+from tests.engine.engines import DRAFT, PROMPTS, V2, Engines, assert_identical, generate, metric, runner_of, tree
 
 LONG = ["\n\n".join(PROMPTS[i:] + PROMPTS[:i]) for i in range(0, 16, 3)]  # about 200 tokens each
 SMALL = {"max_model_len": 320, "max_num_batched_tokens": 64}  # prompts come in chunks
@@ -21,7 +21,7 @@ STOPS = [
     greedy(60, stop=["return", "self"]),
     greedy(60, stop=["\n\n"], include_stop_str_in_output=True),
     greedy(60, stop_token_ids=list(range(270, 320))),
-    greedy(60, ignore_eos=False, min_tokens=12, stop_token_ids=list(range(270, 400))),
+    greedy(60, ignore_eos=False, min_tokens=12, stop_token_ids=list(range(270, 380))),
 ] * 4
 
 
@@ -90,6 +90,7 @@ def test_preemption(engines: Engines, plain: dict[str, list[Any]]) -> None:
     assert metric(llm, "num_preemptions") > 0
 
 
+@pytest.mark.skipif(V2, reason="vLLM's scheduler sets N places aside for every request there")
 def test_every_running_request_gets_a_token_in_every_step(engines: Engines) -> None:
     llm = engines.start(tree(60), max_model_len=256, max_num_batched_tokens=512, max_num_seqs=32)
     engine = llm.llm_engine
@@ -151,6 +152,7 @@ class LawSpy:
             self.laws += 1
 
 
+@pytest.mark.skipif(V2, reason="it reads the V1 adapter's drafts")
 @pytest.mark.parametrize("method", PAIRS)
 def test_draft_laws_survive_what_happens_between_steps(
     engines: Engines, plain: dict[str, list[Any]], method: str, monkeypatch: pytest.MonkeyPatch

@@ -6,7 +6,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from tests.engine.engines import PROMPTS, Engines, TreeSpy, assert_identical, generate, tree
+from tests.engine.engines import PROMPTS, V2, Engines, TreeSpy, assert_identical, generate, tree
 
 SHAPES: list[dict[str, Any]] = [
     {"regex": r"[a-z_]{3,12}\(([a-z]{1,8}, )*[a-z]{1,8}\)"},
@@ -32,19 +32,22 @@ def batch(start: int) -> list[SamplingParams | None]:
     return params
 
 
+STARTS = range(1 if V2 else 5)  # the interpreter is slow
+
+
 @pytest.fixture(scope="module")
 def plain(engines: Engines) -> list[Any]:
     llm = engines.start()
-    return [output for start in range(5) for output in generate(llm, PROMPTS, batch(start))]
+    return [output for start in STARTS for output in generate(llm, PROMPTS, batch(start))]
 
 
 def test_structured_output(engines: Engines, plain: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     llm = engines.start(tree(12, threshold=0.2))
     spy = TreeSpy(llm, monkeypatch)
-    ours = [output for start in range(5) for output in generate(llm, PROMPTS, batch(start))]
+    ours = [output for start in STARTS for output in generate(llm, PROMPTS, batch(start))]
     assert_identical(plain, ours)
-    assert sum(output.finish_reason == "stop" for output in ours) > 20
+    assert sum(output.finish_reason == "stop" for output in ours) > 4 * len(STARTS)
     assert any(len(t) > 1 and t.is_chain for t in spy.trees)
     assert any(not t.is_chain for t in spy.trees)
     structured = [p.structured_outputs is not None for p in batch(0)]
-    assert sum(structured) * 5 >= 60
+    assert sum(structured) >= 12

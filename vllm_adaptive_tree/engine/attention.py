@@ -65,6 +65,18 @@ class VerifyMetadata:
 
 
 @dataclass(frozen=True, slots=True)
+class DenseTrees:
+    """A verification without a look at the host: vLLM's kernel reads every row as part of a chain, then the rows of the
+    trees are computed again over a gathered context, with a mask."""
+
+    native: CPUAttentionMetadata
+    rows: Tensor  # [Q, T] int64: rows of the flat batch, each tree's root first; padded with the root's
+    block_table: Tensor  # [Q, B]
+    bias: Tensor  # [Q, T, B * block_size + T] float32
+    saved: dict[str, tuple[Tensor, Tensor]]  # layer -> key, value of all rows
+
+
+@dataclass(frozen=True, slots=True)
 class DraftMetadata:
     """A draft forward: `native` serves the first rows, which read accepted tokens, `keys` the rows of the trees."""
 
@@ -96,6 +108,8 @@ class TreeAttentionImpl(CPUAttentionBackendImpl):
     ) -> Tensor:
         if isinstance(attn_metadata, VerifyMetadata):
             return self._verify(layer, query, key, value, kv_cache, attn_metadata, output)
+        if isinstance(attn_metadata, DenseTrees):
+            return self._dense(layer, query, key, value, kv_cache, attn_metadata, output)
         if isinstance(attn_metadata, DraftMetadata):
             return self._draft(layer, query, key, value, kv_cache, attn_metadata, output)
         scales = (output_scale, output_block_scale)
@@ -113,6 +127,20 @@ class TreeAttentionImpl(CPUAttentionBackendImpl):
             super().forward(layer, queries[turn.rows], key, value, kv_cache, turn.native, results[turn.rows])
         return out.index_copy_(0, step.rows, results)
 
+    def _dense(
+        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, step: DenseTrees, out: Tensor
+    ) -> Tensor:
+        step.saved[layer.layer_name] = key, value
+        super().forward(layer, query, key, value, kv_cache, step.native, out)
+        context = self.gather(layer, kv_cache, step.block_table)
+        keys, values = (
+            torch.cat([old, new[step.rows].transpose(1, 2).float()], 2)
+            for old, new in zip(context, (key, value), strict=True)
+        )
+        result = attend(query[step.rows], keys, values, step.bias, self.scale)
+        out[step.rows] = result.to(out.dtype)  # padding writes its root's result again
+        return out
+
     def _draft(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, step: DraftMetadata, out: Tensor
     ) -> Tensor:
@@ -123,6 +151,10 @@ class TreeAttentionImpl(CPUAttentionBackendImpl):
         result = attend(trees.pad(query), tree_keys, tree_values, keys.bias, self.scale)
         out[trees.first :] = trees.unpad(result)
         return out
+
+    def gather(self, layer: Any, kv_cache: Tensor, block_table: Tensor) -> tuple[Tensor, Tensor]:
+        """As `gather_context`."""
+        return gather_context(kv_cache, block_table, layer.isa)
 
 
 def native_metadata(builder: Any, lengths: list[int], seq_lens: list[int], block_table: Tensor, slots: Tensor) -> Any:
@@ -156,13 +188,14 @@ class DraftKeys:
     Nodes never enter the paged cache; accepted tokens are fed again when the draft catches up.
     """
 
-    def __init__(self, block_table: Tensor, block_size: int, context: Tensor):
-        """`block_table` [R, blocks], `context` [R] lengths."""
+    def __init__(self, block_table: Tensor, block_size: int, context: Tensor, *, rooted: bool = False):
+        """`block_table` [R, blocks], `context` [R] lengths; `rooted`: the root is the last token of the context."""
         self.block_table, self.context = block_table, context
         self.width = block_table.shape[1] * block_size
         self.behind = context_bias(context, self.width)  # [R, 1, width]
         self.scratch: dict[str, tuple[Tensor, Tensor]] = {}  # layer -> key, value [R, Hkv, width + room, D]
-        self.seen = torch.zeros(block_table.shape[0], 0, 0, dtype=torch.bool)  # [R, S, S]: node, its ancestors
+        # [R, S, S]: node, its ancestors; a root in the context has a row, which sees none, and no column
+        self.seen = torch.zeros(block_table.shape[0], int(rooted), 0, dtype=torch.bool, device=context.device)
         self.bias = torch.empty(0)
         self.trees: TreeRows
         self.level = 0
@@ -170,10 +203,10 @@ class DraftKeys:
 
     def open_level(self, trees: TreeRows, parent: Tensor) -> None:
         """Prepare the next forward: W new nodes a request below `parent` [R, W], counted as in `Frontier`."""
-        requests, before, _ = self.seen.shape
+        requests, before, columns = self.seen.shape
         width = parent.shape[1]
         self.trees = trees
-        own = torch.eye(width, dtype=torch.bool).expand(requests, width, width)
+        own = torch.eye(width, dtype=torch.bool, device=parent.device).expand(requests, width, width)
         if self.sliced is not None and self.sliced.ends[self.level] != before + width:
             self.sliced = None
         if self.sliced is not None:
@@ -181,7 +214,7 @@ class DraftKeys:
         elif before == 0:  # the root
             self.seen = own
         else:
-            above = self.seen.gather(1, parent[:, :, None].expand(requests, width, before))
+            above = self.seen.gather(1, parent[:, :, None].expand(requests, width, columns))
             old = torch.nn.functional.pad(self.seen, (0, width))
             self.seen = torch.cat([old, torch.cat([above, own], 2)], 1)
         self.level += 1
@@ -189,7 +222,7 @@ class DraftKeys:
         self.bias = torch.cat([self.behind.expand(-1, width, -1), tree], 2)  # [R, W, width + S]
 
     def read(self, layer: Any, kv_cache: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        end = self.width + self.seen.shape[1]
+        end = self.width + self.seen.shape[2]
         start = end - self.trees.shape[1]
         keys, values = self._room_for(end, layer, kv_cache)
         keys[:, :, start:end] = self.trees.pad(key).transpose(1, 2)
@@ -200,7 +233,7 @@ class DraftKeys:
         """The layer's scratch, at least `end` long; it doubles its tree part when that is full."""
         old = self.scratch.get(layer.layer_name)
         if old is None:
-            old = gather_context(kv_cache, self.block_table, layer.isa)
+            old = layer.impl.gather(layer, kv_cache, self.block_table)
         elif old[0].shape[2] >= end:
             return old
         room = max(32, 2 * (end - self.width))

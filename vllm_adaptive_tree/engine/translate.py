@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from vllm.config.compilation import CUDAGraphMode
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 
 from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.engine import support
@@ -22,6 +24,7 @@ CONFIG_KEY = "adaptive_tree"
 """Where our options travel in vLLM's `additional_config`: to every process, and into the compilation hash."""
 
 WORKER = "vllm_adaptive_tree.engine.worker.TreeWorker"
+GPU_WORKER = "vllm_adaptive_tree.engine.v2.worker.TreeGPUWorker"
 
 HEAD_NAMES = ("eagle-", "eagle3", "dflash", "dspark")
 """Substrings of a draft's path from which vLLM concludes that it is a head, whatever `method` says."""
@@ -41,8 +44,7 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
     support.check_draft(args, vllm_keys["model"], vllm_keys.get("revision"))
 
     args = copy.copy(args)
-    args.worker_cls = WORKER
-    args.async_scheduling = False
+    args.worker_cls = WORKER if current_platform.is_cpu() else GPU_WORKER
     args.additional_config = {**args.additional_config, CONFIG_KEY: options.to_json()}
     with _neutral_path(vllm_keys["model"], vllm_keys.get("revision")) as path:
         args.speculative_config = {
@@ -58,14 +60,18 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
         config.speculative_config.draft_model_config.model = vllm_keys["model"]
     setattr(config.speculative_config, MARK, True)
     support.check_config(config, options)
+    if not current_platform.is_cpu():  # our kernel runs between the pieces of a graph
+        config.compilation_config.cudagraph_mode = CUDAGraphMode.PIECEWISE
     logger.info(
         "Tree speculative decoding: %s with up to %d nodes per request and step, draft model %s, acceptance rule %s "
-        "(%s children), %s",
+        "(%s children), Model Runner %s, asynchronous scheduling %s, %s",
         options.method,
         options.num_speculative_tokens,
         vllm_keys["model"],
         pair.rule_name,
         pair.proposer.kind,
+        "V2" if config.use_v2_model_runner else "V1",
+        "on" if config.scheduler_config.async_scheduling else "off",
         options.tree,
     )
     if (file := shipped(options.tree)) is not None:

@@ -1,0 +1,51 @@
+"""The engine's tests on Model Runner V2: a short form of what `MODEL_RUNNER=v2 pytest tests/engine/FILE` runs whole."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.engine.engines import V2
+
+HERE = Path(__file__).parent
+SHORT = {
+    "greedy and seeded": (["test_methods.py"], "test_greedy_and_seeded and (opt_tree or k-config)"),
+    "a rule": (["test_methods.py"], "test_greedy_under_every_rule and spechub"),
+    "a step": (["test_v2_step.py"], "(budget and opt_tree) or (waits and dyspec) or 1.0-0-0"),
+    "prompts": (["test_scheduling.py"], "chunked or abort"),
+}
+WHOLE = {
+    "methods": (["test_methods.py"], "test_greedy"),
+    "structured output": (["test_structured.py"], ""),
+    "scheduling": (["test_scheduling.py"], "chunked or abort or max_model or stop"),
+    "a step": (["test_v2_step.py"], ""),
+}
+
+
+def run(files: list[str], select: str, runner: str) -> None:
+    environment = {**os.environ, "MODEL_RUNNER": runner}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", select]
+    found = subprocess.run(
+        [*command, *(str(HERE / file) for file in files)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 0, found.stdout[-8000:] + found.stderr[-2000:]
+
+
+pytestmark = pytest.mark.skipif(V2, reason="it is what runs")
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_short(name: str) -> None:
+    run(*SHORT[name], "v2")
+
+
+def test_asynchronous_scheduling() -> None:
+    run(["test_methods.py", "test_v2_step.py"], "(test_greedy_and_seeded and opt_tree) or asynchronous", "v2-async")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WHOLE)
+def test_whole(name: str) -> None:
+    run(*WHOLE[name], "v2")

@@ -1,0 +1,117 @@
+"""Trees inside a GPU backend: our kernel for requests with trees, the backend's for the others."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.pure.test_tree_attention import DEVICE, INTERPRETED
+from tests.pure.toys import on_device, random_tree
+from vllm_adaptive_tree.trees import TokenTree
+from vllm_adaptive_tree.trees.ancestor_mask import ancestor_mask
+
+HEADS, KV_HEADS, HEAD_SIZE, BLOCK = 4, 2, 64, 16
+
+
+class Native:
+    """A backend that writes 7 everywhere, and notes that it ran."""
+
+    def __init__(self) -> None:
+        self.head_size, self.scale, self.ran = HEAD_SIZE, HEAD_SIZE**-0.5, 0
+
+    def forward(
+        self, layer: Any, query: Tensor, key: Any, value: Any, cache: Any, metadata: Any, out: Tensor, *scales: Any
+    ) -> Tensor:
+        self.ran += 1
+        return out.fill_(7.0)
+
+
+class Layer:
+    layer_name = "layer"
+
+    def __init__(self) -> None:
+        self.impl: Any = Native()
+
+
+class Metadata:
+    def __init__(self, block_table: Tensor):
+        self.block_table = block_table
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="no Triton")
+@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
+def test_in_the_interpreter() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k", "TestPaged"]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+class TestPaged:
+    __test__ = INTERPRETED or DEVICE == "cuda"
+
+    @pytest.mark.parametrize("others", [0, 5])
+    def test_verification(self, others: int) -> None:
+        """A branched tree, a chain and an empty one, each behind its context; then `others` rows of the backend."""
+        from vllm_adaptive_tree.engine.v2.paged import KernelTrees, PagedTrees
+
+        torch.manual_seed(others)
+        trees = [random_tree(7, 4, 0), TokenTree.chain([1, 2, 3]), TokenTree((), ())]
+        parent = on_device(trees, 7).parent.to(DEVICE)
+        counts, roots = [1 + len(tree) for tree in trees], [20, 3, 31]
+        rows = sum(counts)
+        cache = torch.randn(16, KV_HEADS, BLOCK, 2 * HEAD_SIZE, device=DEVICE)
+        table = torch.arange(1, 13, dtype=torch.int32, device=DEVICE).view(4, 3)
+        starts = torch.tensor([0, *counts]).cumsum(0).int().to(DEVICE)
+        query, key, value = (
+            torch.randn(rows + others, n, HEAD_SIZE, device=DEVICE) for n in (HEADS, KV_HEADS, KV_HEADS)
+        )
+        start = 0
+        for request, (count, root) in enumerate(zip(counts, roots, strict=True)):  # as vLLM does before attention
+            position = torch.arange(root, root + count, device=DEVICE)
+            block = table[request].long()[position // BLOCK]
+            cache[block, :, position % BLOCK] = torch.cat([key, value], -1)[start : start + count]
+            start += count
+
+        layer = Layer()
+        native = layer.impl
+        PagedTrees.adopt(layer)
+        assert layer.impl is native
+        step = KernelTrees.of(
+            Metadata(table), starts, torch.tensor(roots, device=DEVICE), parent, rows, alone=not others
+        )
+        out = torch.zeros_like(query)
+        layer.impl.forward(layer, query, key, value, cache, step, out)
+        assert native.ran == bool(others)
+        assert (out[rows:] == 7).all()
+        assert torch.equal(step.saved["layer"][0], key[:rows])
+
+        contexts, masks = layer.impl.gather(layer, cache, table[:3]), ancestor_mask(parent)
+        start = 0
+        for request, (count, root) in enumerate(zip(counts, roots, strict=True)):
+            own = slice(start, start + count)
+            keys, values = (
+                torch.cat([context[request, :, :root], new[own].transpose(0, 1)], 1).repeat_interleave(2, 0)
+                for context, new in zip(contexts, (key, value), strict=True)
+            )
+            seen = torch.cat([masks.new_ones(count, root), masks[request, :count, :count]], 1)
+            scores = torch.einsum("qhd,hkd->hqk", query[own], keys) * native.scale
+            law = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+            torch.testing.assert_close(out[own], torch.einsum("hqk,hkd->qhd", law, values), atol=1e-5, rtol=1e-4)
+            start += count
+
+    def test_the_backend_s_own(self) -> None:
+        """Other metadata goes to the backend, and other layers of its class are not touched."""
+        from vllm_adaptive_tree.engine.v2.paged import PagedTrees
+
+        layer, another = Layer(), Layer()
+        PagedTrees.adopt(layer)
+        query = torch.zeros(3, HEADS, HEAD_SIZE, device=DEVICE)
+        assert (layer.impl.forward(layer, query, None, None, None, Metadata(query), query) == 7).all()
+        assert layer.impl.ran == 1
+        assert not isinstance(another.impl, PagedTrees)

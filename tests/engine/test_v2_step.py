@@ -1,0 +1,133 @@
+"""A step on Model Runner V2: nothing waits for the device, and the rows that run are those that the host can afford."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm import SamplingParams
+
+from tests.engine.engines import DRAFT, PROMPTS, V2, Engines, TreeSpy, assert_identical, generate, runner_of, tree
+from tests.pure.test_no_host_sync import NoHostSync
+
+pytestmark = pytest.mark.skipif(not V2, reason="MODEL_RUNNER=v2")
+
+BATCH = PROMPTS[:4]
+
+
+def parameters() -> list[SamplingParams]:
+    kinds: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 0.8, "seed": 3}]
+    return [SamplingParams(max_tokens=20 + i, ignore_eos=True, logprobs=2, **kinds[i % 2]) for i in range(4)]
+
+
+class Rows:
+    """What every step behind the prompts ran: requests, rows."""
+
+    def __init__(self, llm: Any, monkeypatch: pytest.MonkeyPatch):
+        self.steps: list[tuple[int, int]] = []
+        runner = runner_of(llm)
+        original = runner.prepare_attn
+
+        def prepare(batch: Any) -> Any:
+            if not batch.has_prefill:
+                self.steps.append((batch.num_reqs, batch.num_tokens))
+                assert int(batch.query_start_loc[batch.num_reqs]) == batch.num_tokens
+                assert int(batch.cu_num_logits[-1]) == len(batch.logits_indices) == batch.num_tokens
+            return original(batch)
+
+        monkeypatch.setattr(runner, "prepare_attn", prepare)
+
+
+@pytest.fixture(scope="module")
+def plain(engines: Engines) -> list[Any]:
+    return generate(engines.start(), BATCH, parameters())
+
+
+@pytest.mark.parametrize("method", ["opt_tree", "static_tree"])
+def test_a_fixed_budget(engines: Engines, plain: list[Any], method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {"method": method, "model": DRAFT, "num_speculative_tokens": 12, "tree": {"budget": 9}}
+    llm = engines.start(config)
+    rows, spy = Rows(llm, monkeypatch), TreeSpy(llm, monkeypatch)
+    assert_identical(plain, generate(llm, BATCH, parameters()))
+    assert {tokens - requests for requests, tokens in rows.steps if requests > 1} == {9}
+    assert max(sum(map(len, batch)) for batch in spy.batches) == 9
+    sizes = {tuple(map(len, batch)) for batch in spy.batches if len(batch) == 4}
+    assert (len(sizes) > 3) == (method == "opt_tree"), "the likeliest nodes of all requests"
+
+
+@pytest.mark.parametrize(("slope", "fewest", "most"), [(1.0, 0, 0), (1e-9, 40, 48)])
+def test_auto_follows_the_costs(
+    engines: Engines,
+    plain: list[Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    slope: float,
+    fewest: int,
+    most: int,
+) -> None:
+    """Rows that cost a second each are not worth a node, and such a batch runs one row a request; rows that cost
+    nothing are all taken."""
+    file = tmp_path / "costs.json"
+    draft = {"rows": [1, 12], "seconds": [1e-9, 1e-9]}
+    verify = {"rows": [1, 1000], "seconds": [0.5, 0.5 + 999 * slope]}
+    file.write_text(json.dumps({"verify": verify, "draft": draft}))
+    llm = engines.start(tree(12, budget="auto", cost_profile=str(file)))
+    runner_of(llm).budget.live = False
+    rows = Rows(llm, monkeypatch)
+    assert_identical(plain, generate(llm, BATCH, parameters()))
+    later = [tokens - requests for requests, tokens in rows.steps if requests == 4][4:]
+    assert later
+    assert fewest <= min(later) <= max(later) <= most
+
+
+def test_auto_measures(engines: Engines, plain: list[Any]) -> None:
+    llm = engines.start(tree(12, budget="auto"))
+    assert_identical(plain, generate(llm, BATCH, parameters()))
+    budget = runner_of(llm).budget
+    assert budget.controller.verify.cost(8) > 0
+    assert all(one.observed > 0 for one in budget.controller.calibrations)
+    assert torch.isfinite(budget.value).all()
+
+
+@pytest.mark.parametrize("method", ["opt_tree", "dyspec", "mcsd"])
+def test_nothing_waits_for_the_device(
+    engines: Engines, plain: list[Any], method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Our part of a step: trees to positions, acceptance, commit, drafting; not what vLLM's CPU attention does."""
+    from vllm_adaptive_tree.engine.v2 import sampler, speculator
+    from vllm_adaptive_tree.engine.v2.verification import Verification
+
+    calls: dict[str, int] = {}
+
+    def guarded(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            calls[name] = calls.get(name, 0) + 1
+            with NoHostSync():
+                return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, run)
+
+    config = {"method": method, "model": DRAFT, "num_speculative_tokens": 9, "tree": {"budget": 12}}
+    llm = engines.start(config)
+    for owner, name in (
+        (Verification, "write_positions"),
+        (Verification, "write_path"),
+        (Verification, "dense"),
+        (Verification, "commit"),
+        (sampler, "accept"),
+        (speculator, "draft_tree"),
+    ):
+        guarded(owner, name)
+    assert_identical(plain, generate(llm, BATCH, parameters()))
+    assert len(calls) == 6
+    assert min(calls.values()) > 3
+
+
+def test_asynchronous_scheduling_where_it_is_asked_for(engines: Engines) -> None:
+    core = engines.start(tree(4)).llm_engine.engine_core.engine_core
+    assert (type(core.scheduler).__name__ == "AsyncScheduler") == (os.environ["MODEL_RUNNER"] == "v2-async")
+    assert (core.batch_queue is not None) == (os.environ["MODEL_RUNNER"] == "v2-async")

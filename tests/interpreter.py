@@ -1,0 +1,75 @@
+"""For tests alone: Model Runner V2 on a CPU, its kernels in Triton's interpreter.
+
+vLLM's CPU build says it has no Triton, and its CPU platform switches asynchronous scheduling off.
+"""
+
+import importlib.abc
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+
+def install(*, asynchronous: bool) -> None:
+    """Call it before vLLM or Triton is imported."""
+    assert not {"vllm", "triton"} & set(sys.modules)
+    os.environ.update(TRITON_INTERPRET="1", VLLM_USE_V2_MODEL_RUNNER="1")
+    _after("vllm.triton_utils.importing", lambda module: setattr(module, "HAS_TRITON", True))
+    # The one kernel that the interpreter cannot run; PyTorch's operations stand beside it.
+    _after("vllm.v1.sample.ops.topk_topp_sampler", lambda module: setattr(module, "HAS_TRITON", False))
+    _after("triton.runtime.interpreter", _splat_truth_values)
+    if asynchronous:
+        _after("vllm.platforms.cpu", _keep_asynchronous)
+
+
+def _splat_truth_values(module: ModuleType) -> None:
+    """Triton 3.9 calls a scalar comparison of integers an integer, and then refuses it as a mask."""
+    import triton.language as tl
+
+    builder: Any = module.InterpreterBuilder  # type: ignore[attr-defined]
+    original = builder.create_splat
+
+    def create_splat(self: Any, shape: Any, value: Any) -> Any:
+        truth = value.data.dtype == bool
+        return original(self, shape, module.TensorHandle(value.data, tl.int1) if truth else value)
+
+    builder.create_splat = create_splat
+
+
+def _keep_asynchronous(module: ModuleType) -> None:
+    platform: Any = module.CpuPlatform
+    original = platform.check_and_update_config.__func__
+
+    def check_and_update_config(cls: Any, config: Any) -> None:
+        asked = config.scheduler_config.async_scheduling
+        original(cls, config)
+        config.scheduler_config.async_scheduling = asked
+
+    platform.check_and_update_config = classmethod(check_and_update_config)
+
+
+def _after(name: str, change: Callable[[ModuleType], None]) -> None:
+    sys.meta_path.insert(0, _Finder(name, change))
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def __init__(self, name: str, change: Callable[[ModuleType], None]):
+        self.name, self.change = name, change
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if name != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        assert spec is not None
+        assert spec.loader is not None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            self.change(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec

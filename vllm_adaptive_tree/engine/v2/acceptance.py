@@ -1,0 +1,58 @@
+"""The acceptance of one step on the device: which requests the rule decides, which the target's own draws."""
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.utils.torch_utils import async_tensor_h2d
+
+from vllm_adaptive_tree.acceptance import Accepted, Children, traversal, walk
+from vllm_adaptive_tree.engine.v2.drafts import Laws
+from vllm_adaptive_tree.engine.v2.target import Target
+from vllm_adaptive_tree.methods import Pair
+from vllm_adaptive_tree.noise import Noise
+from vllm_adaptive_tree.trees import TreeBatch
+
+
+def accept(
+    pair: Pair, target: Target, tree: TreeBatch, laws: Laws, noise: Noise, own: np.ndarray, *, levels: int
+) -> Accepted:
+    """Walk R trees.
+
+    Args:
+        own: [R] bool on the host: walk with the target's own draws, whatever the rule.
+        levels: the largest depth of a tree.
+    """
+
+    def draw(node: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
+        return target.draw(node), torch.ones_like(active)
+
+    if own.all():
+        return walk(tree, draw, levels=levels)
+    mine = async_tensor_h2d(own, device=tree.tokens.device)
+    if pair.rule.draw is None:
+        found = traversal(
+            tree,
+            pair.proposer.kind,
+            lambda node, active: target.law(node),
+            laws.behind,
+            noise,
+            levels=levels,
+            most=pair.most,
+            among=~mine,
+        )
+        if not own.any():
+            return found
+        walked = walk(tree, draw, levels=levels)
+        return Accepted(*(torch.where(mine[:, None], one, other) for one, other in zip(walked, found, strict=True)))
+
+    rule = pair.rule.draw
+
+    def draw_by_rule(node: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
+        q, drawn = laws.behind(node)
+        children = Children(tree.children(node, pair.most), drawn, pair.most)
+        token = rule(target.law(node), q, children, noise.at(node + 1))
+        if own.any():
+            token = torch.where(mine, target.draw(node), token)
+        return token.clamp(min=0), torch.ones_like(active)
+
+    return walk(tree, draw_by_rule, levels=levels)

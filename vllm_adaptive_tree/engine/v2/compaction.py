@@ -1,0 +1,87 @@
+"""The rows of a verification: how many the host decides, whose they are the device."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.utils.torch_utils import async_tensor_h2d
+
+from vllm_adaptive_tree.budget import best
+from vllm_adaptive_tree.engine.v2.budget import BatchBudget, place_values
+from vllm_adaptive_tree.engine.v2.drafts import Drafts
+
+
+class Compaction:
+    """In the place of vLLM's AdaptiveVerificationManager, whose calls these are.
+
+    The scheduler's draft tokens only bound the trees. A batch verifies as many nodes as the budget says, the likeliest
+    of all its requests; without a node it is vLLM's plain decode. Graphs are chosen by the rows that run.
+    """
+
+    def __init__(self, drafts: Drafts, query_start_loc: Tensor, budget: BatchBudget, *, by_place: bool):
+        """
+        Args:
+            drafts: of the speculator.
+            query_start_loc: [requests + 1] int32, the runner's own.
+            by_place: nodes count by their place in the list, not by what the draft says of them.
+        """
+        self.drafts, self.query_start_loc, self.budget, self.by_place = drafts, query_start_loc, budget, by_place
+        self.nodes = 0  # of the step that is being prepared
+        self.scheduled = self.others = np.zeros(0, dtype=np.int32)  # its draft tokens, and all others, by request
+
+    def get_num_tokens(self, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]]) -> int:
+        """Tokens of the step."""
+        drafts = sum(map(len, draft_tokens.values()))
+        self.nodes = min(self.budget.most, drafts)
+        return sum(num_tokens_per_req.values()) - drafts + self.nodes
+
+    def compact_batch(
+        self, num_draft_tokens_per_req: np.ndarray, num_scheduled_tokens: np.ndarray, cu_num_logits_np: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The host's idea of the step: tokens of each request, and the first row of its logits. Only the sums are
+        right; without a node, all is."""
+        self.scheduled = num_draft_tokens_per_req
+        self.others = num_scheduled_tokens - num_draft_tokens_per_req
+        if self.nodes == 0:
+            return self.others, np.arange(len(self.others) + 1, dtype=cu_num_logits_np.dtype)
+        if self.nodes == self.scheduled.sum():
+            return num_scheduled_tokens, cu_num_logits_np
+        inside = np.arange(self.scheduled.max())[:, None] < self.scheduled
+        taken = inside & (np.cumsum(inside).reshape(inside.shape) <= self.nodes)
+        return self.others + taken.sum(0).astype(np.int32), cu_num_logits_np
+
+    def reallocate_drafts(self, req_ids: list[str], idx_mapping: Tensor) -> tuple[Tensor, Tensor, int]:
+        """The step itself: first row of each request's logits, first of its rows (both [R + 1] and more), nodes."""
+        device = idx_mapping.device
+        requests = len(req_ids)
+        room = async_tensor_h2d(self.scheduled, device=device)
+        everyone = self.nodes == self.scheduled.sum()
+        kept = room if everyone else best(self._values(idx_mapping), room, self.nodes).int()
+        logits = torch.zeros(requests + 1, dtype=torch.int32, device=device)
+        torch.cumsum(kept + 1, 0, out=logits[1:])
+        self.query_start_loc[:1].zero_()
+        others = async_tensor_h2d(self.others, device=device)
+        torch.cumsum(kept + others, 0, out=self.query_start_loc[1 : requests + 1])
+        self.query_start_loc[requests + 1 :].fill_(int(self.others.sum()) + self.nodes)
+        return logits, self.query_start_loc, self.nodes
+
+    def _values(self, request: Tensor) -> Tensor:
+        place = self.drafts.place[request]
+        tree = self.drafts.proposal.tree
+        weight = (place_values(tree) if self.by_place else tree.log_weight)[place.clamp(min=0)]
+        return weight.masked_fill((place < 0)[:, None], -torch.inf)
+
+    def add_request(self, req_idx: int) -> None:
+        """vLLM's keeps something of each request."""
+
+    def record_confidences(self, confidence_probs: Tensor, input_batch: Any) -> None:
+        """vLLM's learns from its speculator's confidence."""
+
+    def batches_to_profile(self, capture_sizes: list[int]) -> Iterator[dict[str, int]]:
+        """vLLM's measures steps of all sizes at start-up."""
+        return iter(())
+
+    def set_initial_cost_curves(self, samples: list[Any]) -> None:
+        """And keeps their costs."""

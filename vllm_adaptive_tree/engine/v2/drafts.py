@@ -1,0 +1,70 @@
+"""Drafted trees between two steps, on the device, with the laws from which their nodes were drawn."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vllm_adaptive_tree.proposers import Proposal
+from vllm_adaptive_tree.proposers.base import law
+from vllm_adaptive_tree.trees import TreeBatch
+
+NOWHERE = -1
+
+
+class Laws(NamedTuple):
+    """What the children of R trees were drawn from. Entry 0 of a row is the root, entry 1 + i node i."""
+
+    logits: Tensor | None  # [B, S, V] of the draft model, of the whole batch that drafted; None where no rule asks
+    temperature: Tensor  # [B]
+    place: Tensor  # [R] in that batch
+    slot: Tensor  # [R, 1 + N] of `logits`, -1: never read
+    drawn: Tensor  # [R, 1 + N] how many children a node was to get
+
+    def behind(self, node: Tensor) -> tuple[Tensor, Tensor]:
+        """q [R, V] behind `node` [R] (-1: the root) and how many children were to be drawn [R]; zeros where nothing
+        was."""
+        assert self.logits is not None
+        at = (node + 1)[:, None]
+        slot, drawn = self.slot.gather(1, at)[:, 0], self.drawn.gather(1, at)[:, 0]
+        q = law(self.logits[self.place, slot.clamp(min=0)], self.temperature[self.place])
+        return q.masked_fill((slot < 0)[:, None], 0.0), drawn.masked_fill(slot < 0, 0)
+
+
+class Drafts:
+    """Those of the last batch that drafted, by vLLM's index of the request."""
+
+    def __init__(self, requests: int, nodes: int, device: torch.device):
+        self.place = torch.full((requests,), NOWHERE, device=device)
+        self.root = torch.full((requests,), NOWHERE, device=device)  # position of each tree's root
+        empty = torch.full((1, nodes), -1, device=device)
+        tree = TreeBatch(empty, empty, torch.zeros_like(empty), torch.zeros(1, nodes, device=device))
+        self.proposal = Proposal(tree, empty, torch.zeros(1, 1 + nodes, dtype=torch.int64, device=device))
+        self.logits: Tensor | None = None
+        self.temperature = torch.ones(1, device=device)
+
+    def store(
+        self, request: Tensor, root: Tensor, proposal: Proposal, levels: list[Tensor], temperature: Tensor
+    ) -> None:
+        """Trees of B requests behind their roots at the positions `root` [B]; `levels`: the logits [B, W, V] of every
+        level read, if a rule asks for laws."""
+        self.forget()
+        self.place[request] = torch.arange(len(request), device=request.device)
+        self.root[request] = root
+        self.proposal, self.temperature = proposal, temperature
+        self.logits = torch.cat(levels, 1) if levels else None
+
+    def forget(self) -> None:
+        self.place.fill_(NOWHERE)
+
+    def of(self, request: Tensor, root: Tensor, scheduled: Tensor) -> tuple[TreeBatch, Laws]:
+        """The trees of R requests whose roots stand at `root` [R], cut to the `scheduled` [R] nodes; none where the
+        last batch drafted nothing for that root."""
+        place = self.place[request]
+        known = (place >= 0) & (self.root[request] == root)
+        place = place.clamp(min=0)
+        tree, read, drawn = self.proposal
+        cut = TreeBatch(*(part[place] for part in tree)).cut(torch.where(known, scheduled, 0))
+        there = cut.valid.any(1, keepdim=True)
+        slot = torch.cat([torch.where(there, 0, -1), read[place].masked_fill(~cut.valid, -1)], 1)
+        return cut, Laws(self.logits, self.temperature, place, slot, drawn[place])

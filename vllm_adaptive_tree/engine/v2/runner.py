@@ -1,0 +1,131 @@
+"""vLLM's Model Runner V2 with trees: hooks only, what happens in a step stands beside this file."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.platforms import current_platform
+from vllm.v1.worker.gpu import model_runner
+
+from vllm_adaptive_tree.engine import support
+from vllm_adaptive_tree.engine.attention import DenseTrees, TreeAttentionImpl
+from vllm_adaptive_tree.engine.patches import swapped
+from vllm_adaptive_tree.engine.translate import tree_options
+from vllm_adaptive_tree.engine.v2.budget import BatchBudget
+from vllm_adaptive_tree.engine.v2.compaction import Compaction
+from vllm_adaptive_tree.engine.v2.kinds import Kinds
+from vllm_adaptive_tree.engine.v2.paged import KernelTrees, PagedTrees
+from vllm_adaptive_tree.engine.v2.sampler import TreeSampler
+from vllm_adaptive_tree.engine.v2.speculator import TreeSpeculator
+from vllm_adaptive_tree.engine.v2.verification import Verification
+from vllm_adaptive_tree.methods import resolve
+
+if current_platform.is_cpu():
+    from vllm.v1.worker.cpu.model_runner import CPUModelRunner as ModelRunner
+else:
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as ModelRunner
+
+
+class TreeModelRunnerV2(ModelRunner):
+    def __init__(self, vllm_config: Any, device: torch.device):
+        self.options = tree_options(vllm_config)
+        self.pair = resolve(self.options)
+        support.check_gate(self.pair.proposer, vllm_config.speculative_config.draft_model_config.get_hidden_size())
+        if self.pair.init_width > 1:
+            raise ValueError("speculative_config['tree']['init_width'] above 1 is not supported by Model Runner V2")
+        most = self.options.tree.budget
+        self.budget = None if most is None else BatchBudget(most) if isinstance(most, int) else BatchBudget()
+        self.step: Verification | None = None
+        self.metadata: dict[str, Any] = {}
+        self.slots: dict[str, Tensor] = {}
+        self.kinds = Kinds(vllm_config.scheduler_config.max_num_seqs)
+        with swapped(model_runner, "init_speculator", self._speculator):
+            super().__init__(vllm_config, device)
+
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        super().initialize_kv_cache(*args, **kwargs)
+        if self.budget is not None:
+            self.adaptive_verification = Compaction(
+                self.speculator.drafts,
+                self.input_buffers.query_start_loc,
+                self.budget,
+                by_place=self.speculator.by_place,
+            )
+        if self.device.type == "cpu":
+            for name, layer in self.compilation_config.static_forward_context.items():
+                support.check_packing(name, layer)
+
+    def _speculator(self, vllm_config: Any, device: torch.device, req_states: Any) -> TreeSpeculator:
+        return TreeSpeculator(vllm_config, device, self.options, self.pair, self.kinds, self.budget)
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        for name, layer in self.compilation_config.static_forward_context.items():
+            support.check_layer(name, layer)
+            (TreeAttentionImpl if self.device.type == "cpu" else PagedTrees).adopt(layer)
+        if self.batch_sharder is not None or self.sampler.return_sampling_mask:
+            raise ValueError("return_sampling_mask and a sampler sharded over ranks are not supported beside trees")
+        nodes = self.options.num_speculative_tokens
+        self.rejection_sampler = TreeSampler(
+            self.sampler,
+            self.pair,
+            levels=min(self.pair.proposer.max_depth, nodes),
+            nodes=nodes,
+            auto=self.options.rejection_sample_method == "auto",
+            kinds=self.kinds,
+        )
+        self.native_metadata = self.model_state.prepare_attn
+        self.model_state.prepare_attn = self._metadata
+
+    def add_requests(self, scheduler_output: Any) -> None:
+        super().add_requests(scheduler_output)
+        for new in scheduler_output.scheduled_new_reqs:
+            self.kinds.add(self.req_states.req_id_to_index[new.req_id], new.sampling_params)
+
+    def prepare_attn(self, input_batch: Any) -> Any:
+        prepared = super().prepare_attn(input_batch)  # slots of linear positions
+        self.step = None
+        if input_batch.num_draft_tokens:
+            step = Verification.of(self.speculator.drafts, input_batch)
+            self.step = step if step.rooted(input_batch) else step.plain
+            self.step.write_positions(input_batch.positions)
+            input_batch.input_ids.clamp_(min=0)
+        self.rejection_sampler.step = self.step
+        return prepared
+
+    def _metadata(
+        self, input_batch: Any, mode: Any, block_tables: Any, slot_mappings: Any, *rest: Any, **kwargs: Any
+    ) -> Any:
+        metadata = self.native_metadata(input_batch, mode, block_tables, slot_mappings, *rest, **kwargs)
+        if self.step is None or not self.step.rooted(input_batch):
+            return metadata
+        own: dict[int, DenseTrees | KernelTrees] = {}
+        for group, slots in zip(self.kv_cache_config.kv_cache_groups, slot_mappings, strict=True):
+            for name in group.layer_names:
+                if name in self.speculator.draft_attn_layer_names:
+                    continue
+                native = metadata[name]
+                if id(native) not in own:
+                    own[id(native)] = self._trees(native, group.kv_cache_spec.block_size, input_batch)
+                metadata[name], self.slots[name] = own[id(native)], slots
+        self.metadata = metadata
+        return metadata
+
+    def _trees(self, native: Any, block_size: int, batch: Any) -> DenseTrees | KernelTrees:
+        assert self.step is not None
+        if self.device.type == "cpu":
+            return self.step.dense(native, block_size, int(batch.seq_lens_cpu_upper_bound[: batch.num_reqs].max()))
+        return self.step.for_kernel(native, batch.query_start_loc, batch.num_draft_tokens)
+
+    def sample(self, hidden_states: Tensor, input_batch: Any, grammar_output: Any) -> Any:
+        sampled = super().sample(hidden_states, input_batch, grammar_output)
+        step, self.step = self.step, None
+        accepted, self.rejection_sampler.accepted = self.rejection_sampler.accepted, None
+        if step is not None and accepted is not None:
+            tokens, nodes = accepted
+            if self.budget is not None:
+                greedy = self.kinds.greedy[input_batch.idx_mapping_np]
+                self.budget.verified(step.tree, accepted, greedy, by_place=self.speculator.by_place)
+            step.commit(nodes, self.metadata, self.compilation_config.static_forward_context, self.slots)
+            step.write_path(input_batch.input_ids, tokens, nodes)
+        return sampled

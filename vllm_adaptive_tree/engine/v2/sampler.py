@@ -1,0 +1,87 @@
+"""Acceptance in the place of vLLM's rejection sampler."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
+from vllm.v1.worker.gpu.metrics.logits import get_num_nans
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+
+from vllm_adaptive_tree.acceptance import RULES, Accepted
+from vllm_adaptive_tree.engine.v2.acceptance import accept
+from vllm_adaptive_tree.engine.v2.kinds import Kinds
+from vllm_adaptive_tree.engine.v2.target import Target
+from vllm_adaptive_tree.engine.v2.verification import Verification
+from vllm_adaptive_tree.methods import Pair
+from vllm_adaptive_tree.noise import KeyedNoise
+from vllm_adaptive_tree.trees import TreeBatch
+
+
+class TreeSampler:
+    """Walks the trees of a step: with vLLM's own draws, or with the rule of the pair."""
+
+    enable_adaptive_verification = False  # vLLM asks
+
+    def __init__(self, sampler: Any, pair: Pair, *, levels: int, nodes: int, auto: bool, kinds: Kinds):
+        """
+        Args:
+            sampler: vLLM's Sampler of this runner.
+            levels: the largest depth of a tree.
+            auto: requests with a seed of their own take vLLM's draws.
+        """
+        self.sampler, self.pair, self.levels, self.nodes, self.auto = sampler, pair, levels, nodes, auto
+        self.kinds = kinds
+        self.step: Verification | None = None
+        self.accepted: Accepted | None = None
+
+    def __call__(
+        self, logits: Tensor, batch: Any, draft_logits: Any = None, invalid_drafts: Tensor | None = None
+    ) -> SamplerOutput:
+        """
+        Args:
+            logits: [rows, V].
+            batch: vLLM's InputBatch.
+            draft_logits: of vLLM's own chains.
+            invalid_drafts: [rows] bool: draft tokens that their grammar refuses, and all behind them.
+        """
+        step, states = self.step, self.sampler.sampling_states
+        assert step is not None
+        target = Target(self.sampler, logits, batch, step.tree, self.levels)
+        tree = step.tree if invalid_drafts is None else _without(step.tree, invalid_drafts, target.root)
+        noise = KeyedNoise(states.seeds.gpu[batch.idx_mapping], step.root, purpose=1)
+        accepted = accept(self.pair, target, tree, step.laws, noise, self._own(batch), levels=self.levels)
+        self.accepted = accepted
+        count, rejected = get_num_sampled_and_rejected(
+            (accepted.tokens >= 0).sum(1).int(),
+            batch.seq_lens,
+            batch.cu_num_logits,
+            batch.idx_mapping,
+            self.sampler.req_states.prefill_len.gpu,
+        )
+        return SamplerOutput(
+            sampled_token_ids=pad(accepted.tokens, (0, 1 + self.nodes - accepted.tokens.shape[1]), value=-1),
+            logprobs_tensors=target.logprobs(accepted),
+            num_nans=get_num_nans(logits) if self.sampler.compute_nans else None,
+            num_sampled=count,
+            num_rejected=rejected,
+            sampling_mask_tensors=None,
+        )
+
+    def _own(self, batch: Any) -> np.ndarray:
+        """Requests that walk with the target's draws. So do those with a grammar: what it refuses is taken out of their
+        trees, and no rule could tell that from a child that was never drawn."""
+        requests, states = batch.idx_mapping_np, self.sampler.sampling_states
+        own: np.ndarray = self.kinds.greedy[requests] | self.kinds.structured[requests]
+        if self.auto:
+            own |= states.seeds_set[requests]
+        return own | (self.pair.rule is RULES["target_only"])
+
+
+def _without(tree: TreeBatch, invalid: Tensor, root: Tensor) -> TreeBatch:
+    """The trees without the nodes whose rows are `invalid`; nothing is accepted behind them."""
+    rows = root[:, None] + 1 + torch.arange(tree.tokens.shape[1], device=root.device)
+    gone = invalid[rows.clamp(max=len(invalid) - 1)] & tree.valid
+    return tree._replace(tokens=tree.tokens.masked_fill(gone, -1))

@@ -1,0 +1,143 @@
+"""What the target says at the nodes of a verification, through vLLM's own sampler."""
+
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.config.model import PROCESSED_LOGPROBS_MODES
+from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
+from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
+
+from vllm_adaptive_tree.acceptance import Accepted
+from vllm_adaptive_tree.trees import TreeBatch
+
+
+class Target:
+    """The logits of one verification; row 1 + i of a request is its node i, row 0 its root.
+
+    vLLM's processors take a request's rows for a chain. Where one of them reads history (penalties, bad words, thinking
+    budgets), every node is shown to them at the end of its own path. Otherwise all rows are processed at once, unless
+    that takes more memory than vLLM allows itself.
+    """
+
+    def __init__(self, sampler: Any, logits: Tensor, batch: Any, tree: TreeBatch, levels: int):
+        """`batch`: vLLM's InputBatch; `levels`: the largest depth of a tree."""
+        self.sampler, self.logits, self.batch, self.tree, self.levels = sampler, logits, batch, tree, levels
+        self.states = sampler.sampling_states
+        self.root = batch.cu_num_logits[:-1].long()  # [R] row of each root
+        self.positions = batch.positions[batch.logits_indices]
+        self.tokens = batch.input_ids[batch.logits_indices]
+        self.in_history = reads_history(sampler, batch.idx_mapping_np)
+        self.at_once = not self.in_history and len(logits) <= get_max_chunk_logits(logits.shape[1])
+
+    def draw(self, node: Tensor) -> Tensor:
+        """vLLM's draw behind `node` [R] (-1: the root), whose key is (seed, position): [R]."""
+        if self.at_once:
+            return self._draws[self._row(node)]
+        return self._drawn(self._behind(node), self.batch.idx_mapping, self.positions[self._row(node)])
+
+    def law(self, node: Tensor) -> Tensor:
+        """The law behind `node` [R] of random requests: [R, V] float32; of greedy ones at temperature 1."""
+        return self._behind(node).softmax(-1, dtype=torch.float32)
+
+    def logprobs(self, accepted: Accepted) -> LogprobsTensors | None:
+        """Of the emitted tokens, [R * (D + 1), ..] request by request, if one of the requests asks for them."""
+        dims = self.sampler.get_logprobs_dims(self.batch.idx_mapping_np)
+        if dims is None:
+            return None
+        requests, length = accepted.tokens.shape
+        where = torch.nn.functional.pad(accepted.nodes[:, :-1], (1, 0), value=-1).clamp(min=-1)  # drawn behind these
+        mode = self.sampler.logprobs_mode
+        if mode in PROCESSED_LOGPROBS_MODES:
+            logits = torch.stack([self._behind(node) for node in where.unbind(1)], 1).flatten(0, 1)
+        else:
+            logits = self.logits[(self.root[:, None] + 1 + where).flatten()]
+        return compute_topk_scores(
+            logits,
+            dims[0],
+            accepted.tokens.clamp(min=0).flatten(),
+            list(range(0, (requests + 1) * length, length)),
+            logprob_token_ids_state=self.sampler.logprob_token_ids_state,
+            expanded_idx_mapping=self.batch.idx_mapping.repeat_interleave(length),
+            max_per_req_token_ids=dims[1],
+            logits_mode=mode in ("raw_logits", "processed_logits"),
+        )
+
+    def _row(self, node: Tensor) -> Tensor:
+        return self.root + 1 + node
+
+    def _behind(self, node: Tensor) -> Tensor:
+        """Logits [R, V] behind `node` [R] after all that the sampler does to them before it draws."""
+        if self.at_once:
+            return self._processed[self._row(node)]
+        if not self.in_history:
+            return self._process(self._row(node), self.batch.idx_mapping, torch.zeros_like(self.batch.idx_mapping))
+        path, depth = self._paths(node)
+        length = path.shape[1]
+        local = torch.arange(length, device=path.device).repeat(len(path))
+        rows = self._process(path.flatten(), self.batch.idx_mapping.repeat_interleave(length), local)
+        return rows.view(*path.shape, -1)[torch.arange(len(path), device=path.device), depth]
+
+    def _paths(self, node: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows from each root down to `node` [R], the last one repeated: [R, levels + 1]; and the node's depth [R]."""
+        steps, at = [], node
+        for _ in range(self.levels):
+            steps.append(at)
+            above = self.tree.parent.gather(1, at.clamp(min=0)[:, None])[:, 0]
+            at = torch.where(at >= 0, above, -1)
+        upward = torch.stack(steps, 1)  # [R, levels], -1 behind the root
+        depth = (upward >= 0).sum(1)
+        place = (depth[:, None] - 1 - torch.arange(self.levels, device=node.device)).clamp(min=0)
+        downward = torch.where(depth[:, None] > 0, upward.gather(1, place), -1)
+        return torch.cat([self.root[:, None], self.root[:, None] + 1 + downward], 1), depth
+
+    def _process(self, rows: Tensor | slice, request: Tensor, local: Tensor) -> Tensor:
+        """`rows` of the logits, which belong to `request` and stand `local` rows behind its root."""
+        found: Tensor = self.sampler.apply_sampling_params(
+            self.logits[rows],
+            request,
+            self.batch.idx_mapping,
+            self.batch.idx_mapping_np,
+            self.positions[rows],
+            self.tokens[rows],
+            local.int(),
+            self.batch.seq_lens_cpu_upper_bound.numpy(),
+        )
+        return found
+
+    @cached_property
+    def _processed(self) -> Tensor:
+        return self._process(slice(None), self.batch.expanded_idx_mapping, self.batch.expanded_local_pos)
+
+    @cached_property
+    def _draws(self) -> Tensor:
+        return self._drawn(self._processed, self.batch.expanded_idx_mapping, self.positions)
+
+    def _drawn(self, processed: Tensor, request: Tensor, positions: Tensor) -> Tensor:
+        found: Tensor = gumbel_sample(
+            processed,
+            request,
+            self.states.temperature.gpu,
+            self.states.seeds.gpu,
+            positions,
+            apply_temperature=False,
+            is_drafting=False,
+            use_fp64=self.sampler.use_fp64_gumbel,
+        )
+        return found.long()
+
+
+def reads_history(sampler: Any, requests: np.ndarray) -> bool:
+    """Whether a processor of one of these requests reads the tokens before a row; on the host."""
+    words = next(one for one in sampler.logits_processors if isinstance(one, BadWordsState))
+    thinking = sampler.thinking_budget_state
+    return bool(
+        sampler.penalties_state.use_penalty[requests].any()
+        or words.num_bad_words.np[requests].any()
+        or (thinking.enabled and thinking.use_thinking_budget[requests].any())
+    )

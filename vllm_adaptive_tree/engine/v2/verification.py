@@ -1,0 +1,117 @@
+"""One verification: which rows of the flat batch are the nodes of which tree."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.utils.torch_utils import async_tensor_h2d
+
+from vllm_adaptive_tree.attention.cpu import context_bias
+from vllm_adaptive_tree.engine.attention import DenseTrees
+from vllm_adaptive_tree.engine.v2.drafts import Drafts, Laws
+from vllm_adaptive_tree.engine.v2.paged import KernelTrees
+from vllm_adaptive_tree.trees import TreeBatch
+from vllm_adaptive_tree.trees.ancestor_mask import ancestor_mask
+
+
+class Verification(NamedTuple):
+    """R requests; what vLLM has laid out on the device counts, the host knows upper bounds only."""
+
+    tree: TreeBatch  # [R, N]
+    laws: Laws
+    first: Tensor  # [R]: row of each root
+    root: Tensor  # [R]: its position
+    scheduled: np.ndarray  # [R]: nodes, at most; on the host
+
+    @classmethod
+    def of(cls, drafts: Drafts, batch: Any) -> "Verification":
+        """`batch`: vLLM's InputBatch, its positions still linear."""
+        logits = batch.cu_num_logits.diff().long()
+        first = batch.query_start_loc[1 : 1 + batch.num_reqs] - logits
+        root = batch.positions[first]
+        return cls(*drafts.of(batch.idx_mapping, root, logits - 1), first, root, batch.num_draft_tokens_per_req)
+
+    def write_positions(self, positions: Tensor) -> None:
+        """position = root + depth, in place; the slots of the rows stay those of linear positions."""
+        self._write(positions, self.tree.valid, self.root[:, None] + self.tree.depth)
+
+    def write_path(self, input_ids: Tensor, tokens: Tensor, nodes: Tensor) -> None:
+        """The accepted path behind the root, in place: what the draft reads next. `tokens`, `nodes` [R, L]."""
+        self._write(input_ids, nodes >= 0, tokens)
+
+    def _write(self, rows: Tensor, where: Tensor, new: Tensor) -> None:
+        """`new` [R, L] to the rows behind each root, `where` [R, L] says; elsewhere the root's row is written again."""
+        behind = self.first[:, None] + 1 + torch.arange(new.shape[1], device=rows.device)
+        place = torch.where(where, behind, self.first[:, None])
+        old = rows[self.first][:, None]
+        rows[place] = torch.where(where, new.to(rows.dtype), old)
+
+    def rooted(self, batch: Any) -> bool:
+        """Whether a request with draft tokens has nothing but its root before them; else it is still being read, and
+        what the scheduler gave it are placeholders."""
+        others = batch.num_scheduled_tokens - self.scheduled
+        return bool((others[self.scheduled > 0] == 1).all())
+
+    @property
+    def plain(self) -> "Verification":
+        """The same rows without trees: chains of which nothing is accepted."""
+        return self._replace(tree=self.tree.cut(torch.zeros_like(self.root)))
+
+    def for_kernel(self, native: Any, row_start: Tensor, total: int) -> KernelTrees:
+        """Attention metadata of one group of the target's layers, on a GPU.
+
+        Args:
+            native: what vLLM built for the whole batch, in which requests with draft tokens come first.
+            row_start: [R + 1] int32.
+            total: nodes of all requests, on the host.
+        """
+        count, nodes = int(np.count_nonzero(self.scheduled)), int(self.scheduled.max())
+        return KernelTrees.of(
+            native,
+            row_start[: count + 1],
+            self.root[:count],
+            self.tree.parent[:count, :nodes],
+            count + total,
+            alone=count == len(self.scheduled),
+        )
+
+    def dense(self, native: Any, block_size: int, longest: int) -> DenseTrees:
+        """The same on a CPU.
+
+        Args:
+            native: what vLLM built for the whole batch.
+            longest: no request has more tokens in the cache, on the host.
+        """
+        device = self.first.device
+        requests = async_tensor_h2d(np.flatnonzero(self.scheduled), device=device)
+        nodes = int(self.scheduled.max())
+        place = torch.arange(-1, nodes, device=device)
+        inside = torch.cat([self.tree.valid[:, :nodes].new_ones(len(self.first), 1), self.tree.valid[:, :nodes]], 1)
+        rows = torch.where(inside, self.first[:, None] + 1 + place, self.first[:, None])[requests]
+        mask = ancestor_mask(self.tree.parent[requests, :nodes])
+        mask = torch.where(inside[requests][:, :, None], mask, mask[:, :1])  # padding is the root once more
+        blocks = -(-longest // block_size)
+        behind = context_bias(self.root[requests], blocks * block_size).expand(-1, 1 + nodes, -1)
+        bias = torch.cat([behind, torch.where(mask, 0.0, -torch.inf)], 2)
+        return DenseTrees(native, rows, native.block_table[requests, :blocks], bias, {})
+
+    def commit(self, nodes: Tensor, metadata: dict[str, Any], layers: dict[str, Any], slots: dict[str, Tensor]) -> None:
+        """K/V of the accepted `nodes` [R, L] (-1 behind) to the slots behind the root.
+
+        Args:
+            metadata: of every layer of the verification.
+            layers: vLLM's static forward context.
+            slots: layer -> slot of every row of the batch.
+        """
+        levels = torch.arange(nodes.shape[1], device=nodes.device)
+        home, source = self.first[:, None] + 1 + levels, self.first[:, None] + 1 + nodes
+        accepted = nodes >= 0
+        source = torch.where(accepted, source, self.first[:, None]).flatten()
+        for own in {id(one): one for one in metadata.values() if isinstance(one, DenseTrees | KernelTrees)}.values():
+            for name, (key, value) in own.saved.items():
+                slot = slots[name]
+                target = torch.where(accepted, slot[home.clamp(max=len(slot) - 1)], -1).flatten()
+                layer = layers[name]
+                rows = source.clamp(max=len(key) - 1)
+                layer.impl.do_kv_cache_update(layer, key[rows], value[rows], layer.kv_cache, target)
