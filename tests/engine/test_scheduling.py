@@ -90,7 +90,6 @@ def test_preemption(engines: Engines, plain: dict[str, list[Any]]) -> None:
     assert metric(llm, "num_preemptions") > 0
 
 
-@pytest.mark.skipif(V2, reason="vLLM's scheduler sets N places aside for every request there")
 def test_every_running_request_gets_a_token_in_every_step(engines: Engines) -> None:
     llm = engines.start(tree(60), max_model_len=256, max_num_batched_tokens=512, max_num_seqs=32)
     engine = llm.llm_engine

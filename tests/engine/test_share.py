@@ -1,6 +1,6 @@
 import pytest
 
-from vllm_adaptive_tree.engine.share import nodes_per_request
+from vllm_adaptive_tree.engine.share import nodes_per_request, schedule
 
 
 @pytest.mark.parametrize("nodes", [1, 12, 60, 120])
@@ -19,3 +19,13 @@ def test_nothing_is_withheld_without_need() -> None:
     assert nodes_per_request(running=16, nodes=60, room=2048) == 60
     assert nodes_per_request(running=32, nodes=60, room=512) == 12
     assert nodes_per_request(running=40, nodes=60, room=64) == 0
+
+
+def test_a_schedule_for_every_batch_size() -> None:
+    from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
+
+    assert schedule(requests=4, nodes=8, room=512) == [(1, 4, 8)]
+    found = schedule(requests=64, nodes=60, room=512)
+    assert len(found) > 5
+    lookup = build_dynamic_sd_schedule_lookup(found, 64, 60)
+    assert lookup[1:] == [nodes_per_request(running=running, nodes=60, room=512) for running in range(1, 65)]

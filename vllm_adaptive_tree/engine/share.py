@@ -10,3 +10,16 @@ def nodes_per_request(*, running: int, nodes: int, room: int) -> int:
     """
     newcomer = max(min(nodes + 2, room // 2), room // (running + 1))
     return max(0, min(nodes, (room - newcomer) // running - 2))
+
+
+def schedule(*, requests: int, nodes: int, room: int) -> list[tuple[int, int, int]]:
+    """The same for every batch of up to `requests`, as vLLM writes it: first batch size, last one, nodes.
+
+    For Model Runner V2, whose scheduler sets the places aside before the trees are drafted.
+    """
+    found: list[tuple[int, int, int]] = []
+    for running in range(1, requests + 1):
+        share = nodes_per_request(running=running, nodes=nodes, room=room)
+        first = found.pop()[0] if found and found[-1][2] == share else running
+        found.append((first, running, share))
+    return found

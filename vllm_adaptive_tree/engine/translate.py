@@ -14,6 +14,7 @@ from vllm.platforms import current_platform
 from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.engine import support
 from vllm_adaptive_tree.engine.patches import MARK
+from vllm_adaptive_tree.engine.share import schedule
 from vllm_adaptive_tree.engine.version_gate import require_supported_vllm
 from vllm_adaptive_tree.method_options import shipped
 from vllm_adaptive_tree.methods import resolve
@@ -52,7 +53,8 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
             "model": path,
             "method": "draft_model",
             "num_speculative_tokens": options.num_speculative_tokens,
-            # One size for every batch; beside a schedule vLLM pads no resumed or cached request with draft tokens -1.
+            # One size for every batch of Model Runner V1, which shares places out itself; with a schedule vLLM pads no
+            # resumed or cached request with draft tokens -1.
             "num_speculative_tokens_per_batch_size": [(1, 1, options.num_speculative_tokens)],
         }
         config = original(args, *rest, **kwargs)
@@ -60,6 +62,13 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
         config.speculative_config.draft_model_config.model = vllm_keys["model"]
     setattr(config.speculative_config, MARK, True)
     support.check_config(config, options)
+    if config.use_v2_model_runner:
+        scheduler = config.scheduler_config
+        config.speculative_config.num_speculative_tokens_per_batch_size = schedule(
+            requests=scheduler.max_num_seqs,
+            nodes=options.num_speculative_tokens,
+            room=scheduler.max_num_batched_tokens,
+        )
     if not current_platform.is_cpu():  # our kernel runs between the pieces of a graph
         config.compilation_config.cudagraph_mode = CUDAGraphMode.PIECEWISE
     logger.info(
