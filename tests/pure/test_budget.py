@@ -426,6 +426,16 @@ def test_a_batch_of_another_size_is_judged_by_itself():
     assert step(controller, 32, 0.5, spent=1.0) is None
 
 
+@pytest.mark.parametrize(("level", "hopeless"), [(0.9, False), (1.1, True), (5.0, True)])
+def test_a_draft_that_is_as_dear_as_the_target_is_not_tried(level, hopeless):
+    """Rows are free: a chain of k tokens that are all accepted saves k forwards, and costs k levels."""
+    verify, draft = curve((1, 1.0), (1000, 1.0)), curve((1, level), (1000, level))
+    controller = Controller(Costs(verify, draft), sampled=False)
+    assert controller.drafts(4) != hopeless
+    assert Controller(Costs(verify, draft), sampled=False, most=5).drafts(4), "a fixed budget is not asked"
+    assert Controller(Costs(verify), sampled=False).drafts(4), "nothing is known of it"
+
+
 def test_sampled_requests_are_judged_apart_from_greedy_ones():
     """A load that does not pay sends no other to rest."""
     controller = Controller(costs((1, 1.0), (8, 1.1), (200, 3.0)), sampled=False)

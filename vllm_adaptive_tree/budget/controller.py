@@ -86,9 +86,22 @@ class Controller:
 
     def drafts(self, requests: int) -> bool:
         """Whether this step drafts; counts a step of rest."""
+        if self._hopeless(requests):
+            return False
         size = self.of(requests)
         left, size.rest = size.rest, max(0, size.rest - 1)
         return left == 0
+
+    def _hopeless(self, requests: int) -> bool:
+        """Whether chains of which every token is accepted would not pay, by the costs of the start: nothing to try."""
+        if self.most is not None or self.costs.draft is None:
+            return False
+        level = self.of(requests).level
+        plain = self.verify.cost(requests) + self.overhead
+        return all(
+            (1 + depth) * plain < self.verify.cost((1 + depth) * requests) + self.overhead + depth * level
+            for depth in range(1, 1 + DEPTHS)
+        )
 
     def depth(self, requests: int) -> int:
         """The most levels that this step drafts."""
