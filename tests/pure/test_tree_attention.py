@@ -228,8 +228,9 @@ def test_it_compiles_for_an_h200():
 @pytest.mark.parametrize("nodes", [1, 2, 7, 63, 64, 130])
 def test_ancestor_bits(nodes, device):
     trees = [recursive_tree(nodes, seed).parents for seed in range(3)] + [tuple(range(-1, nodes - 1))]
+    parent = torch.tensor(trees).to(device)
     with NoHostSync():
-        bits = ancestor_bits(torch.tensor(trees).to(device))
+        bits = ancestor_bits(parent)
     assert bits.shape == (4, 1 + nodes, -(-(1 + nodes) // WORD))
     assert bits.dtype == torch.int64
     if device == "meta":
