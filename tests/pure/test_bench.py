@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import time
+from itertools import islice
 from pathlib import Path
 from statistics import median as middle
 
@@ -155,6 +156,13 @@ def test_every_round_has_prompts_of_its_own(concurrency, count):
     first, second = (loads.load([str(number) for number in range(200)], concurrency, number) for number in (0, 1))
     assert len(first) == len(second) == count
     assert len({*first, *second}) == 2 * count
+
+
+def test_a_phase_of_a_swing_begins_with_its_own_prompts():
+    prompts = [str(number) for number in range(400)]
+    phases = [list(islice(loads.phase_prompts(prompts, 32, phase), 450)) for phase in (0, 1, 5)]
+    assert [one[0] for one in phases] == ["0", "96", "80"]
+    assert all(one[:50] == one[400:] for one in phases)
 
 
 def test_standard_prompts():

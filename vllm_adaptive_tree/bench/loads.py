@@ -3,8 +3,9 @@
 import hashlib
 import random
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import cycle, islice
 from pathlib import Path
 
 from vllm_adaptive_tree.cli.prompts import PROMPTS
@@ -32,6 +33,11 @@ def load(prompts: Sequence[str], concurrency: int, number: int) -> list[str]:
     """The prompts of round `number` (the warm-up is 0), of which `concurrency` run at a time."""
     count = max(FEWEST, concurrency, min(WAVES * concurrency, ENOUGH))
     return [prompts[(number * count + index) % len(prompts)] for index in range(count)]
+
+
+def phase_prompts(prompts: Sequence[str], most: int, phase: int) -> Iterator[str]:
+    """Those of one phase of a swing, however many others have come through: reading them is most of a burst's work."""
+    return islice(cycle(prompts), WAVES * most * phase % len(prompts), None)
 
 
 def checksum(tokens: Sequence[int]) -> str:

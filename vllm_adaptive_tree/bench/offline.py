@@ -6,11 +6,10 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import cycle, islice
 from typing import Any
 
 from vllm_adaptive_tree.bench.arrivals import Arrivals, Counters, measurement, peak_memory
-from vllm_adaptive_tree.bench.loads import load
+from vllm_adaptive_tree.bench.loads import load, phase_prompts
 from vllm_adaptive_tree.bench.others import Others
 from vllm_adaptive_tree.bench.plan import Cell, Config
 from vllm_adaptive_tree.bench.repair import repair_sampling
@@ -89,13 +88,12 @@ class Offline:
 
     def _swing(self, cell: Cell, number: int) -> Measurement:
         """Few and many requests in turn; a request that ends makes room for the next, what is too many is aborted."""
-        start = number * cell.concurrency * 4 % len(self.setup.prompts)
-        prompts = islice(cycle(self.setup.prompts), start, None)
         before, others, began = self._counters(), Others([os.getpid()]), time.perf_counter()
         running: dict[str, Arrivals] = {}
         requests: list[Arrivals] = []
         swing: dict[str, list[float]] = {"1": [0, 0.0], str(cell.concurrency): [0, 0.0]}
-        for wanted in [1, cell.concurrency] * SWINGS:
+        for phase, wanted in enumerate([1, cell.concurrency] * SWINGS, start=2 * SWINGS * number):
+            prompts = phase_prompts(self.setup.prompts, cell.concurrency, phase)
             surplus = list(running)[wanted:]
             self.engine.abort_request(surplus)
             for name in surplus:

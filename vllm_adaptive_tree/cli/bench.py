@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a load that swings between 1 and MOST requests as well (32 unless given)",
     )
     parser.add_argument(
-        "--swing-seconds", type=positive, default=5, help="of each phase of the swing (default: %(default)s)"
+        "--swing-seconds", type=positive, default=10, help="of each phase of the swing (default: %(default)s)"
     )
     parser.add_argument("--rounds", type=_rounds, default=ENOUGH, help=f"of every cell, {ENOUGH} at least")
     parser.add_argument(
