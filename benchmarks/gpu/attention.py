@@ -2,25 +2,29 @@
 
     python -m benchmarks.gpu.attention --out benchmarks/results/gpu/attention.json
 
-`cases`: 64 nodes over 8,192 tokens, batch 1 and 16, bfloat16, heads of a Llama-3 8B: the kernel (by splits), PyTorch's
-FlashAttention with a causal mask and FlexAttention with the tree's, both over K/V laid side by side; the floor is the
-bytes of K/V over the bandwidth of a copy. `skipping`: large random trees as inserted and depth first, the share of the
-own tiles that is read, and the time. All in a CUDA graph that walks over several layers' caches, more than the L2 cache
-holds, as decoding does. Errors are the largest against `attention.reference` in float64.
+`cases`: 64 nodes over 8,192 tokens, batch 1 and 16, bfloat16, heads of a Llama-3 8B: the kernel (by splits), and with
+the contexts left to PyTorch's FlashAttention and merged by log-sum-exp; FlashAttention with a causal mask,
+FlexAttention and xformers (where installed) with the tree's. All but the kernel read K/V laid side by side. The floor
+is the bytes of K/V over the bandwidth of a copy. `skipping`: large random trees as inserted and depth first, the share
+of the own tiles that is read, and the time, FlexAttention's and xformers' as well. All in a CUDA graph that walks over
+several layers' caches, more than the L2 cache holds, as decoding does. Errors are the largest against
+`attention.reference` in float64.
 """
 
 import argparse
+import importlib.util
 import json
-import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
+from inspect import signature
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.timing import copy_bandwidth, microseconds
 from vllm_adaptive_tree.attention import reference
 from vllm_adaptive_tree.trees import TreeBatch
 from vllm_adaptive_tree.trees.ancestor_bits import WORD, ancestor_bits
@@ -30,7 +34,7 @@ HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 32, 8, 128, 16
 NODES, CONTEXT, BATCHES = 64, 8192, (1, 16)
 SPLITS = (1, 2, 4, 8, 16, 32)
 LARGE, LARGE_CONTEXT = (256, 512, 1024, 2048), 1024
-LAYERS, ROUNDS = 8, 21
+LAYERS = 8
 SCALE = HEAD_SIZE**-0.5
 
 
@@ -88,37 +92,6 @@ def random_trees(requests: int, nodes: int) -> Tensor:
     return ((uniform * torch.arange(1, nodes + 1)).long() - 1).cuda()
 
 
-def microseconds(layers: Sequence[Callable[[], object]]) -> float:
-    """One call's time, the median over replays of a CUDA graph of all of them."""
-    for call in layers:  # compiles
-        call()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        layers[0]()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in layers:
-            call()
-    times = []
-    for _ in range(ROUNDS):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / len(layers))
-    return statistics.median(times)
-
-
-def copy_bandwidth() -> float:
-    """Bytes per microsecond, read and written."""
-    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.numel() / microseconds([lambda: target.copy_(source)] * 4)
-
-
 def kernel_calls(batch: Batch, splits: int | None = None) -> list[Callable[[], object]]:
     from vllm_adaptive_tree.attention.triton_tree import tree_attention
 
@@ -157,19 +130,80 @@ def flex_calls(batch: Batch) -> list[Callable[[], object]]:
     return [partial(call, *batch.dense(layer)) for layer in range(LAYERS)]
 
 
+def merged_calls(batch: Batch) -> list[Callable[[], object]]:
+    """FlashAttention over the contexts alone, the kernel over the trees' own rows."""
+    from torch.nn.attention.varlen import AuxRequest, varlen_attn
+
+    from vllm_adaptive_tree.attention.triton_tree import tree_attention
+
+    requests, rows = batch.bits.shape[:2]
+    length = batch.length - rows
+    starts = torch.arange(requests + 1, dtype=torch.int32, device="cuda") * length
+    grouped = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+    out = torch.empty_like(batch.query)
+
+    def call(layer: int, key: Tensor, value: Tensor) -> Tensor:
+        behind = varlen_attn(
+            *(batch.query, key, value, batch.row_start, starts, rows, length),
+            return_aux=AuxRequest(lse=True),
+            scale=SCALE,
+            **grouped,
+        )
+        return tree_attention(*batch.arguments(layer), out, behind=behind)
+
+    calls: list[Callable[[], object]] = []
+    for layer in range(LAYERS):
+        contexts = (part[:, :, :length].transpose(1, 2).flatten(0, 1) for part in batch.dense(layer)[1:])
+        calls.append(partial(call, layer, *(part.contiguous() for part in contexts)))
+    return calls
+
+
+def xformers_calls(batch: Batch) -> list[Callable[[], object]]:
+    """Its memory-efficient attention with the tree's mask as a bias."""
+    from xformers.ops import memory_efficient_attention
+
+    requests, rows = batch.bits.shape[:2]
+    row = torch.arange(rows, device="cuda")
+    seen = (batch.bits[:, :, row // WORD] >> row % WORD & 1).bool()  # [R, rows, rows]
+    padded = -(-batch.length // 8) * 8  # the alignment of a bias
+    bias = torch.full((requests, 1, 1, rows, padded), -torch.inf, dtype=torch.bfloat16, device="cuda")
+    bias[..., : batch.length - rows] = 0
+    bias[..., batch.length - rows : batch.length].masked_fill_(seen[:, None, None], 0)
+    group = HEADS // KV_HEADS
+    bias = bias.expand(-1, KV_HEADS, group, -1, -1)[..., : batch.length]
+    calls: list[Callable[[], object]] = []
+    for layer in range(LAYERS):
+        query, key, value = (part.transpose(1, 2) for part in batch.dense(layer))  # [R, rows or length, heads, D]
+        grouped = query.unflatten(2, (KV_HEADS, group))
+        shared = [part[:, :, :, None].expand(-1, -1, -1, group, -1) for part in (key, value)]
+        calls.append(partial(memory_efficient_attention, grouped, *shared, attn_bias=bias, scale=SCALE))
+    return calls
+
+
+def others(batch: Batch) -> dict[str, float | None]:
+    """Kernels with the tree's mask that are not ours; None where it is not installed or refuses."""
+    found: dict[str, float | None] = {"flex": microseconds(flex_calls(batch)), "xformers": None}
+    if importlib.util.find_spec("xformers"):
+        try:
+            found["xformers"] = microseconds(xformers_calls(batch))
+        except (NotImplementedError, ValueError, RuntimeError) as error:
+            print(f"xformers: {error}", file=sys.stderr)
+    return found
+
+
 def measured_case(requests: int, bandwidth: float) -> dict[str, Any]:
     batch = Batch.of(random_trees(requests, NODES), CONTEXT)
     calls = kernel_calls(batch)
-    found = calls[0]()
-    assert isinstance(found, Tensor)
     return {
         "requests": requests,
-        "error": error(batch, found),
+        "error": error(batch, cast(Tensor, calls[0]())),
         "floor": batch.bytes / bandwidth,
         "kernel": microseconds(calls),
         "kernel_by_splits": {splits: microseconds(kernel_calls(batch, splits)) for splits in SPLITS},
+        "kernel_and_flash": microseconds(merged := merged_calls(batch)),
+        "kernel_and_flash_error": error(batch, cast(Tensor, merged[0]())),
         "flash_causal": microseconds(flash_calls(batch)),
-        "flex": microseconds(flex_calls(batch)),
+        **others(batch),
     }
 
 
@@ -182,10 +216,13 @@ def measured_skipping(nodes: int) -> dict[str, Any]:
     for name, parents in (("inserted", parent), ("depth_first", ordered)):
         batch = Batch.of(parents, LARGE_CONTEXT)
         calls = kernel_calls(batch)
-        found = calls[0]()
-        assert isinstance(found, Tensor)
         filled = mask_blocks(parents, slots, block=32).item() / (-(-nodes // 32)) ** 2
-        case[name] = {"us": microseconds(calls), "filled_32": filled, "error": error(batch, found)}
+        case[name] = {
+            "us": microseconds(calls),
+            "filled_32": filled,
+            "error": error(batch, cast(Tensor, calls[0]())),
+            **others(batch),
+        }
     return case
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from vllm.v1.attention.backend import AttentionImpl
 
 from tests.pure.test_tree_attention import DEVICE, INTERPRETED
 from tests.pure.toys import on_device, random_tree
@@ -18,7 +19,7 @@ from vllm_adaptive_tree.trees.ancestor_mask import ancestor_mask
 HEADS, KV_HEADS, HEAD_SIZE, BLOCK = 4, 2, 64, 16
 
 
-class Native:
+class Native(AttentionImpl[Any]):
     """A backend that writes 7 everywhere, and notes that it ran."""
 
     def __init__(self) -> None:
@@ -79,15 +80,13 @@ class TestPaged:
             start += count
 
         layer = Layer()
-        native = layer.impl
         PagedTrees.adopt(layer)
-        assert layer.impl is native
         step = KernelTrees.of(
             Metadata(table), starts, torch.tensor(roots, device=DEVICE), parent, rows, alone=not others
         )
         out = torch.zeros_like(query)
         layer.impl.forward(layer, query, key, value, cache, step, out)
-        assert native.ran == bool(others)
+        assert layer.impl.ran == bool(others)
         assert (out[rows:] == 7).all()
         assert torch.equal(step.saved["layer"][0], key[:rows])
 
@@ -100,7 +99,7 @@ class TestPaged:
                 for context, new in zip(contexts, (key, value), strict=True)
             )
             seen = torch.cat([masks.new_ones(count, root), masks[request, :count, :count]], 1)
-            scores = torch.einsum("qhd,hkd->hqk", query[own], keys) * native.scale
+            scores = torch.einsum("qhd,hkd->hqk", query[own], keys) * layer.impl.scale
             law = scores.masked_fill(~seen, -torch.inf).softmax(-1)
             torch.testing.assert_close(out[own], torch.einsum("hqk,hkd->qhd", law, values), atol=1e-5, rtol=1e-4)
             start += count

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,21 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from tests.engine.engines import DRAFT, PROMPTS, V2, Engines, TreeSpy, assert_identical, generate, runner_of, tree
+from tests.engine.engines import (
+    DRAFT,
+    PROMPTS,
+    V2,
+    Engines,
+    TreeSpy,
+    assert_identical,
+    generate,
+    metric,
+    runner_of,
+    tree,
+)
 from tests.pure.test_no_host_sync import NoHostSync
+from vllm_adaptive_tree.budget.sharpening import PRIOR
+from vllm_adaptive_tree.methods import GREEDY_DRAFT_TEMPERATURE
 
 pytestmark = pytest.mark.skipif(not V2, reason="MODEL_RUNNER=v2")
 
@@ -89,6 +103,27 @@ def test_auto_measures(engines: Engines, plain: list[Any]) -> None:
     assert budget.controller.verify.cost(8) > 0
     assert all(one.observed > 0 for one in budget.controller.calibrations)
     assert torch.isfinite(budget.value).all()
+    names = ("adaptive_tree_expected_tokens", "adaptive_tree_observed_tokens")
+    expected, observed = (metric(llm, name) for name in names)
+    assert 0 < observed <= metric(llm, "spec_decode_num_accepted_tokens")
+    assert 0.2 < expected / observed < 5, "of a few tokens"
+    assert budget.sharpening.information > PRIOR
+    assert budget.sharpening.temperature != GREEDY_DRAFT_TEMPERATURE
+
+
+def test_metrics(engines: Engines, plain: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes by depth; those of the last two steps have not come yet."""
+    llm = engines.start(tree(12, budget=9))
+    spy = TreeSpy(llm, monkeypatch)
+    assert_identical(plain, generate(llm, BATCH, parameters()))
+    verified = Counter(depth for one in spy.trees for depth in one.depths)
+    counted = {
+        int(one.labels["depth"]): one.value for one in llm.get_metrics() if one.name == "vllm:adaptive_tree_nodes"
+    }
+    assert all(count <= verified[depth] for depth, count in counted.items())
+    late = sum(len(one) for batch in spy.batches[-2:] for one in batch)
+    assert sum(counted.values()) >= verified.total() - late > 50
+    assert not [one for one in llm.get_metrics() if one.name == "vllm:adaptive_tree_phase_seconds"]
 
 
 @pytest.mark.parametrize("method", ["opt_tree", "dyspec", "mcsd"])

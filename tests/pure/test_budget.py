@@ -320,6 +320,17 @@ def test_banned_tokens_change_nothing():
     assert with_them.temperature == pytest.approx(without.temperature)
 
 
+def test_tokens_of_others_teach_nothing():
+    some, alone, generator = Sharpening(0.6), Sharpening(0.6), torch.Generator().manual_seed(0)
+    for _ in range(20):
+        logits = torch.randn(3, 20, generator=generator)
+        token, among = logits.argmax(-1), torch.tensor([True, False, True])
+        some.learn(*some.measured(logits, token.where(among, -1), among).tolist())
+        alone.observe(logits[among], token[among])
+    assert some.temperature == pytest.approx(alone.temperature)
+    assert alone.temperature < 0.6
+
+
 # The law of a batch that shares its nodes, exactly.
 
 

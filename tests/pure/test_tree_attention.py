@@ -86,8 +86,25 @@ class Batch(NamedTuple):
         query, key, value = (tensor.double() for tensor in self[:3])
         return reference.tree_attention(query, key, value, *self[3:], torch.zeros_like(query))
 
-    def error(self, splits: int | None = None) -> float:
-        found = kernel().tree_attention(*self, torch.zeros_like(self.query), splits=splits)
+    def behind(self) -> tuple[Tensor, Tensor]:
+        """Attention to the contexts alone, and the log-sum-exp of its scores [H, rows]."""
+        query, groups = self.query.double(), self.query.shape[1] // self.key_cache.shape[2]
+        out, lse = torch.zeros_like(query), query.new_zeros(query.shape[1::-1])
+        starts = self.row_start.tolist()
+        for request, length in enumerate(self.context.tolist()):
+            rows, position = slice(*starts[request : request + 2]), torch.arange(length, device=query.device)
+            at = (
+                self.block_table[request].long()[position // self.key_cache.shape[1]],
+                position % self.key_cache.shape[1],
+            )
+            key, value = (part[at].double().repeat_interleave(groups, 1) for part in (self.key_cache, self.value_cache))
+            scores = torch.einsum("qhd,khd->hqk", query[rows], key) * self.scale
+            lse[:, rows] = scores.logsumexp(-1)
+            out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
+        return out.to(self.query.dtype), lse.float()
+
+    def error(self, splits: int | None = None, behind: tuple[Tensor, Tensor] | None = None) -> float:
+        found = kernel().tree_attention(*self, torch.zeros_like(self.query), splits=splits, behind=behind)
         assert found.dtype == self.query.dtype
         return (found.double() - self.expected()).abs().max().item()
 
@@ -140,6 +157,15 @@ class TestKernels:
 
     def test_more_splits_than_tiles(self):
         assert Batch.of([(3, FORK), (0, [])]).error(7) < ERROR[torch.float32]
+
+    @pytest.mark.parametrize("splits", [1, 3])
+    def test_contexts_that_another_kernel_has_read(self, splits):
+        requests = [(37, FORK), (16, []), (5, None), (15, CHAIN), (9, list(recursive_tree(70, 0).parents))]
+        batch = Batch.of(requests, heads=(4, 2))
+        assert batch.error(splits, behind=batch.behind()) < ERROR[torch.float32]
+        off = batch.behind()
+        off[1][0, 3] += 0.5
+        assert batch.error(splits, behind=off) > 1e-3
 
     @pytest.mark.parametrize("splits", [1, 2])
     def test_padding_rows_stay(self, splits):
@@ -211,7 +237,15 @@ def test_it_compiles_for_an_h200():
     from triton.compiler import ASTSource
 
     shapes = {"HEADS": 32, "GROUP": 4, "HEAD_SIZE": 128, "PADDED_HEAD": 128, "BLOCK_SIZE": 16, "LANES": 128, "TILE": 64}
-    constants = {**shapes, "SPLITS": 4, "PADDED_REQUESTS": 16, "WORD": WORD, "WIDEN": False}
+    constants = {
+        **shapes,
+        "SPLITS": 4,
+        "PARTS": 4,
+        "READ_CONTEXT": 1,
+        "PADDED_REQUESTS": 16,
+        "WORD": WORD,
+        "WIDEN": False,
+    }
     signature = dict.fromkeys(kernel()._attend.arg_names, "i32")
     signature |= dict.fromkeys(("out", "query", "key_cache", "value_cache"), "*bf16")
     signature |= dict.fromkeys(("partial", "weight"), "*fp32")

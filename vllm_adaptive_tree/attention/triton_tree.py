@@ -2,8 +2,8 @@
 
 The query heads of one KV head and several rows make a tile; the context is read tile by tile, the request's own rows by
 the words of the tree mask: where no row of the tile has an ancestor, nothing is read. In depth-first order most of a
-large tree is skipped. A long context is cut into splits, merged by a second kernel. Grids and splits follow from shapes
-alone, so a CUDA graph may hold them.
+large tree is skipped. A long context is cut into splits, merged by a second kernel; it may also come from another
+kernel, which returns its log-sum-exp. Grids and splits follow from shapes alone, so a CUDA graph may hold them.
 """
 
 # ruff: noqa: N803, N806
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from vllm_adaptive_tree.trees.ancestor_bits import WORD
 
+LOG2_E = 1.4426950408889634
 MOST_SPLITS = 64
 TILES_PER_SPLIT = 4  # fewer are not worth a merge
 WIDEN = triton.knobs.runtime.interpret  # Triton's interpreter multiplies no bfloat16
@@ -71,9 +72,9 @@ def _fold(
 
 @triton.jit
 def _attend(
-    out,  # [rows, H, D], written if SPLITS is 1
-    partial,  # [SPLITS, rows, H, D] float32, otherwise
-    weight,  # [SPLITS, rows, H] float32: log2 of the sum of the split's weights, -inf: partial is not written
+    out,  # [rows, H, D], written if PARTS is 1
+    partial,  # [PARTS, rows, H, D] float32, otherwise
+    weight,  # [PARTS, rows, H] float32: log2 of the sum of the split's weights, -inf: partial is not written
     query,  # [rows, H, D]
     key_cache,  # [blocks, BLOCK_SIZE, Hkv, D]
     value_cache,  # [blocks, BLOCK_SIZE, Hkv, D]
@@ -104,6 +105,8 @@ def _attend(
     LANES: tl.constexpr,  # of a query tile: its rows times GROUP, padded to a power of two
     TILE: tl.constexpr,  # keys; divides WORD
     SPLITS: tl.constexpr,
+    PARTS: tl.constexpr,  # the splits, and whoever else attends to the context
+    READ_CONTEXT: tl.constexpr,  # 0 or 1
     PADDED_REQUESTS: tl.constexpr,  # a power of two
     WORD: tl.constexpr,
     WIDEN: tl.constexpr,
@@ -125,7 +128,7 @@ def _attend(
     # Tiles of the context, then of the request's own rows up to the last of this tile; a split takes its share.
     length = tl.load(context + request)
     own_rows = tl.minimum(first + TILE_ROWS, count)
-    context_tiles = (length + TILE - 1) // TILE
+    context_tiles = (length + TILE - 1) // TILE * READ_CONTEXT
     tiles = context_tiles + (own_rows + TILE - 1) // TILE
     share = (tiles + SPLITS - 1) // SPLITS
     begin = split * share
@@ -169,7 +172,7 @@ def _attend(
 
     norm = tl.where(total > 0, total, 1.0)
     result = sums / norm[:, None]
-    if SPLITS == 1:
+    if PARTS == 1:
         at = (flat * out_row + head * out_head)[:, None] + dim[None, :]
         tl.store(out + at, result.to(out.dtype.element_ty), mask=written)
     else:
@@ -252,12 +255,15 @@ def tree_attention(
     out: Tensor,
     *,
     splits: int | None = None,
+    behind: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """As `reference.tree_attention`, in float32 inside; nothing is read on the host. A row that sees nothing yields 0.
 
     Args:
         query, key_cache, value_cache, out: bfloat16, float16 or float32.
         splits: parts of a context that are worked on side by side; None: as many as fill the device.
+        behind: what another kernel found for the contexts, [rows, H, D], and the log-sum-exp of its scores, [H, rows]
+            float32; then only the requests' own rows are read here.
     """
     rows, heads, head_size = query.shape
     _, block_size, kv_heads, _ = key_cache.shape
@@ -274,16 +280,21 @@ def tree_attention(
     if rows == 0 or requests == 0:
         return out
 
-    tiling = Tiling.of(query, kv_heads, requests, block_table.shape[1] * block_size, _processors(query.device))
-    parts = tiling.splits if splits is None else splits
+    longest = block_table.shape[1] * block_size if behind is None else 1
+    tiling = Tiling.of(query, kv_heads, requests, longest, _processors(query.device))
+    splits = tiling.splits if splits is None else splits
+    parts = splits + (behind is not None)
     padded_head = triton.next_power_of_2(head_size)
     partial = weight = out  # not touched without a merge
     if parts > 1:
         partial = query.new_empty((parts, rows, heads, head_size), dtype=torch.float32)
         weight = query.new_empty((parts, rows, heads), dtype=torch.float32)
-    _attend[(tiling.query_tiles, kv_heads, parts)](
+    if behind is not None:
+        partial[splits] = behind[0]
+        torch.mul(behind[1].t(), LOG2_E, out=weight[splits])
+    _attend[(tiling.query_tiles, kv_heads, splits)](
         *(out, partial, weight, query, key_cache, value_cache, block_table, row_start, context, ancestors),
-        *(requests, rows, scale * 1.4426950408889634, *out.stride()[:2], *query.stride()[:2]),
+        *(requests, rows, scale * LOG2_E, *out.stride()[:2], *query.stride()[:2]),
         *(*key_cache.stride()[:3], *value_cache.stride()[:3], block_table.stride(0), ancestors.stride(0)),
         HEADS=heads,
         GROUP=heads // kv_heads,
@@ -292,7 +303,9 @@ def tree_attention(
         BLOCK_SIZE=block_size,
         LANES=tiling.lanes,
         TILE=tiling.tile,
-        SPLITS=parts,
+        SPLITS=splits,
+        PARTS=parts,
+        READ_CONTEXT=int(behind is None),
         PADDED_REQUESTS=triton.next_power_of_2(requests),
         WORD=WORD,
         WIDEN=WIDEN,

@@ -63,6 +63,7 @@ class Controller:
         self.verify = costs.verify
         self.calibrations = Calibration(), Calibration()
         """Of sampled requests, and of greedy ones: one value is not one chance to both."""
+        self.taken = 0.0, 0.0
         self.mix = 0
         """Which requests this step has: 0 sampled ones, 2 greedy ones, 1 both."""
         self.elsewhere = self.reading = 0.0
@@ -188,6 +189,12 @@ class Controller:
             return
         size.rest = size.last_rest = min(LONGEST_REST, 2 * size.last_rest)
         size.judged = 0
+
+    def take(self) -> tuple[float, float]:
+        """Accepted nodes that were expected, and those observed, since the last call."""
+        now = sum(one.predicted for one in self.calibrations), sum(one.observed for one in self.calibrations)
+        taken, self.taken = (now[0] - self.taken[0], now[1] - self.taken[1]), now
+        return taken
 
     def observe(self, rows: int, context: int, forward: float, elsewhere: float) -> None:
         """A step of `rows` rows behind `context` tokens of all requests took these seconds."""

@@ -28,11 +28,19 @@ class Sharpening:
 
     def observe(self, logits: Tensor, token: Tensor) -> None:
         """At nodes with the draft's `logits` [M, V] a greedy target took `token` [M]."""
+        self.learn(*self.measured(logits, token, torch.ones_like(token, dtype=torch.bool)).tolist())
+
+    def measured(self, logits: Tensor, token: Tensor, among: Tensor) -> Tensor:
+        """What `learn` wants to know, [3] on their device; of those `among` [M] them."""
         logits = (logits.float() - logits.amax(-1, keepdim=True)).clamp_(min=-1e4)  # banned tokens: -inf
         law = torch.softmax(logits * self.inverse, -1)
         mean = (law * logits).sum(-1)
         variance = (law * logits.square()).sum(-1) - mean.square()
-        slope = (logits.gather(-1, token[:, None])[:, 0] - mean).clamp(-BOUND, BOUND)
-        self.information = self.information * (1 - len(token) / MEMORY) + float(variance.sum())
-        inverse = self.inverse + float(slope.sum()) / self.information
+        slope = (logits.gather(-1, token.clamp(min=0)[:, None])[:, 0] - mean).clamp(-BOUND, BOUND)
+        return torch.stack([torch.where(among, one, 0.0).sum() for one in (torch.ones_like(slope), slope, variance)])
+
+    def learn(self, tokens: float, slope: float, variance: float) -> None:
+        """One step for so many tokens."""
+        self.information = self.information * (1 - tokens / MEMORY) + variance
+        inverse = self.inverse + slope / self.information
         self.inverse = min(max(inverse, 1 / HIGHEST), 1 / LOWEST)

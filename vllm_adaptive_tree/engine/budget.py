@@ -40,7 +40,6 @@ class BatchBudget:
         self.controller, self.proposer, self.clock, self.steers = controller, proposer, clock, steers
         self.by_place = isinstance(proposer, StaticTree) and proposer.kind != "one_hot"
         self.started = 0.0
-        self.taken = (0.0, 0.0)
 
     @property
     def greedy_temperature(self) -> float:
@@ -66,13 +65,6 @@ class BatchBudget:
         roots = {row: draft.root for row, draft in drafts.items() if draft.root is not None}
         if self.sharpening is not None and roots:
             self.sharpening.observe(torch.stack(list(roots.values())), tokens[list(roots), 0])
-
-    def take(self) -> tuple[float, float]:
-        """Accepted nodes that were expected, and those observed, since the last call."""
-        both = self.controller.calibrations
-        now = sum(one.predicted for one in both), sum(one.observed for one in both)
-        taken, self.taken = (now[0] - self.taken[0], now[1] - self.taken[1]), now
-        return taken
 
     def drafting(self, requests: Sequence[str], greedy: Sequence[bool]) -> list[bool]:
         """Which requests of this batch draft, if any do."""

@@ -5,7 +5,15 @@ from vllm.logger import init_logger
 
 from vllm_adaptive_tree.budget import Costs
 
+LOWEST, HIGHEST = 0.05, 0.9
+"""Of a measured threshold."""
+
 logger = init_logger(f"vllm.{__name__}")
+
+
+def threshold(ratio: float) -> float:
+    """OPT-Tree's mu, from what a draft level costs in target forwards (arXiv 2406.17276)."""
+    return min(max(ratio, LOWEST), HIGHEST)
 
 
 def starting_costs(file: str | None, measure: Callable[[], Costs], *, rank: int) -> Costs:

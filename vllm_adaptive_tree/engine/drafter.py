@@ -7,7 +7,9 @@ from torch import Tensor
 from vllm.forward_context import set_forward_context
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
-from vllm_adaptive_tree.engine.attention import DraftKeys, DraftMetadata, TreeRows, native_metadata
+from vllm_adaptive_tree.engine.attention import DraftKeys, DraftMetadata, TreeRows
+from vllm_adaptive_tree.engine.clock import PhaseClock
+from vllm_adaptive_tree.engine.cpu_attention import native_metadata
 from vllm_adaptive_tree.proposers import Rows
 
 NO_SLOT = -1  # vLLM's cache update writes nothing there
@@ -113,6 +115,24 @@ class ModelDrafter(DraftModelProposer):
     def _block_table(self) -> Any:
         """vLLM's BlockTable of the cache group that holds the draft's layers."""
         return self.runner.input_batch.block_table[self.kv_cache_gid]
+
+
+class TimedDrafter:
+    """The drafter, its forwards counted as "draft" and taken off the surrounding "tree"."""
+
+    def __init__(self, drafter: ModelDrafter, clock: PhaseClock, hidden: list[Any]):
+        self.drafter, self.clock, self.hidden = drafter, clock, hidden
+        self.levels: list[float] = []  # seconds
+
+    def grow(self, tokens: Tensor, parent: Tensor, state: Any) -> tuple[Rows, Any]:
+        before = self.clock.seconds["draft"]
+        with self.clock.phase("draft"):
+            result = self.drafter.grow(tokens, parent, state)
+        self.levels.append(self.clock.seconds["draft"] - before)
+        self.clock.seconds["tree"] -= self.levels[-1]
+        if self.hidden:  # a recorder has begun it with the root's
+            self.hidden.append(result[0].hidden)
+        return result
 
 
 def _spread(rows: Tensor, places: Tensor, shape: torch.Size) -> Tensor:

@@ -5,15 +5,13 @@ slot's `data` from `ModelRunnerOutput` to `SchedulerStats` without looking into 
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from prometheus_client import Counter as PromCounter
 from prometheus_client import Histogram
 from vllm.distributed.ec_transfer.ec_connector.metrics import ECConnectorPromMetrics, ECConnectorStats
 from vllm.v1.outputs import ECConnectorOutput
-
-from vllm_adaptive_tree.engine.clock import PhaseClock
 
 KEY = "adaptive_tree"
 SECONDS = "vllm:adaptive_tree_phase_seconds"
@@ -23,11 +21,13 @@ OBSERVED = "vllm:adaptive_tree_observed_tokens"
 BUCKETS = [0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0]
 
 
-def step_figures(clock: PhaseClock, depths: Iterable[int], expected: float, observed: float) -> ECConnectorOutput:
-    """Seconds of every phase since the last call, how many nodes of each of the `depths` were verified, and how many of
-    them the budget expected to be accepted and saw accepted."""
+def step_figures(
+    seconds: Mapping[str, float], depths: Iterable[int], expected: float, observed: float
+) -> ECConnectorOutput:
+    """`seconds` of every phase since the last call, how many nodes of each of the `depths` were verified, and how many
+    of them the budget expected to be accepted and saw accepted."""
     nodes = {str(depth): count for depth, count in Counter(depths).items()}
-    figures = {"seconds": clock.take(), "nodes": nodes, "expected": expected, "observed": observed}
+    figures = {"seconds": dict(seconds), "nodes": nodes, "expected": expected, "observed": observed}
     return ECConnectorOutput(ec_connector_stats=ECConnectorStats({KEY: figures}))
 
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from vllm.forward_context import set_forward_context
 
 from vllm_adaptive_tree.budget import Costs, Curve
-from vllm_adaptive_tree.engine.attention import native_metadata
+from vllm_adaptive_tree.engine.cost_profile import threshold
+from vllm_adaptive_tree.engine.cpu_attention import native_metadata
 from vllm_adaptive_tree.engine.drafter import NO_SLOT, CatchUp
 from vllm_adaptive_tree.engine.ranks import from_rank_0
 
@@ -21,7 +22,6 @@ PROFILE_SECONDS = 10.0
 """After these, a profile keeps the points that it has."""
 CONTEXT = 1024
 """Tokens, where the model reads as many."""
-LOWEST, HIGHEST = 0.05, 0.9
 
 
 def measured_threshold(runner: Any, nodes: int) -> float:
@@ -33,7 +33,7 @@ def measured_threshold(runner: Any, nodes: int) -> float:
     level = _median_seconds(lambda: _draft_level(runner.drafter, nodes))
     target = _median_seconds(lambda: _target_forward(runner, nodes + 1))
     ratio = float(from_rank_0(torch.tensor(level / target, dtype=torch.float64)))
-    return min(max(ratio, LOWEST), HIGHEST)
+    return threshold(ratio)
 
 
 def verification_curve(runner: Any, most: int) -> Curve:

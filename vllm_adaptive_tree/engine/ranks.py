@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 from vllm.distributed.parallel_state import get_tp_group
 
+from vllm_adaptive_tree.proposers import Frontier, Proposal
+
 
 def from_rank_0(decision: Tensor) -> Tensor:
     """`decision` as rank 0 has it; every rank passes a tensor of the same shape."""
@@ -15,3 +17,22 @@ def number_from_rank_0(decision: int) -> int:
     if get_tp_group().world_size == 1:
         return decision
     return int(from_rank_0(torch.tensor(decision, dtype=torch.int64)))
+
+
+def agree(frontier: Frontier, growing: Tensor) -> tuple[Frontier, bool]:
+    """Every rank grows rank 0's frontier, cut behind its last used column; stop when no tree grows."""
+    if get_tp_group().world_size > 1:
+        tokens, parent = from_rank_0(torch.stack(frontier))
+        frontier = Frontier(tokens, parent)
+    used = frontier.tokens.amax(0).tolist()
+    width = max((column for column, token in enumerate(used, start=1) if token >= 0), default=0)
+    return Frontier(frontier.tokens[:, :width], frontier.parent[:, :width]), width > 0
+
+
+def proposal_from_rank_0(proposal: Proposal) -> Proposal:
+    if get_tp_group().world_size == 1:
+        return proposal
+    tree = proposal.tree
+    columns = from_rank_0(torch.cat([tree.tokens, tree.parent, proposal.read, proposal.drawn], 1))
+    tokens, parent, read, drawn = columns.split([tree.tokens.shape[1]] * 3 + [proposal.drawn.shape[1]], 1)
+    return Proposal(tree._replace(tokens=tokens, parent=parent), read, drawn)

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.logits_processor import build_logitsprocs
@@ -19,16 +18,16 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm_adaptive_tree.acceptance import RULES
 from vllm_adaptive_tree.engine import support
 from vllm_adaptive_tree.engine.acceptance import Requests, accept, held
-from vllm_adaptive_tree.engine.attention import TreeAttentionImpl
 from vllm_adaptive_tree.engine.budget import BatchBudget
 from vllm_adaptive_tree.engine.clock import PhaseClock
 from vllm_adaptive_tree.engine.commit import commit
 from vllm_adaptive_tree.engine.coverage import Coverage
-from vllm_adaptive_tree.engine.drafter import CatchUp, ModelDrafter
+from vllm_adaptive_tree.engine.cpu_attention import CPUTrees
+from vllm_adaptive_tree.engine.drafter import CatchUp, ModelDrafter, TimedDrafter
 from vllm_adaptive_tree.engine.drafts import Draft, to_drafts
 from vllm_adaptive_tree.engine.metrics import step_figures
 from vllm_adaptive_tree.engine.patches import swapped
-from vllm_adaptive_tree.engine.ranks import from_rank_0
+from vllm_adaptive_tree.engine.ranks import agree, from_rank_0, proposal_from_rank_0
 from vllm_adaptive_tree.engine.recorder import Recorder
 from vllm_adaptive_tree.engine.share import nodes_per_request
 from vllm_adaptive_tree.engine.target import GREEDY, Target
@@ -38,7 +37,7 @@ from vllm_adaptive_tree.engine.verification import Verification
 from vllm_adaptive_tree.method_options import DySpecOptions
 from vllm_adaptive_tree.methods import GREEDY_DRAFT_TEMPERATURE, draft_temperature, resolve
 from vllm_adaptive_tree.noise import KeyedNoise
-from vllm_adaptive_tree.proposers import Frontier, Proposal, Request, Rows, StaticTree, draft_tree
+from vllm_adaptive_tree.proposers import Request, StaticTree, draft_tree
 
 
 class TreeModelRunner(CPUModelRunner):
@@ -71,7 +70,7 @@ class TreeModelRunner(CPUModelRunner):
         super().load_model(load_dummy_weights)
         for name, layer in self.compilation_config.static_forward_context.items():
             support.check_layer(name, layer)
-            TreeAttentionImpl.adopt(layer)
+            CPUTrees.adopt(layer)
         self.model.compute_logits = self.clock.timed("verify", self.model.compute_logits)
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
@@ -134,8 +133,10 @@ class TreeModelRunner(CPUModelRunner):
             output = super().sample_tokens(grammar_output)
         step, self.step = self.step, None
         if sampling and step is not None:
-            counts = (0.0, 0.0) if self.budget is None else self.budget.take()
-            output.ec_connector_output = step_figures(self.clock, chain.from_iterable(step.depths.values()), *counts)
+            counts = (0.0, 0.0) if self.budget is None else self.budget.controller.take()
+            output.ec_connector_output = step_figures(
+                self.clock.take(), chain.from_iterable(step.depths.values()), *counts
+            )
         return output
 
     @contextmanager
@@ -234,7 +235,7 @@ class TreeModelRunner(CPUModelRunner):
         )
         levels: list[Tensor] = []
         hidden: list[Any] = [rows.hidden] if self.recorder is not None and self.recorder.reads_hidden else []
-        drafter = _Timed(self.drafter, self.clock, hidden)
+        drafter = TimedDrafter(self.drafter, self.clock, hidden)
         with self.clock.phase("tree"):
             proposal = draft_tree(
                 self.proposer,
@@ -243,10 +244,10 @@ class TreeModelRunner(CPUModelRunner):
                 state,
                 nodes=nodes,
                 request=request,
-                agree=_agree if self.budget is None else self.budget.limited(_agree, len(rooted), others),
+                agree=agree if self.budget is None else self.budget.limited(agree, len(rooted), others),
                 keep=levels.append if self.recorder or self.pair.rule is not RULES["target_only"] else lambda _: None,
             )
-            drafts = to_drafts(_from_rank_0(proposal), levels, temperature, request.initial, hidden)
+            drafts = to_drafts(proposal_from_rank_0(proposal), levels, temperature, request.initial, hidden)
         with self.clock.phase("tree"):  # once more: the budget reads what the trees have cost
             if self.budget is not None:
                 roots = [logits if one == 0 else None for one, logits in zip(wanted, rows.logits[:, 0], strict=True)]
@@ -301,25 +302,6 @@ class TreeModelRunner(CPUModelRunner):
         return items
 
 
-class _Timed:
-    """The drafter, its forwards counted as "draft" and taken off the surrounding "tree"."""
-
-    def __init__(self, drafter: ModelDrafter, clock: PhaseClock, hidden: list[Any]):
-        self.catch_up = drafter.catch_up
-        self.drafter, self.clock, self.hidden = drafter, clock, hidden
-        self.levels: list[float] = []  # seconds
-
-    def grow(self, tokens: Tensor, parent: Tensor, state: Any) -> tuple[Rows, Any]:
-        before = self.clock.seconds["draft"]
-        with self.clock.phase("draft"):
-            result = self.drafter.grow(tokens, parent, state)
-        self.levels.append(self.clock.seconds["draft"] - before)
-        self.clock.seconds["tree"] -= self.levels[-1]
-        if self.hidden:  # a recorder has begun it with the root's
-            self.hidden.append(result[0].hidden)
-        return result
-
-
 def _all_processors(vllm_config: Any, *args: Any) -> Any:
     """The processors of plain decoding, min_p and logit_bias among them; vLLM drops those beside speculation."""
     plain = copy.copy(vllm_config)
@@ -336,22 +318,3 @@ def _scheduled(draft: Draft | None, tokens: list[int], request: str) -> Draft:
     if draft is not None and draft.tree.tokens[: len(tokens)] == tuple(tokens):
         return draft.prefix(len(tokens))
     raise RuntimeError(f"request {request}: scheduled draft tokens {tokens} are not those of its tree {draft}")
-
-
-def _agree(frontier: Frontier, growing: Tensor) -> tuple[Frontier, bool]:
-    """Every rank grows rank 0's frontier, cut behind its last used column; stop when no tree grows."""
-    if get_tp_group().world_size > 1:
-        tokens, parent = from_rank_0(torch.stack(frontier))
-        frontier = Frontier(tokens, parent)
-    used = frontier.tokens.amax(0).tolist()
-    width = max((column for column, token in enumerate(used, start=1) if token >= 0), default=0)
-    return Frontier(frontier.tokens[:, :width], frontier.parent[:, :width]), width > 0
-
-
-def _from_rank_0(proposal: Proposal) -> Proposal:
-    if get_tp_group().world_size == 1:
-        return proposal
-    tree = proposal.tree
-    columns = from_rank_0(torch.cat([tree.tokens, tree.parent, proposal.read, proposal.drawn], 1))
-    tokens, parent, read, drawn = columns.split([tree.tokens.shape[1]] * 3 + [proposal.drawn.shape[1]], 1)
-    return Proposal(tree._replace(tokens=tokens, parent=parent), read, drawn)

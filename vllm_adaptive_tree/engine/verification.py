@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_adaptive_tree.engine.attention import Round, VerifyMetadata, native_metadata
+from vllm_adaptive_tree.engine.cpu_attention import Round, VerifyMetadata, native_metadata
 from vllm_adaptive_tree.trees import TokenTree, TreeBatch
 from vllm_adaptive_tree.trees.tree_batch import EMPTY
 

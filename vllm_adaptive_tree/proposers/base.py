@@ -51,9 +51,7 @@ class Rows(NamedTuple):
 
 
 class Drafter(Protocol):
-    def catch_up(self, accepted: Any, target_hidden: Tensor | None) -> tuple[Rows, Any]:
-        """Read the tokens accepted since the last call. Returns the roots' rows (W = 1) and an opaque state."""
-        ...
+    """How it reads what was accepted, up to the roots, is the adapter's affair."""
 
     def grow(self, tokens: Tensor, parent: Tensor, state: Any) -> tuple[Rows, Any]:
         """Read one level of nodes, `tokens` and `parent` as in `Frontier`. Returns its rows and the state."""

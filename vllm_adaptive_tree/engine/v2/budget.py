@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from vllm_adaptive_tree.acceptance import Accepted
-from vllm_adaptive_tree.budget import Controller
+from vllm_adaptive_tree.budget import Controller, Sharpening
 from vllm_adaptive_tree.engine.v2.returning import Returning
+from vllm_adaptive_tree.methods import GREEDY_DRAFT_TEMPERATURE
 from vllm_adaptive_tree.trees import TreeBatch
 
 ALL = 1 << 30
@@ -27,6 +28,8 @@ class BatchBudget:
         """`most`: nodes of every batch; all until there is a `controller`."""
         self.most = most
         self.controller: Controller | None = None
+        self.sharpening: Sharpening | None = None
+        """Fits the draft temperature of greedy requests."""
         self.live = True
         """Whether costs follow the steps; ranks that must agree on every number keep to those of the start."""
         self.returning = Returning()
@@ -34,6 +37,11 @@ class BatchBudget:
         self.greedy = torch.zeros(0, dtype=torch.bool)  # [R]: whose trees those were
         self.rests = False
         self.started = self.spent = 0.0
+
+    @property
+    def greedy_temperature(self) -> float:
+        """Of the law that shapes the trees of greedy requests."""
+        return GREEDY_DRAFT_TEMPERATURE if self.sharpening is None else self.sharpening.temperature
 
     def levels(self, greedy: np.ndarray) -> int:
         """The most levels of this step's trees, of requests that are `greedy` [R] or not; 0: they rest."""
@@ -60,6 +68,14 @@ class BatchBudget:
             depth = torch.where(tree.valid, tree.depth, 0)
             figures = torch.stack([value, depth.to(value.dtype), hit.to(value.dtype)])
             self.returning.send(figures, partial(self._learn, torch.from_numpy(greedy)))
+
+    def sharpen(self, roots: Tensor, token: Tensor, among: Tensor) -> None:
+        """Behind roots with the draft's logits [R, V] the target took `token` [R]; `among` [R]: greedy requests that
+        had a tree."""
+        sharpening = self.sharpening
+        if sharpening is not None:
+            figures = sharpening.measured(roots, token, among)
+            self.returning.send(figures, lambda found: sharpening.learn(*found.tolist()))
 
     def decide(self, requests: int, rows: int, context: int, levels: int, *, usual: bool) -> None:
         """At the end of a step.

@@ -41,18 +41,26 @@ class Drafts:
         tree = TreeBatch(empty, empty, torch.zeros_like(empty), torch.zeros(1, nodes, device=device))
         self.proposal = Proposal(tree, empty, torch.zeros(1, 1 + nodes, dtype=torch.int64, device=device))
         self.logits: Tensor | None = None
+        self.roots: Tensor | None = None
         self.temperature = torch.ones(1, device=device)
 
     def store(
-        self, request: Tensor, root: Tensor, proposal: Proposal, levels: list[Tensor], temperature: Tensor
+        self,
+        request: Tensor,
+        root: Tensor,
+        proposal: Proposal,
+        levels: list[Tensor],
+        temperature: Tensor,
+        roots: Tensor | None = None,
     ) -> None:
         """Trees of B requests behind their roots at the positions `root` [B]; `levels`: the logits [B, W, V] of every
-        level read, if a rule asks for laws."""
+        level read, if a rule asks for laws; `roots`: those of the roots [B, V], if someone asks for them."""
         self.forget()
         self.place[request] = torch.arange(len(request), device=request.device)
         self.root[request] = root
         self.proposal, self.temperature = proposal, temperature
         self.logits = torch.cat(levels, 1) if levels else None
+        self.roots = roots
 
     def forget(self) -> None:
         self.place.fill_(NOWHERE)

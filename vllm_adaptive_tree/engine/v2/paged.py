@@ -1,12 +1,12 @@
 """Tree attention inside vLLM's GPU backends: our kernel over the paged cache, beside the backend's own."""
 
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from vllm_adaptive_tree.attention.cpu import attend
-from vllm_adaptive_tree.engine.attention import DraftMetadata
+from vllm_adaptive_tree.engine.attention import TreeAttention
 from vllm_adaptive_tree.trees.ancestor_bits import ancestor_bits
 
 
@@ -38,39 +38,10 @@ class KernelTrees(NamedTuple):
         return cls(None if alone else native, native.block_table, row_start, root.int(), bits, {})
 
 
-class PagedTrees:
-    """Goes before the class of a layer's implementation; with vLLM's own metadata it is vLLM's own."""
+class PagedTrees(TreeAttention):
+    """Before FlashAttention of a GPU."""
 
     head_size: int
-    scale: float
-
-    @classmethod
-    def adopt(cls, layer: Any) -> None:
-        """For one engine's layers only."""
-        own = type(layer.impl)
-        layer.impl.__class__ = type(f"Tree{own.__name__}", (cls, own), {})
-
-    def forward(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: Any,
-        output: Tensor,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
-    ) -> Tensor:
-        if isinstance(attn_metadata, KernelTrees):
-            return self._verify(layer, query, key, value, kv_cache, attn_metadata, output)
-        if isinstance(attn_metadata, DraftMetadata):
-            return self._draft(layer, query, key, value, kv_cache, attn_metadata, output)
-        scales = (output_scale, output_block_scale)
-        found: Tensor = super().forward(  # type: ignore[misc]
-            layer, query, key, value, kv_cache, attn_metadata, output, *scales
-        )
-        return found
 
     def _verify(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, step: KernelTrees, out: Tensor
@@ -80,24 +51,13 @@ class PagedTrees:
         rows = len(step.ancestors)
         step.saved[layer.layer_name] = key[:rows].clone(), value[:rows].clone()  # a graph may take their memory
         if step.native is not None:
-            super().forward(layer, query, key, value, kv_cache, step.native, out)  # type: ignore[misc]
+            super().forward(layer, query, key, value, kv_cache, step.native, out)
         keys, values = self._split(kv_cache)
         where = step.block_table[: len(step.context)], step.row_start, step.context, step.ancestors
         tree_attention(query[:rows], keys, values, *where, self.scale, out[:rows])
         return out
 
-    def _draft(
-        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, step: DraftMetadata, out: Tensor
-    ) -> Tensor:
-        assert step.native is None
-        trees, keys = step.keys.trees, step.keys
-        tree_keys, tree_values = keys.read(layer, kv_cache, key, value)
-        result = attend(trees.pad(query), tree_keys, tree_values, keys.bias, self.scale)
-        out[trees.first :] = trees.unpad(result)
-        return out
-
     def gather(self, layer: Any, kv_cache: Tensor, block_table: Tensor) -> tuple[Tensor, Tensor]:
-        """The blocks [R, B] of R requests, to float32: key and value, [R, Hkv, B * block_size, head_size]."""
         key, value = (part[block_table.long()].flatten(1, 2).transpose(1, 2).float() for part in self._split(kv_cache))
         return key, value
 
@@ -105,3 +65,5 @@ class PagedTrees:
         """[blocks, Hkv, block_size, 2 * D] -> key, value [blocks, block_size, Hkv, D]."""
         key, value = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
         return key, value
+
+    ways: ClassVar[Mapping[type, Callable[..., Tensor]]] = {**TreeAttention.ways, KernelTrees: _verify}

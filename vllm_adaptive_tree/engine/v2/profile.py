@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from vllm_adaptive_tree.budget import Costs, Curve
+from vllm_adaptive_tree.engine.cost_profile import threshold
 from vllm_adaptive_tree.engine.ranks import from_rank_0
 
 ROUNDS = 5
@@ -32,6 +33,13 @@ def measured_costs(runner: Any, nodes: int) -> Costs:
         for found in (points, levels)
     )
     return Costs(verify, draft)
+
+
+def measured_threshold(runner: Any, nodes: int) -> float:
+    """As V1's: what a draft level of `nodes` rows costs in target forwards of `nodes` + 1 rows, on rank 0."""
+    level = _seconds(runner, _level(runner.speculator, nodes))
+    ratio = level / _seconds(runner, lambda: runner._dummy_run(nodes + 1))
+    return threshold(float(from_rank_0(torch.tensor(ratio, dtype=torch.float64, device=runner.device))))
 
 
 def _level(speculator: Any, rows: int) -> Callable[[], Any]:

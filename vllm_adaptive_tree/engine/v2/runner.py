@@ -8,11 +8,12 @@ from vllm.platforms import current_platform
 from vllm.v1.worker.gpu import model_runner
 
 from vllm_adaptive_tree.engine import support
-from vllm_adaptive_tree.engine.attention import DenseTrees, TreeAttentionImpl
+from vllm_adaptive_tree.engine.cpu_attention import CPUTrees, DenseTrees
 from vllm_adaptive_tree.engine.patches import swapped
 from vllm_adaptive_tree.engine.translate import tree_options
 from vllm_adaptive_tree.engine.v2.budget import BatchBudget
 from vllm_adaptive_tree.engine.v2.compaction import Compaction
+from vllm_adaptive_tree.engine.v2.figures import Figures
 from vllm_adaptive_tree.engine.v2.kinds import Kinds
 from vllm_adaptive_tree.engine.v2.paged import KernelTrees, PagedTrees
 from vllm_adaptive_tree.engine.v2.sampler import TreeSampler
@@ -38,6 +39,7 @@ class TreeModelRunnerV2(ModelRunner):
         self.step: Verification | None = None
         self.metadata: dict[str, Any] = {}
         self.slots: dict[str, Tensor] = {}
+        self.figures = Figures()
         self.kinds = Kinds(vllm_config.scheduler_config.max_num_seqs)
         with swapped(model_runner, "init_speculator", self._speculator):
             super().__init__(vllm_config, device)
@@ -62,7 +64,7 @@ class TreeModelRunnerV2(ModelRunner):
         super().load_model(*args, **kwargs)
         for name, layer in self.compilation_config.static_forward_context.items():
             support.check_layer(name, layer)
-            (TreeAttentionImpl if self.device.type == "cpu" else PagedTrees).adopt(layer)
+            (CPUTrees if self.device.type == "cpu" else PagedTrees).adopt(layer)
         if self.batch_sharder is not None or self.sampler.return_sampling_mask:
             raise ValueError("return_sampling_mask and a sampler sharded over ranks are not supported beside trees")
         nodes = self.options.num_speculative_tokens
@@ -126,6 +128,20 @@ class TreeModelRunnerV2(ModelRunner):
             if self.budget is not None:
                 greedy = self.kinds.greedy[input_batch.idx_mapping_np]
                 self.budget.verified(step.tree, accepted, greedy, by_place=self.speculator.by_place)
+                roots = self.speculator.drafts.roots
+                if roots is not None:
+                    certain = self.sampler.sampling_states.temperature.gpu[input_batch.idx_mapping] == 0
+                    self.budget.sharpen(roots[step.laws.place], tokens[:, 0], certain & step.tree.valid.any(1))
+            self.figures.verified(step.tree)
             step.commit(nodes, self.metadata, self.compilation_config.static_forward_context, self.slots)
             step.write_path(input_batch.input_ids, tokens, nodes)
         return sampled
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        sampling = self.execute_model_state is not None
+        output = super().sample_tokens(grammar_output)
+        if sampling and output is not None:
+            controller = None if self.budget is None else self.budget.controller
+            figures = self.figures.take(*((0.0, 0.0) if controller is None else controller.take()))
+            getattr(output, "model_runner_output", output).ec_connector_output = figures
+        return output

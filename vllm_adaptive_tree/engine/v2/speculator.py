@@ -14,7 +14,7 @@ from vllm_adaptive_tree.engine.attention import DraftKeys, DraftMetadata, TreeRo
 from vllm_adaptive_tree.engine.v2.budget import ALL, BatchBudget
 from vllm_adaptive_tree.engine.v2.drafts import Drafts
 from vllm_adaptive_tree.engine.v2.kinds import Kinds
-from vllm_adaptive_tree.methods import Pair, draft_temperature
+from vllm_adaptive_tree.methods import GREEDY_DRAFT_TEMPERATURE, Pair, draft_temperature
 from vllm_adaptive_tree.noise import KeyedNoise
 from vllm_adaptive_tree.proposers import Frontier, Request, Rows, StaticTree, draft_tree
 from vllm_adaptive_tree.trees import TreeBatch
@@ -37,8 +37,7 @@ class TreeSpeculator(StandaloneARSpeculator):
         super().__init__(vllm_config, device)
         self.options, self.pair, self.kinds, self.budget = options, pair, kinds, budget
         self.by_place = isinstance(pair.proposer, StaticTree) and pair.proposer.kind != "one_hot"
-        # of the draft's law: of greedy requests, and of others, whose own it may be
-        self.greedy, self.random = (draft_temperature(options, one) for one in (0.0, 2.0))
+        self.random = draft_temperature(options, 2.0)  # of the draft's law, if it does not follow the request's own
         self.follows = self.random != draft_temperature(options, 3.0)
         self.drafts = Drafts(self.max_num_reqs, self.num_speculative_steps, device)
         self.longest = 0  # rows of a request in the first forward, at most
@@ -103,7 +102,9 @@ class TreeSpeculator(StandaloneARSpeculator):
         """One tree for each of R requests, at most so many levels deep; `temperature`, `seed` [R]."""
         root = self.expanded_positions[self.last_token_indices[: batch.num_reqs]]
         greedy = temperature == 0
-        shaping = torch.where(greedy, self.greedy, temperature if self.follows else self.random)
+        fitted = GREEDY_DRAFT_TEMPERATURE if self.budget is None else self.budget.greedy_temperature
+        certain = draft_temperature(self.options, 0.0, fitted)
+        shaping = torch.where(greedy, certain, temperature if self.follows else self.random)
         levels: list[Tensor] = []
         self.forwards = 0
 
@@ -124,11 +125,10 @@ class TreeSpeculator(StandaloneARSpeculator):
         if structured.any():
             chains = async_tensor_h2d(structured, device=self.device)
             proposal = proposal._replace(tree=proposal.tree.first_paths(chains, self.pair.proposer.max_depth))
-        self.drafts.store(batch.idx_mapping, root, proposal, levels, shaping)
+        sharpens = self.budget is not None and self.budget.sharpening is not None
+        roots = self.roots.logits[:, 0] if sharpens else None
+        self.drafts.store(batch.idx_mapping, root, proposal, levels, shaping, roots)
         return proposal.tree
-
-    def catch_up(self, accepted: Any, target_hidden: Any) -> Any:
-        raise NotImplementedError("vLLM's own first forward does that")
 
     def grow(self, tokens: Tensor, parent: Tensor, state: Any) -> tuple[Rows, Any]:
         """Read one level, `tokens` and `parent` [R, W] as in `Frontier`; unused columns cost their row too."""

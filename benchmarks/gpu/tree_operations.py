@@ -1,0 +1,176 @@
+"""What a step's tree costs on a device besides the two models: choosing and drawing nodes, and accepting them.
+
+    python -m benchmarks.gpu.tree_operations --out benchmarks/results/gpu/tree_operations.json
+
+Per method and rule, a batch of trees over laws drawn at random (as peaked as a small draft's), no model: every draft
+level and every walk runs to its largest depth, as it does where nobody looks at the device. In a CUDA graph, and
+without one ("eager", the launches of the host included). The floor: the draft's rows that a tree reads and the target's
+rows that a path can visit, in float32, over the bandwidth of a copy, plus 0.1 ms. `--device cpu` runs the same for a
+look.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.timing import copy_bandwidth, microseconds, wall_microseconds
+from benchmarks.tree_work import CASES
+from vllm_adaptive_tree.acceptance import RULES, Accepted, Children, traversal, walk
+from vllm_adaptive_tree.config import TreeOptions
+from vllm_adaptive_tree.methods import Pair, resolve
+from vllm_adaptive_tree.noise import KeyedNoise
+from vllm_adaptive_tree.proposers import Proposal, Request, Rows, draft_tree
+from vllm_adaptive_tree.proposers.base import law
+
+BATCHES = (1, 16)
+NODES, VOCABULARY = 64, 128_256
+MOST_LEVELS = 8
+"""Of a tree; a heap (one node a level) would take `NODES` forwards of the draft."""
+SMALL = 100.0
+"""Microseconds besides the floor."""
+
+
+class Case(NamedTuple):
+    pair: Pair
+    pool: Tensor  # [R, W, V] logits
+    request: Request
+    noise: KeyedNoise  # of the walk
+    nodes: int
+
+    @classmethod
+    def of(cls, method: str, rule: str, tree: dict[str, Any], pool: Tensor, nodes: int) -> "Case":
+        data = {"method": method, "model": "none", "num_speculative_tokens": nodes, "rejection_sample_method": rule}
+        options, _ = TreeOptions.parse({**data, "tree": tree})
+        requests, device = pool.shape[0], pool.device
+        seed = torch.arange(requests, device=device)
+        noise = [KeyedNoise(seed, torch.full_like(seed, 17), purpose) for purpose in (0, 1)]
+        temperature = torch.full((requests,), 0.8, device=device)
+        return cls(resolve(options), pool, Request(temperature, temperature < 0, noise[0]), noise[1], nodes)
+
+    @property
+    def levels(self) -> int:
+        return min(self.pair.proposer.max_depth, self.nodes, MOST_LEVELS)
+
+    def draft(self) -> tuple[Proposal, int]:
+        """The trees, and how many rows of a request were read."""
+        drafter = _Pool(self.pool)
+        proposal = draft_tree(
+            self.pair.proposer,
+            drafter,
+            Rows(self.pool[:, :1]),
+            None,
+            nodes=self.nodes,
+            request=self.request,
+            agree=lambda frontier, growing: (frontier, drafter.levels < self.levels),
+        )
+        return proposal, drafter.rows
+
+    def accept(self, proposal: Proposal) -> Accepted:
+        tree, pair, most = proposal.tree, self.pair, min(self.pair.proposer.most_children, self.nodes)
+        row = torch.arange(len(self.pool), device=self.pool.device)
+        temperature = self.request.temperature
+
+        def p(node: Tensor, active: Tensor) -> Tensor:
+            return law(self.pool[row, 1 + node], temperature)
+
+        def q(node: Tensor) -> tuple[Tensor, Tensor]:
+            slot = proposal.read.gather(1, node.clamp(min=0)[:, None])[:, 0]
+            slot = torch.where(node < 0, 0, slot).clamp(0, self.pool.shape[1] - 1)
+            return law(self.pool[row, slot], temperature), proposal.drawn.gather(1, node[:, None] + 1)[:, 0]
+
+        if pair.rule.draw is None:
+            return traversal(tree, pair.proposer.kind, p, q, self.noise, levels=self.levels, most=most)
+        by_target, rule = pair.rule is RULES["target_only"], pair.rule.draw
+
+        def draw(node: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
+            target = p(node, active)
+            if by_target:
+                token = self.noise.at(node + 1).choose(target)
+            else:
+                draft, drawn = q(node)
+                token = rule(target, draft, Children(tree.children(node, most), drawn, most), self.noise.at(node + 1))
+            return token, torch.ones_like(active)
+
+        return walk(tree, draw, levels=self.levels)
+
+
+class _Pool:
+    """A drafter without a model."""
+
+    def __init__(self, pool: Tensor):
+        self.pool, self.rows, self.levels = pool, 1, 1
+
+    def grow(self, tokens: Tensor, parent: Tensor, state: Any) -> tuple[Rows, Any]:
+        width = tokens.shape[1]
+        self.rows, self.levels = self.rows + width, self.levels + 1
+        return Rows(self.pool[:, :width]), state
+
+
+def measured(
+    method: str, rule: str, tree: dict[str, Any], pool: Tensor, nodes: int, bandwidth: float
+) -> dict[str, Any]:
+    """Microseconds."""
+    case = Case.of(method, rule, tree, pool, nodes)
+    proposal, rows = case.draft()
+    visits = 1 + case.levels
+
+    def both() -> object:
+        return case.accept(case.draft()[0])
+
+    found: dict[str, Any] = {"method": method, "rule": rule, "tree": tree, "requests": len(pool)}
+    found |= {"draft_rows": rows, "target_rows": visits}
+    found["floor"] = len(pool) * (rows + visits) * pool.shape[2] * pool.element_size() / bandwidth + SMALL
+    found["eager"] = wall_microseconds(both)
+    if pool.device.type == "cuda":
+        parts: dict[str, Callable[[], object]] = {
+            "graph": both,
+            "draft": case.draft,
+            "accept": lambda: case.accept(proposal),
+        }
+        for name, call in parts.items():
+            found[name] = microseconds([call])
+        found["ratio"] = found["graph"] / found["floor"]
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/gpu/tree_operations.json"))
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--vocabulary", type=int, default=VOCABULARY)
+    parser.add_argument("--nodes", type=int, default=NODES)
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("benchmarks.gpu.tree_operations needs a CUDA device, and PyTorch sees none here.", file=sys.stderr)
+        return 2
+    bandwidth = copy_bandwidth(options.device, 1 << (30 if options.device == "cuda" else 26))
+    generator = torch.Generator(options.device).manual_seed(0)
+    rows = []
+    for requests in BATCHES:
+        shape = (requests, 1 + options.nodes, options.vocabulary)
+        pool = 4 * torch.randn(shape, generator=generator, device=options.device)
+        for method, rule, tree in CASES:
+            row = measured(method, rule, tree, pool, options.nodes, bandwidth)
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+    results = {
+        "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "bandwidth_gb_s": bandwidth / 1e3,
+        "unit": "microseconds",
+        "shape": {"nodes": options.nodes, "vocabulary": options.vocabulary, "levels": MOST_LEVELS},
+        "rows": rows,
+    }
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(results, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
