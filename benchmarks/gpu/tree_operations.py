@@ -4,9 +4,9 @@
 
 Per method and rule, a batch of trees over laws drawn at random (as peaked as a small draft's), no model: every draft
 level and every walk runs to its largest depth, as it does where nobody looks at the device. In a CUDA graph, and
-without one ("eager", the launches of the host included). The floor: the draft's rows that a tree reads and the target's
-rows that a path can visit, in float32, over the bandwidth of a copy, plus 0.1 ms. `--device cpu` runs the same for a
-look.
+without one ("eager", the launches of the host included); `operations` are what PyTorch starts, views apart. The floor:
+the draft's rows that a tree reads and the target's rows that are drawn from or that a path can visit, in float32, over
+the bandwidth of a copy, plus 0.1 ms. `--device cpu` runs the same for a look.
 """
 
 import argparse
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.gpu.timing import copy_bandwidth, microseconds, wall_microseconds
 from benchmarks.tree_work import CASES
@@ -57,6 +58,10 @@ class Case(NamedTuple):
     def levels(self) -> int:
         return min(self.pair.proposer.max_depth, self.nodes, MOST_LEVELS)
 
+    @property
+    def by_target(self) -> bool:
+        return self.pair.rule is RULES["target_only"]
+
     def draft(self) -> tuple[Proposal, int]:
         """The trees, and how many rows of a request were read."""
         drafter = _Pool(self.pool)
@@ -86,16 +91,16 @@ class Case(NamedTuple):
 
         if pair.rule.draw is None:
             return traversal(tree, pair.proposer.kind, p, q, self.noise, levels=self.levels, most=most)
-        by_target, rule = pair.rule is RULES["target_only"], pair.rule.draw
+        if self.by_target:  # a draw behind every node, as vLLM's sampler makes them
+            nodes = torch.arange(self.pool.shape[1], device=self.pool.device).expand(len(self.pool), -1)
+            tokens = self.noise.at(nodes).choose(law(self.pool, temperature[:, None]))
+            return walk(tree, lambda node, active: (tokens[row, 1 + node], torch.ones_like(active)), levels=self.levels)
+        rule = pair.rule.draw
 
         def draw(node: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
-            target = p(node, active)
-            if by_target:
-                token = self.noise.at(node + 1).choose(target)
-            else:
-                draft, drawn = q(node)
-                token = rule(target, draft, Children(tree.children(node, most), drawn, most), self.noise.at(node + 1))
-            return token, torch.ones_like(active)
+            draft, drawn = q(node)
+            children = Children(tree.children(node, most), drawn, most)
+            return rule(p(node, active), draft, children, self.noise.at(node + 1)), torch.ones_like(active)
 
         return walk(tree, draw, levels=self.levels)
 
@@ -112,13 +117,29 @@ class _Pool:
         return Rows(self.pool[:, :width]), state
 
 
+class _Operations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def operations(call: Callable[[], object]) -> int:
+    with _Operations() as seen:
+        call()
+    return seen.count
+
+
 def measured(
     method: str, rule: str, tree: dict[str, Any], pool: Tensor, nodes: int, bandwidth: float
 ) -> dict[str, Any]:
     """Microseconds."""
     case = Case.of(method, rule, tree, pool, nodes)
     proposal, rows = case.draft()
-    visits = 1 + case.levels
+    visits = pool.shape[1] if case.by_target else 1 + case.levels
 
     def both() -> object:
         return case.accept(case.draft()[0])
@@ -126,6 +147,7 @@ def measured(
     found: dict[str, Any] = {"method": method, "rule": rule, "tree": tree, "requests": len(pool)}
     found |= {"draft_rows": rows, "target_rows": visits}
     found["floor"] = len(pool) * (rows + visits) * pool.shape[2] * pool.element_size() / bandwidth + SMALL
+    found["operations"] = {"draft": operations(case.draft), "accept": operations(lambda: case.accept(proposal))}
     found["eager"] = wall_microseconds(both)
     if pool.device.type == "cuda":
         parts: dict[str, Callable[[], object]] = {
