@@ -13,20 +13,26 @@ HERE = Path(__file__).parent
 SHORT = {
     "greedy and seeded": (["test_methods.py"], "test_greedy_and_seeded and (opt_tree or k-config)"),
     "a rule": (["test_methods.py"], "test_greedy_under_every_rule and spechub"),
-    "a step": (["test_v2_step.py"], "(budget and opt_tree) or (waits and dyspec) or 1.0-0-0"),
+    "a step": (["test_v2_step.py"], "(budget and opt_tree) or (waits and dyspec) or 1.0-0-0 or fewer_nodes"),
     "prompts": (["test_scheduling.py"], "chunked or abort"),
 }
 WHOLE = {
     "methods": (["test_methods.py"], "test_greedy"),
+    "a law of every kind": (["test_law.py"], "auto or (dyspec and not top_p) or rrs] or spechub or greedy_multi_draft"),
+}
+MORE = {
     "structured output": (["test_structured.py"], ""),
-    "scheduling": (["test_scheduling.py"], "chunked or abort or max_model or stop"),
+    "scheduling": (["test_scheduling.py"], ""),
     "a step": (["test_v2_step.py"], ""),
+    "two ranks": (["test_tensor_parallel.py"], ""),
+    "parameters": (["test_sampling.py"], ""),
 }
 
 
 def run(files: list[str], select: str, runner: str) -> None:
     environment = {**os.environ, "MODEL_RUNNER": runner}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", select]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "slow or not slow", "-p", "no:cacheprovider"]
+    command += ["-k", select]
     found = subprocess.run(
         [*command, *(str(HERE / file) for file in files)], env=environment, capture_output=True, text=True, check=False
     )
@@ -49,3 +55,9 @@ def test_asynchronous_scheduling() -> None:
 @pytest.mark.parametrize("name", WHOLE)
 def test_whole(name: str) -> None:
     run(*WHOLE[name], "v2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE)
+def test_more(name: str) -> None:
+    run(*MORE[name], "v2")

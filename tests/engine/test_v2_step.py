@@ -96,6 +96,13 @@ def test_auto_follows_the_costs(
     assert fewest <= min(later) <= max(later) <= most
 
 
+def test_a_shape_with_fewer_nodes_than_asked_for(engines: Engines, plain: list[Any]) -> None:
+    tree = {"shape": [2, 1, 1], "children": "top_k"}
+    llm = engines.start({"method": "static_tree", "model": DRAFT, "num_speculative_tokens": 9, "tree": tree})
+    assert_identical(plain, generate(llm, BATCH, parameters()))
+    assert metric(llm, "spec_decode_num_accepted_tokens") > 10
+
+
 def test_auto_measures(engines: Engines, plain: list[Any]) -> None:
     llm = engines.start(tree(12, budget="auto"))
     assert_identical(plain, generate(llm, BATCH, parameters()))

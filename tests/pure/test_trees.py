@@ -61,6 +61,14 @@ def test_cut_keeps_the_prefix_of_each_request():
     assert torch.equal(cut.valid.sum(1), limits.clamp(max=7))
 
 
+def test_padding_adds_no_node():
+    batch = on_device([BRANCHED, BRANCHED.prefix(2)])
+    padded = batch.padded(12)
+    assert all(part.shape == (2, 12) for part in padded)
+    assert on_host(padded) == [BRANCHED, BRANCHED.prefix(2)]
+    assert all(torch.equal(one, other) for one, other in zip(padded, padded.cut(torch.tensor([7, 2])), strict=True))
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_child(seed):
     trees = [random_tree(nodes, vocabulary=3, seed=seed) for nodes in (5, 8)]

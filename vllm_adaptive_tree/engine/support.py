@@ -123,6 +123,11 @@ def check_config(config: Any, options: TreeOptions) -> None:
             raise ValueError(
                 f"{name}={dtype!r} is not supported beside a tree method; use 'auto' (the model's own dtype)"
             )
+    if config.aux_output_config.enabled:
+        raise ValueError(
+            "enable_return_routed_experts is not supported beside a tree method, whose accepted tokens do not stand in "
+            "a row; use a chain ('draft_model')"
+        )
     nodes, room = options.num_speculative_tokens, scheduler.max_num_batched_tokens
     if 2 + nodes > room:
         raise ValueError(

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from vllm_adaptive_tree.acceptance import Kind
 from vllm_adaptive_tree.noise import Noise
@@ -31,6 +32,11 @@ class Proposal(NamedTuple):
     tree: TreeBatch
     read: Tensor  # [R, N]: the drafter's number of each node, counted as in `Frontier`; -1: never read
     drawn: Tensor  # [R, N + 1]: how many children the root (first) and each node were to get
+
+    def padded(self, nodes: int) -> "Proposal":
+        """The same with N = `nodes`, for those who need one width: a fixed shape may have fewer."""
+        more = (0, nodes - self.read.shape[1])
+        return Proposal(self.tree.padded(nodes), pad(self.read, more, value=-1), pad(self.drawn, more))
 
 
 class Request(NamedTuple):

@@ -2,6 +2,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 EMPTY = -1  # token of a slot that holds no node
 
@@ -31,6 +32,16 @@ class TreeBatch(NamedTuple):
             self.log_weight.masked_fill(gone, -torch.inf),
         )
 
+    def padded(self, nodes: int) -> "TreeBatch":
+        """The same trees in N = `nodes` slots, at least as many as they have."""
+        more = (0, nodes - self.tokens.shape[1])
+        return TreeBatch(
+            pad(self.tokens, more, value=EMPTY),
+            pad(self.parent, more, value=-1),
+            pad(self.depth, more),
+            pad(self.log_weight, more, value=-torch.inf),
+        )
+
     def child(self, node: Tensor, token: Tensor) -> Tensor:
         """The child of `node` [R] (-1: the root) that carries `token` [R], or -1 where there is none: [R]."""
         match = (self.parent == node[:, None]) & (self.tokens == token[:, None]) & self.valid
@@ -41,7 +52,7 @@ class TreeBatch(NamedTuple):
         match = (self.parent == node[:, None]) & self.valid
         order = match.int().sort(dim=1, descending=True, stable=True)
         tokens = self.tokens.gather(1, order.indices).masked_fill(order.values == 0, EMPTY)[:, :most]
-        return torch.nn.functional.pad(tokens, (0, most - tokens.shape[1]), value=EMPTY)
+        return pad(tokens, (0, most - tokens.shape[1]), value=EMPTY)
 
     def nth_child(self, node: Tensor, n: Tensor) -> Tensor:
         """The n-th child ([R], from 0) of `node` [R], or -1 where there are not so many: [R]."""
@@ -62,7 +73,7 @@ class TreeBatch(NamedTuple):
             path.append(torch.where(alive, child, -1))
         at = torch.stack(path, 1)
         count = (at >= 0).sum(1)
-        order = torch.nn.functional.pad(at.clamp(min=0), (0, self.tokens.shape[1] - at.shape[1]))
+        order = pad(at.clamp(min=0), (0, self.tokens.shape[1] - at.shape[1]))
         chain = torch.arange(self.tokens.shape[1], device=node.device).expand_as(order)
         chains = TreeBatch(self.tokens.gather(1, order), chain - 1, chain + 1, self.log_weight.gather(1, order)).cut(
             count

@@ -120,7 +120,7 @@ class TreeSpeculator(StandaloneARSpeculator):
             request=Request(shaping, greedy, KeyedNoise(seed, root, purpose=0)),
             agree=agree,
             keep=levels.append if self.pair.rule is not RULES["target_only"] else lambda _: None,
-        )
+        ).padded(self.num_speculative_steps)
         structured = self.kinds.structured[batch.idx_mapping_np]
         if structured.any():
             chains = async_tensor_h2d(structured, device=self.device)
