@@ -234,6 +234,13 @@ def test_budget_that_just_fits() -> None:
     assert build(tree(24), max_num_batched_tokens=26, max_num_seqs=2)
 
 
+def test_routed_experts_are_refused() -> None:
+    config = build(tree(24))
+    config.aux_output_config.enable_return_routed_experts = True
+    with pytest.raises(ValueError, match="enable_return_routed_experts is not supported beside a tree method"):
+        support.check_config(config, tree_options(config))
+
+
 def test_a_draft_with_another_vocabulary(tmp_path: Path) -> None:
     draft = edited(DRAFT, tmp_path, vocab_size=2000)
     with pytest.raises(ValueError, match="vocabulary") as error:

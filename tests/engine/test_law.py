@@ -46,6 +46,7 @@ WRONG: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
 
 if V2:  # too few draws to see it
     del WRONG["without replacement, k_seq"]
+NODES = {"greedy_multi_draft": 21, "auto": 6 if V2 else 14}  # the interpreter makes the target's draw at every row
 
 
 def law(params: dict[str, Any]) -> dict[tuple[int, ...], float]:
@@ -116,7 +117,7 @@ def drawn_by(
         {
             "method": method,
             "model": DRAFT,
-            "num_speculative_tokens": 21 if rule == "greedy_multi_draft" else 14,
+            "num_speculative_tokens": NODES.get(rule, 14),
             "rejection_sample_method": rule,
             "tree": {"budget": None, **options},
         },
