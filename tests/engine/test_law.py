@@ -46,7 +46,7 @@ WRONG: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
 
 if V2:  # too few draws to see it
     del WRONG["without replacement, k_seq"]
-NODES = {"greedy_multi_draft": 21, "auto": 6 if V2 else 14}  # the interpreter makes the target's draw at every row
+NODES = {"greedy_multi_draft": 21, "auto": 3 if V2 else 14}  # the interpreter makes the target's draw at every row
 
 
 def law(params: dict[str, Any]) -> dict[tuple[int, ...], float]:
