@@ -159,6 +159,9 @@ class _Counted:
     def __init__(self, drafter: Drafter):
         self.drafter, self.forwards = drafter, torch.ones_like(drafter.root)
 
+    def catch_up(self, accepted: Any, target_hidden: Tensor | None) -> tuple[Rows, Any]:
+        return self.drafter.catch_up(accepted, target_hidden)
+
     def grow(self, tokens: Tensor, parent: Tensor, state: Any) -> tuple[Rows, Any]:
         self.forwards = self.forwards + (tokens >= 0).any(1)
         return self.drafter.grow(tokens, parent, state)

@@ -11,10 +11,14 @@ from tests.engine.engines import V2
 
 HERE = Path(__file__).parent
 SHORT = {
-    "greedy and seeded": (["test_methods.py"], "test_greedy_and_seeded and (opt_tree or k-config)"),
-    "a rule": (["test_methods.py"], "test_greedy_under_every_rule and spechub"),
-    "a step": (["test_v2_step.py"], "(budget and opt_tree) or (waits and dyspec) or 1.0-0-0 or fewer_nodes"),
-    "prompts": (["test_scheduling.py"], "chunked or abort"),
+    "methods": (
+        ["test_methods.py"],
+        "(greedy_and_seeded and (opt_tree or k-config)) or (greedy_under_every_rule and spechub)",
+    ),
+    "steps": (
+        ["test_v2_step.py", "test_scheduling.py"],
+        "(fixed_budget and opt_tree) or (waits and mcsd) or 1.0-0-0 or fewer_nodes or chunked or abort",
+    ),
 }
 WHOLE = {
     "methods": (["test_methods.py"], "test_greedy"),
