@@ -17,7 +17,7 @@ SHORT = {
     ),
     "steps": (
         ["test_v2_step.py", "test_scheduling.py"],
-        "(fixed_budget and opt_tree) or (waits and mcsd) or 1.0-0-0 or fewer_nodes or chunked or abort",
+        "(fixed_budget and opt_tree) or (waits and mcsd) or fewer_nodes or chunked",
     ),
 }
 WHOLE = {
