@@ -1,6 +1,7 @@
 """From options to a proposer and a rule: which pair decodes, and whether it is a legal one."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -97,6 +98,13 @@ def draft_temperature(options: TreeOptions, temperature: float, fitted: float = 
     if own != "auto":
         return float(own)
     return temperature if temperature > 0 else fitted
+
+
+def fitting(options: TreeOptions, proposer: Proposer) -> TreeOptions:
+    """No more nodes than the proposer's shape has, if it has one: the scheduler sets a place aside for each."""
+    if not isinstance(proposer, StaticTree):
+        return options
+    return replace(options, num_speculative_tokens=min(options.num_speculative_tokens, len(proposer.shape)))
 
 
 def build_proposer(options: TreeOptions) -> Proposer:

@@ -3,18 +3,21 @@
     python -m benchmarks.gpu.tree_operations --out benchmarks/results/gpu/tree_operations.json
 
 Per method and rule, a batch of trees over laws drawn at random (as peaked as a small draft's), no model: every draft
-level and every walk runs to its largest depth, as it does where nobody looks at the device. In a CUDA graph, and
-without one ("eager", the launches of the host included); `operations` are what PyTorch starts, views apart. The floor:
-the draft's rows that a tree reads and the target's rows that are drawn from or that a path can visit, in float32, over
-the bandwidth of a copy, plus 0.1 ms. `--device cpu` runs the same for a look.
+level and every walk runs to its largest depth, as it does where nobody looks at the device. With the kernels of
+`vllm_adaptive_tree/kernels` ("fused"), as in the engine, and by PyTorch alone; in a CUDA graph, and without one
+("eager", the launches of the host included). `operations` are what they start, views apart, counted without a device.
+The floor: the draft's rows that a tree reads and the target's rows that are drawn from or that a path can visit, in
+float32, over the bandwidth of a copy, plus 0.1 ms. `--device cpu` counts, and times PyTorch alone.
 """
 
 import argparse
 import json
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -22,17 +25,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.gpu.timing import copy_bandwidth, microseconds, wall_microseconds
 from benchmarks.tree_work import CASES
+from vllm_adaptive_tree import kernels
 from vllm_adaptive_tree.acceptance import RULES, Accepted, Children, traversal, walk
+from vllm_adaptive_tree.acceptance.pairs import Draw
 from vllm_adaptive_tree.config import TreeOptions
+from vllm_adaptive_tree.kernels import FUSED, KINDS, FusedNoise, Tables
 from vllm_adaptive_tree.methods import Pair, resolve
 from vllm_adaptive_tree.noise import KeyedNoise
 from vllm_adaptive_tree.proposers import Proposal, Request, Rows, draft_tree
 from vllm_adaptive_tree.proposers.base import law
 
+T = TypeVar("T")
 BATCHES = (1, 16)
 NODES, VOCABULARY = 64, 128_256
 MOST_LEVELS = 8
 """Of a tree; a heap (one node a level) would take `NODES` forwards of the draft."""
+KERNELS = ("draws._bind", "draws._draw", "siblings._test", "leaves._traverse")
 SMALL = 100.0
 """Microseconds besides the floor."""
 
@@ -43,16 +51,22 @@ class Case(NamedTuple):
     request: Request
     noise: KeyedNoise  # of the walk
     nodes: int
+    rule: Draw | None
+    processed: Tensor  # [R, W, V] the target's logits over its temperature
 
     @classmethod
-    def of(cls, method: str, rule: str, tree: dict[str, Any], pool: Tensor, nodes: int) -> "Case":
+    def of(cls, method: str, rule: str, tree: dict[str, Any], pool: Tensor, nodes: int, fused: bool) -> "Case":
         data = {"method": method, "model": "none", "num_speculative_tokens": nodes, "rejection_sample_method": rule}
         options, _ = TreeOptions.parse({**data, "tree": tree})
         requests, device = pool.shape[0], pool.device
         seed = torch.arange(requests, device=device)
-        noise = [KeyedNoise(seed, torch.full_like(seed, 17), purpose) for purpose in (0, 1)]
+        noise = [(FusedNoise if fused else KeyedNoise)(seed, torch.full_like(seed, 17), purpose) for purpose in (0, 1)]
         temperature = torch.full((requests,), 0.8, device=device)
-        return cls(resolve(options), pool, Request(temperature, temperature < 0, noise[0]), noise[1], nodes)
+        pair = resolve(options)
+        draw = pair.rule.draw
+        if fused and draw is not None:
+            draw = FUSED.get(draw, draw)
+        return cls(pair, pool, Request(temperature, temperature < 0, noise[0]), noise[1], nodes, draw, pool / 0.8)
 
     @property
     def levels(self) -> int:
@@ -80,22 +94,26 @@ class Case(NamedTuple):
         tree, pair, most = proposal.tree, self.pair, min(self.pair.proposer.most_children, self.nodes)
         row = torch.arange(len(self.pool), device=self.pool.device)
         temperature = self.request.temperature
+        slot = torch.nn.functional.pad(proposal.read, (1, 0)).clamp(0, self.pool.shape[1] - 1)
 
         def p(node: Tensor, active: Tensor) -> Tensor:
-            return law(self.pool[row, 1 + node], temperature)
+            return self.processed[row, 1 + node].softmax(-1)
 
         def q(node: Tensor) -> tuple[Tensor, Tensor]:
-            slot = proposal.read.gather(1, node.clamp(min=0)[:, None])[:, 0]
-            slot = torch.where(node < 0, 0, slot).clamp(0, self.pool.shape[1] - 1)
-            return law(self.pool[row, slot], temperature), proposal.drawn.gather(1, node[:, None] + 1)[:, 0]
+            at = node[:, None] + 1
+            return law(self.pool[row, slot.gather(1, at)[:, 0]], temperature), proposal.drawn.gather(1, at)[:, 0]
 
-        if pair.rule.draw is None:
-            return traversal(tree, pair.proposer.kind, p, q, self.noise, levels=self.levels, most=most)
+        rule, kind, rows = self.rule, pair.proposer.kind, self.pool.shape[1]
+        if rule is None and isinstance(self.noise, FusedNoise) and kind in KINDS:
+            draft, target = self.pool.flatten(0, 1), self.processed.flatten(0, 1)
+            tables = Tables(target, row * rows, draft, row[:, None] * rows + slot, temperature)
+            return kernels.traversal(tree, kind, tables, self.noise, levels=self.levels)
+        if rule is None:
+            return traversal(tree, kind, p, q, self.noise, levels=self.levels, most=most)
         if self.by_target:  # a draw behind every node, as vLLM's sampler makes them
             nodes = torch.arange(self.pool.shape[1], device=self.pool.device).expand(len(self.pool), -1)
-            tokens = self.noise.at(nodes).choose(law(self.pool, temperature[:, None]))
+            tokens = self.noise.at(nodes).choose(self.processed.softmax(-1))
             return walk(tree, lambda node, active: (tokens[row, 1 + node], torch.ones_like(active)), levels=self.levels)
-        rule = pair.rule.draw
 
         def draw(node: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
             draft, drawn = q(node)
@@ -118,6 +136,8 @@ class _Pool:
 
 
 class _Operations(TorchDispatchMode):
+    """Takes the place of a kernel, too."""
+
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
@@ -126,30 +146,43 @@ class _Operations(TorchDispatchMode):
         self.count += not func.is_view
         return func(*args, **(kwargs or {}))
 
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        self.count += 1
+        return lambda *args, **kwargs: None
 
-def operations(call: Callable[[], object]) -> int:
-    with _Operations() as seen:
-        call()
-    return seen.count
+
+def operations(call: Callable[[], T]) -> tuple[int, T]:
+    """How many, and what came of them: shapes without values."""
+    seen = _Operations()
+    with ExitStack() as stack:
+        for kernel in KERNELS:
+            stack.enter_context(mock.patch(f"vllm_adaptive_tree.kernels.{kernel}", seen))
+        with seen:
+            found = call()
+    return seen.count, found
 
 
 def measured(
-    method: str, rule: str, tree: dict[str, Any], pool: Tensor, nodes: int, bandwidth: float
+    method: str, rule: str, tree: dict[str, Any], pool: Tensor, nodes: int, bandwidth: float, fused: bool
 ) -> dict[str, Any]:
     """Microseconds."""
-    case = Case.of(method, rule, tree, pool, nodes)
-    proposal, rows = case.draft()
+    case = Case.of(method, rule, tree, pool, nodes, fused)
+    shapes = Case.of(method, rule, tree, pool.to("meta"), nodes, fused)
+    drafting, (drawn, rows) = operations(shapes.draft)
+    accepting, _ = operations(lambda: shapes.accept(drawn))
     visits = pool.shape[1] if case.by_target else 1 + case.levels
 
     def both() -> object:
         return case.accept(case.draft()[0])
 
-    found: dict[str, Any] = {"method": method, "rule": rule, "tree": tree, "requests": len(pool)}
+    found: dict[str, Any] = {"method": method, "rule": rule, "tree": tree, "requests": len(pool), "fused": fused}
     found |= {"draft_rows": rows, "target_rows": visits}
     found["floor"] = len(pool) * (rows + visits) * pool.shape[2] * pool.element_size() / bandwidth + SMALL
-    found["operations"] = {"draft": operations(case.draft), "accept": operations(lambda: case.accept(proposal))}
-    found["eager"] = wall_microseconds(both)
+    found["operations"] = {"draft": drafting, "accept": accepting}
+    if pool.device.type == "cuda" or not fused:
+        found["eager"] = wall_microseconds(both)
     if pool.device.type == "cuda":
+        proposal, _ = case.draft()
         parts: dict[str, Callable[[], object]] = {
             "graph": both,
             "draft": case.draft,
@@ -178,9 +211,10 @@ def main() -> int:
         shape = (requests, 1 + options.nodes, options.vocabulary)
         pool = 4 * torch.randn(shape, generator=generator, device=options.device)
         for method, rule, tree in CASES:
-            row = measured(method, rule, tree, pool, options.nodes, bandwidth)
-            rows.append(row)
-            print(json.dumps(row), flush=True)
+            for fused in (True, False):
+                row = measured(method, rule, tree, pool, options.nodes, bandwidth, fused)
+                rows.append(row)
+                print(json.dumps(row), flush=True)
     results = {
         "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
         "torch": torch.__version__,

@@ -10,16 +10,11 @@ import pytest
 from tests.engine.engines import V2
 
 HERE = Path(__file__).parent
-SHORT = {
-    "methods": (
-        ["test_methods.py"],
-        "(greedy_and_seeded and (opt_tree or k-config)) or (greedy_under_every_rule and spechub)",
-    ),
-    "steps": (
-        ["test_v2_step.py", "test_scheduling.py"],
-        "(fixed_budget and opt_tree) or (waits and mcsd) or fewer_nodes or chunked",
-    ),
-}
+SHORT = (
+    ["test_methods.py", "test_v2_step.py"],
+    "(greedy_and_seeded and k-config) or (fixed_budget and opt_tree) or (waits and mcsd) or (kernels and traversal)"
+    " or asynchronous",
+)
 WHOLE = {
     "methods": (["test_methods.py"], "test_greedy"),
     "a law of every kind": (["test_law.py"], "auto or (dyspec and not top_p) or rrs] or spechub or greedy_multi_draft"),
@@ -46,13 +41,8 @@ def run(files: list[str], select: str, runner: str) -> None:
 pytestmark = pytest.mark.skipif(V2, reason="it is what runs")
 
 
-@pytest.mark.parametrize("name", SHORT)
-def test_short(name: str) -> None:
-    run(*SHORT[name], "v2")
-
-
-def test_asynchronous_scheduling() -> None:
-    run(["test_methods.py", "test_v2_step.py"], "(test_greedy_and_seeded and opt_tree) or asynchronous", "v2-async")
+def test_short() -> None:
+    run(*SHORT, "v2-async")
 
 
 @pytest.mark.slow

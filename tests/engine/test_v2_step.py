@@ -24,6 +24,8 @@ from tests.engine.engines import (
 )
 from tests.pure.test_no_host_sync import NoHostSync
 from vllm_adaptive_tree.budget.sharpening import PRIOR
+from vllm_adaptive_tree.engine.v2 import fused
+from vllm_adaptive_tree.kernels import draws, leaves, siblings
 from vllm_adaptive_tree.methods import GREEDY_DRAFT_TEMPERATURE
 
 pytestmark = pytest.mark.skipif(not V2, reason="MODEL_RUNNER=v2")
@@ -167,6 +169,46 @@ def test_nothing_waits_for_the_device(
     assert_identical(plain, generate(llm, BATCH, parameters()))
     assert len(calls) == 6
     assert min(calls.values()) > 3
+
+
+KERNELS = ((draws, "_draw"), (siblings, "_test"), (leaves, "_traverse"))
+
+
+class Launches:
+    def __init__(self, kernel: Any):
+        self.kernel, self.count = kernel, 0
+
+    def __getitem__(self, grid: Any) -> Any:
+        self.count += 1
+        return self.kernel[grid]
+
+
+@pytest.mark.parametrize(
+    ("method", "rule", "options"),
+    [
+        ("dyspec", "traversal", {"max_children": 3, "max_depth": 3}),
+        ("dyspec", "rrsw", {"max_children": 3, "max_depth": 3}),
+        ("static_tree", "rrs", {"shape": [2, 1], "children": "iid"}),
+    ],
+)
+def test_kernels_of_draws_and_rules(
+    engines: Engines, method: str, rule: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: the same tokens as by PyTorch's operations."""
+    config = {"method": method, "model": DRAFT, "num_speculative_tokens": 6, "rejection_sample_method": rule}
+    llm = engines.start({**config, "tree": {"budget": None, **options}})
+    sampled = [SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.6 + 0.2 * i, seed=i) for i in range(3)]
+    greedy = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0)
+    expected = generate(llm, BATCH, [*sampled, greedy])
+    kernels = {name: Launches(getattr(module, name)) for module, name in KERNELS}
+    for module, name in KERNELS:
+        monkeypatch.setattr(module, name, kernels[name])
+    monkeypatch.setattr(fused, "compiles", lambda device: True)
+    found = generate(llm, BATCH, [*sampled, greedy])
+    assert [list(one.token_ids) for one in found] == [list(one.token_ids) for one in expected]
+    assert kernels["_draw"].count > 20
+    assert (kernels["_traverse"].count > 3) == (rule == "traversal")
+    assert (kernels["_test"].count > 3) == (rule != "traversal")
 
 
 def test_asynchronous_scheduling_where_it_is_asked_for(engines: Engines) -> None:

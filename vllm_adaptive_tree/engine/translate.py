@@ -17,7 +17,7 @@ from vllm_adaptive_tree.engine.patches import MARK
 from vllm_adaptive_tree.engine.share import schedule
 from vllm_adaptive_tree.engine.version_gate import require_supported_vllm
 from vllm_adaptive_tree.method_options import shipped
-from vllm_adaptive_tree.methods import resolve
+from vllm_adaptive_tree.methods import fitting, resolve
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -41,6 +41,7 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
     require_supported_vllm()
     options, vllm_keys = TreeOptions.parse(args.speculative_config)
     pair = resolve(options)
+    options = fitting(options, pair.proposer)
     support.check_arguments(args)
     support.check_draft(args, vllm_keys["model"], vllm_keys.get("revision"))
 

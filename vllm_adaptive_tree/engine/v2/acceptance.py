@@ -5,8 +5,10 @@ import torch
 from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 
+from vllm_adaptive_tree import kernels
 from vllm_adaptive_tree.acceptance import Accepted, Children, traversal, walk
 from vllm_adaptive_tree.engine.v2.drafts import Laws
+from vllm_adaptive_tree.engine.v2.fused import draw_of, tables_of, traverses
 from vllm_adaptive_tree.engine.v2.target import Target
 from vllm_adaptive_tree.methods import Pair
 from vllm_adaptive_tree.noise import Noise
@@ -29,23 +31,26 @@ def accept(
     if own.all():
         return walk(tree, draw, levels=levels)
     mine = async_tensor_h2d(own, device=tree.tokens.device)
-    if pair.rule.draw is None:
-        found = traversal(
-            tree,
-            pair.proposer.kind,
-            lambda node, active: target.law(node),
-            laws.behind,
-            noise,
-            levels=levels,
-            most=pair.most,
-            among=~mine,
-        )
+    rule = draw_of(pair, noise)
+    if rule is None:
+        if isinstance(noise, kernels.FusedNoise) and traverses(pair, target):
+            tables = tables_of(target, laws)
+            found = kernels.traversal(tree, pair.proposer.kind, tables, noise, levels=levels, among=~mine)
+        else:
+            found = traversal(
+                tree,
+                pair.proposer.kind,
+                lambda node, active: target.law(node),
+                laws.behind,
+                noise,
+                levels=levels,
+                most=pair.most,
+                among=~mine,
+            )
         if not own.any():
             return found
         walked = walk(tree, draw, levels=levels)
         return Accepted(*(torch.where(mine[:, None], one, other) for one, other in zip(walked, found, strict=True)))
-
-    rule = pair.rule.draw
 
     def draw_by_rule(node: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
         q, drawn = laws.behind(node)

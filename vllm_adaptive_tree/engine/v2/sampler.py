@@ -12,11 +12,11 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from vllm_adaptive_tree.acceptance import RULES, Accepted
 from vllm_adaptive_tree.engine.v2.acceptance import accept
+from vllm_adaptive_tree.engine.v2.fused import keyed_noise
 from vllm_adaptive_tree.engine.v2.kinds import Kinds
 from vllm_adaptive_tree.engine.v2.target import Target
 from vllm_adaptive_tree.engine.v2.verification import Verification
 from vllm_adaptive_tree.methods import Pair
-from vllm_adaptive_tree.noise import KeyedNoise
 from vllm_adaptive_tree.trees import TreeBatch
 
 
@@ -51,7 +51,7 @@ class TreeSampler:
         assert step is not None
         target = Target(self.sampler, logits, batch, step.tree, self.levels)
         tree = step.tree if invalid_drafts is None else _without(step.tree, invalid_drafts, target.root)
-        noise = KeyedNoise(states.seeds.gpu[batch.idx_mapping], step.root, purpose=1)
+        noise = keyed_noise(states.seeds.gpu[batch.idx_mapping], step.root, purpose=1)
         accepted = accept(self.pair, target, tree, step.laws, noise, self._own(batch), levels=self.levels)
         self.accepted = accepted
         count, rejected = get_num_sampled_and_rejected(

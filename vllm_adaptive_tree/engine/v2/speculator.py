@@ -13,9 +13,9 @@ from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.engine.attention import DraftKeys, DraftMetadata, TreeRows
 from vllm_adaptive_tree.engine.v2.budget import ALL, BatchBudget
 from vllm_adaptive_tree.engine.v2.drafts import Drafts
+from vllm_adaptive_tree.engine.v2.fused import keyed_noise
 from vllm_adaptive_tree.engine.v2.kinds import Kinds
 from vllm_adaptive_tree.methods import GREEDY_DRAFT_TEMPERATURE, Pair, draft_temperature
-from vllm_adaptive_tree.noise import KeyedNoise
 from vllm_adaptive_tree.proposers import Frontier, Request, Rows, StaticTree, draft_tree
 from vllm_adaptive_tree.trees import TreeBatch
 from vllm_adaptive_tree.trees.tree_batch import EMPTY
@@ -117,7 +117,7 @@ class TreeSpeculator(StandaloneARSpeculator):
             self.roots,
             (self._keys(batch, root), root, torch.zeros_like(root)[:, None]),
             nodes=self.num_speculative_steps,
-            request=Request(shaping, greedy, KeyedNoise(seed, root, purpose=0)),
+            request=Request(shaping, greedy, keyed_noise(seed, root, purpose=0)),
             agree=agree,
             keep=levels.append if self.pair.rule is not RULES["target_only"] else lambda _: None,
         ).padded(self.num_speculative_steps)

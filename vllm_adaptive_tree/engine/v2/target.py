@@ -74,7 +74,7 @@ class Target:
     def _behind(self, node: Tensor) -> Tensor:
         """Logits [R, V] behind `node` [R] after all that the sampler does to them before it draws."""
         if self.at_once:
-            return self._processed[self._row(node)]
+            return self.processed[self._row(node)]
         if not self.in_history:
             return self._process(self._row(node), self.batch.idx_mapping, torch.zeros_like(self.batch.idx_mapping))
         path, depth = self._paths(node)
@@ -111,12 +111,13 @@ class Target:
         return found
 
     @cached_property
-    def _processed(self) -> Tensor:
+    def processed(self) -> Tensor:
+        """All rows [rows, V] after all that the sampler does to them before it draws, if they can be had `at_once`."""
         return self._process(slice(None), self.batch.expanded_idx_mapping, self.batch.expanded_local_pos)
 
     @cached_property
     def _draws(self) -> Tensor:
-        return self._drawn(self._processed, self.batch.expanded_idx_mapping, self.positions)
+        return self._drawn(self.processed, self.batch.expanded_idx_mapping, self.positions)
 
     def _drawn(self, processed: Tensor, request: Tensor, positions: Tensor) -> Tensor:
         found: Tensor = gumbel_sample(

@@ -1,0 +1,232 @@
+"""Draws and rules as Triton's kernels: the tokens of PyTorch's operations, key by key.
+
+Without a GPU in Triton's interpreter, in a process of its own.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from vllm_adaptive_tree.acceptance import RULES, Children, traversal
+from vllm_adaptive_tree.noise import KeyedNoise
+from vllm_adaptive_tree.proposers import Request, Rows, StaticTree, draft_tree
+from vllm_adaptive_tree.trees import Shape, TreeBatch
+
+from .test_no_host_sync import NoHostSync
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
+TRITON = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="no Triton")
+
+
+def kernels() -> Any:
+    from vllm_adaptive_tree import kernels
+
+    return kernels
+
+
+def noises(count: int) -> tuple[KeyedNoise, KeyedNoise]:
+    """One of each, with the same keys."""
+    seed = torch.arange(count, device=DEVICE) - count // 2
+    position = torch.arange(count, device=DEVICE) * 3
+    return KeyedNoise(seed, position, 1), kernels().FusedNoise(seed, position, 1)
+
+
+def laws(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
+    """Peaked ones, with zeros."""
+    logits = 3 * torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    low = logits < logits.amax(-1, keepdim=True).clamp(max=-1)
+    return logits.masked_fill(low, -torch.inf).softmax(-1).to(DEVICE, dtype)
+
+
+class Pool:
+    """A drafter without a model."""
+
+    def __init__(self, logits: Tensor):
+        self.logits, self.read = logits, 1
+
+    def grow(self, tokens: Tensor, parent: Tensor, state: Any) -> tuple[Rows, Any]:
+        first, self.read = self.read, self.read + tokens.shape[1]
+        return Rows(self.logits[:, first : self.read]), state
+
+
+@TRITON
+@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
+def test_kernels_in_the_interpreter():
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k", "TestKernels"]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+class TestKernels:
+    __test__ = INTERPRETED or DEVICE == "cuda"
+
+    @pytest.mark.parametrize("vocabulary", [1, 5, 64, 65, 1000])
+    def test_choose(self, vocabulary):
+        expected, found = noises(20)
+        law = laws(20, vocabulary)
+        for _ in range(3):
+            assert found.choose(law).tolist() == expected.choose(law).tolist()
+        keys = torch.arange(3, device=DEVICE).expand(20, -1)
+        wide = laws(20, 3, vocabulary)
+        assert found.at(keys).choose(wide).tolist() == expected.at(keys).choose(wide).tolist()
+
+    @pytest.mark.parametrize(("vocabulary", "k"), [(5, 5), (130, 1), (200, 7), (30, 25)])
+    def test_without_replacement(self, vocabulary, k):
+        expected, found = noises(6)
+        law = laws(6, 2, vocabulary)
+        keys = torch.arange(2, device=DEVICE).expand(6, -1)
+        drawn = found.at(keys).draw_without_replacement(law, k)
+        assert drawn.tolist() == expected.at(keys).draw_without_replacement(law, k).tolist()
+        assert (drawn[..., -1] < 0).any() == (k in (5, 25)), "some laws are used up"
+        assert law.gather(-1, drawn.clamp(min=0))[drawn >= 0].min() > 0
+
+    def test_numbers_go_on_behind_several_draws(self):
+        expected, found = noises(10)
+        law = laws(10, 100)
+        for noise in (expected, found):
+            noise.draw_without_replacement(law, 3)
+        assert found.choose(law).tolist() == expected.choose(law).tolist()
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    @pytest.mark.parametrize(("rule", "k"), [("rrs", 1), ("rrs", 5), ("rrsw", 1), ("rrsw", 6)])
+    def test_rules(self, rule, k, dtype):
+        """Children of every kind of request: some without, laws that are equal, that share nothing, greedy ones."""
+        requests, vocabulary = 80, 150
+        expected, found = noises(requests)
+        p, q = laws(requests, vocabulary, dtype=dtype, seed=1), laws(requests, vocabulary, dtype=dtype, seed=2)
+        p[:6] = q[:6]
+        q[6:10] = 0
+        p[10:14] = torch.nn.functional.one_hot(p[10:14].argmax(-1), vocabulary)
+        p[14:18, :75], q[14:18, 75:] = 0, 0
+        p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True).clamp(min=1e-30)
+        draws, _ = noises(requests)
+        if rule == "rrsw":
+            tokens = draws.draw_without_replacement(q, k)
+        else:
+            tokens = torch.stack([draws.choose(q).clamp(max=vocabulary - 1) for _ in range(k)], -1)
+        tokens[18:20] = -1
+        tokens[20:24, k // 2 :] = -1
+        tokens[24:28] = q[24:28].topk(k).indices  # chosen, not drawn
+        tokens[:3] = q[:3].topk(k, largest=False).indices  # impossible, where p is q
+        children = Children(tokens, torch.full_like(tokens[:, 0], k), k)
+        wanted = RULES[rule].draw(p, q, children, expected.at(tokens[:, 0]))
+        got = kernels().FUSED[RULES[rule].draw](p.clone(), q.clone(), children, found.at(tokens[:, 0]))
+        same = wanted == got
+        assert same.all() if dtype == torch.float64 else same.float().mean() > 0.98, "rounding at a border at most"
+        taken = (wanted[:, None] == tokens).int()
+        assert k == 1 or (taken.sum(1).clamp(max=1) * taken.argmax(1)).max() >= 2, "some reject two"
+        assert (taken.sum(1) == 0).sum() > 10
+
+    @pytest.mark.parametrize("kind", ["without_replacement", "iid"])
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+    def test_traversal(self, kind, dtype):
+        """Tokens that the target never takes, one law that is the draft's, and requests to leave alone."""
+        requests, vocabulary = 9, 40
+        shape = Shape.named("binary", 14) if kind == "iid" else Shape.k_config([3, 2, 1])
+        generator = torch.Generator().manual_seed(0)
+        draft = 2 * torch.randn(requests, len(shape) + 1, vocabulary, generator=generator, dtype=torch.float64)
+        temperature = torch.linspace(0.7, 1.2, requests, dtype=torch.float64)
+        noise = torch.randn(draft.shape, generator=generator, dtype=torch.float64)
+        noise[0, 0] = 0
+        noise[..., 35:] = -torch.inf
+        draft, noise, temperature = (part.to(DEVICE, dtype) for part in (draft, noise, temperature))
+        draws, _ = noises(requests)
+        request = Request(temperature, temperature < 0, draws.at(torch.arange(requests, device=DEVICE)))
+        proposer, nodes = StaticTree(shape, kind=kind), len(shape)
+        proposal = draft_tree(proposer, Pool(draft), Rows(draft[:, :1]), None, nodes=nodes, request=request)
+        tree, row = proposal.tree, torch.arange(requests, device=DEVICE)
+        slot = torch.cat([torch.zeros_like(row)[:, None], proposal.read], 1).clamp(min=0)
+        target = draft[row[:, None], slot] / temperature[:, None, None] + noise
+        among = row < 7
+
+        def q(node: Tensor) -> tuple[Tensor, Tensor]:
+            drawn = proposal.drawn.gather(1, node[:, None] + 1)[:, 0]
+            return (draft[row, slot[row, node + 1]] / temperature[:, None]).softmax(-1), drawn
+
+        def p(node: Tensor, active: Tensor) -> Tensor:
+            return target[row, node + 1].softmax(-1)
+
+        rows = draft.shape[1]
+        tables = kernels().Tables(
+            target.flatten(0, 1), row * rows, draft.flatten(0, 1), row[:, None] * rows + slot, temperature
+        )
+        lengths = set()
+        for seed in range(2):
+            expected, found = noises(requests)
+            at = row * 5 + seed
+            wanted = traversal(tree, kind, p, q, expected.at(at), levels=shape.depth, most=3, among=among)
+            got = kernels().traversal(tree, kind, tables, found.at(at), levels=shape.depth, among=among)
+            same = (wanted.tokens == got.tokens)[among].all(1) & (wanted.nodes == got.nodes)[among].all(1)
+            assert same.all() if dtype == torch.float64 else same.float().mean() > 0.7, "rounding at a border at most"
+            lengths |= set((got.nodes[among] >= 0).sum(1).tolist())
+        assert lengths >= {0, shape.depth}
+
+    def test_nothing_to_draw(self):
+        _, found = noises(0)
+        law = laws(1, 70)[:0]
+        assert found.choose(law).shape == (0,)
+        nobody = Children(torch.empty(0, 2, dtype=torch.int64, device=DEVICE), torch.empty(0), 2)
+        assert kernels().FUSED[RULES["rrs"].draw](law, law, nobody, found).shape == (0,)
+
+    def test_the_host_reads_shapes_only(self, monkeypatch):
+        class Launch:
+            def __getitem__(self, grid):
+                return lambda *args, **kwargs: None
+
+        for name in ("draws._bind", "draws._draw", "siblings._test", "leaves._traverse"):
+            monkeypatch.setattr(f"vllm_adaptive_tree.kernels.{name}", Launch())
+        seed = torch.arange(3).to("meta")
+        law = torch.empty(3, 100, device="meta")
+        tokens = torch.empty(3, 2, dtype=torch.int64, device="meta")
+        with NoHostSync():
+            noise = kernels().FusedNoise(seed, seed, 1).at(seed)
+            noise.draw_without_replacement(law, 4)
+            kernels().FUSED[RULES["rrsw"].draw](law, law, Children(tokens, seed, 2), noise)
+            tree = TreeBatch(tokens, tokens, tokens, torch.empty(3, 2, device="meta"))
+            read = torch.empty(3, 3, dtype=torch.int64, device="meta")
+            tables = kernels().Tables(law, seed, law, read, torch.empty(3, device="meta"))
+            kernels().traversal(tree, "iid", tables, noise, levels=2)
+
+
+@TRITON
+@pytest.mark.skipif(INTERPRETED, reason="nothing is compiled there")
+@pytest.mark.parametrize("name", ["draws", "siblings", "leaves"])
+def test_they_compile_for_an_h200(name):
+    from triton import compile as compiled
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernels()
+    module = sys.modules[f"vllm_adaptive_tree.kernels.{name}"]
+    if name == "draws":
+        kernel, warps = module._draw, 8
+        constants = {"CHUNK": 64, "PADDED_CHUNKS": 2048, "PADDED_K": 64, "NOTHING": 1e-12, "BELOW_ONE": 1 - 2.0**-53}
+        pointers = {"tokens": "*i64", "law": "*fp32", "sums": "*fp64", "key": "*i64"}
+    elif name == "siblings":
+        kernel, warps = module._test, 16
+        constants = {"TINY": 1e-38, "ROUNDING": 1e-6, "REPLACED": False, "BLOCK": 4096}
+        pointers = {"accepted": "*i64", "p": "*fp32", "q": "*fp32", "children": "*i64", "key": "*i64"}
+    else:
+        import triton.language as tl
+
+        kernel, warps = module._traverse, 16
+        sizes = {"LEVELS": 8, "PADDED_LEVELS": 16, "PADDED_NODES": 64, "BLOCK": 4096, "TYPE": tl.float32}
+        constants = {"TINY": 1e-38, "ROUNDING": 1e-6, "REPLACED": False, **sizes}
+        pointers = dict.fromkeys(("law_out", "p_left", "q_left", "target", "temperature"), "*fp32")
+        pointers |= dict.fromkeys(("path_out", "end_out", "tokens", "parent", "first", "drawn_from", "key"), "*i64")
+        pointers |= {"draft": "*bf16", "among": "*i8"}
+    signature = dict.fromkeys(kernel.arg_names, "i32") | pointers | dict.fromkeys(constants, "constexpr")
+    places = {(list(signature).index(argument),): value for argument, value in constants.items()}
+    found = compiled(
+        ASTSource(kernel, signature, places), target=GPUTarget("cuda", 90, 32), options={"num_warps": warps}
+    )
+    assert len(found.asm["cubin"]) > 1000
+    assert found.metadata.shared <= 227 * 1024, "shared memory of a block"

@@ -1,0 +1,255 @@
+"""Traversal verification, a program for each request: a rejected leaf costs one pass over two laws."""
+
+# ruff: noqa: N803
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped"
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vllm_adaptive_tree.acceptance import Accepted, Kind
+from vllm_adaptive_tree.acceptance.rejection import rounding
+from vllm_adaptive_tree.kernels.draws import FusedNoise
+from vllm_adaptive_tree.kernels.uniform import mix, uniform
+from vllm_adaptive_tree.trees import TreeBatch
+
+BLOCK = 4096
+KINDS: tuple[Kind, ...] = ("without_replacement", "iid")
+"""The kinds of children that the kernel knows."""
+
+
+@triton.jit
+def _at(vector, index, place):
+    return tl.sum(tl.where(index == place, vector, 0), 0)
+
+
+@triton.jit
+def _norm(logits, temperature, vocabulary, BLOCK: tl.constexpr, TYPE: tl.constexpr):
+    """The largest of a row's scaled logits, and the sum of exp(scaled - largest)."""
+    peak = tl.full([], -1e30, TYPE)
+    total = tl.zeros([BLOCK], tl.float64)
+    for start in range(0, vocabulary, BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        scaled = tl.load(logits + token, mask=token < vocabulary, other=float("-inf")).to(TYPE) / temperature
+        higher = tl.maximum(peak, tl.max(scaled, 0))
+        total = total * tl.exp(peak - higher) + tl.exp(scaled - higher)
+        peak = higher
+    return peak, tl.sum(total, 0)
+
+
+@triton.jit
+def _entries(touched, left, mass, logits, temperature, peak, total, token, there, TYPE: tl.constexpr):
+    """Of the law that is left of softmax(logits / temperature)."""
+    if touched != 0:
+        entries = tl.load(left + token, mask=there, other=0.0).to(TYPE) / mass.to(TYPE)
+    else:
+        scaled = tl.load(logits + token, mask=there, other=float("-inf")).to(TYPE) / temperature
+        entries = tl.exp(scaled - peak) / total.to(TYPE)
+    return entries
+
+
+@triton.jit
+def _traverse(
+    path_out,  # [R, LEVELS]: the accepted nodes, -1 behind the last
+    end_out,  # [R]: the step that accepted
+    law_out,  # [R, V]: what is left of the target's law behind the accepted path, not normalised
+    p_left,  # [R, LEVELS, V] scratch: what rejections leave of the laws along the path
+    q_left,  # [R, LEVELS, V] scratch
+    tokens,  # [R, N]
+    parent,  # [R, N]
+    target,  # [rows, V] logits
+    first,  # [R]: the row of each root
+    draft,  # [rows, V] logits
+    drawn_from,  # [R, 1 + N]: the row behind each node, the root first
+    temperature,  # [R]
+    key,  # [R]
+    among,  # [R]: 0 for requests to leave alone
+    nodes,
+    steps,
+    vocabulary,
+    TINY: tl.constexpr,
+    ROUNDING: tl.constexpr,
+    REPLACED: tl.constexpr,  # children were drawn with replacement
+    LEVELS: tl.constexpr,
+    PADDED_LEVELS: tl.constexpr,  # a power of two above LEVELS
+    PADDED_NODES: tl.constexpr,  # a power of two
+    BLOCK: tl.constexpr,
+    TYPE: tl.constexpr,
+):
+    request = tl.program_id(0).to(tl.int64)
+    if tl.load(among + request) == 0:
+        return
+    p_left += request * LEVELS * vocabulary
+    q_left += request * LEVELS * vocabulary
+    heat = tl.load(temperature + request).to(TYPE)
+    cold = tl.full([], 1.0, TYPE)
+    root = tl.load(first + request).to(tl.int64)
+    place = tl.load(key + request)
+    slot, level = tl.arange(0, PADDED_NODES), tl.arange(0, PADDED_LEVELS)
+    token_of = tl.load(tokens + request * nodes + slot, mask=slot < nodes, other=-1)
+    above_of = tl.load(parent + request * nodes + slot, mask=slot < nodes, other=-2)
+
+    # One entry for every depth of the path.
+    path = tl.full([PADDED_LEVELS], -1, tl.int64)
+    deleted = tl.zeros([PADDED_LEVELS], tl.int64)  # children so far
+    chance = tl.full([PADDED_LEVELS], 1.0, tl.float64)  # of acceptance
+    touched = tl.zeros([PADDED_LEVELS], tl.int32)  # the laws are those in the scratch
+    p_mass = tl.full([PADDED_LEVELS], 1.0, tl.float64)
+    q_mass = tl.full([PADDED_LEVELS], 1.0, tl.float64)
+    p_peak = tl.zeros([PADDED_LEVELS], TYPE)
+    q_peak = tl.zeros([PADDED_LEVELS], TYPE)
+    p_total = tl.zeros([PADDED_LEVELS], tl.float64)  # 0: not known yet
+    q_total = tl.zeros([PADDED_LEVELS], tl.float64)
+
+    depth = tl.full([], 0, tl.int64)
+    end = tl.full([], -1, tl.int64)
+    step = tl.full([], 0, tl.int64)
+    while (step < steps) & (end < 0):
+        node = _at(path, level, depth)
+        children = (above_of == node) & (token_of >= 0)
+        next_one = children & (tl.cumsum(children.to(tl.int64), 0) == _at(deleted, level, depth) + 1)
+        if tl.max(next_one.to(tl.int32), 0) != 0:  # down
+            x = tl.sum(tl.where(next_one, token_of, 0), 0)
+            p_row = target + (root + 1 + node) * vocabulary
+            q_row = draft + tl.load(drawn_from + request * (nodes + 1) + node + 1) * vocabulary
+            here = level == depth
+            if _at(p_total, level, depth) == 0:
+                peak, total = _norm(p_row, cold, vocabulary, BLOCK, TYPE)
+                p_peak, p_total = tl.where(here, peak, p_peak), tl.where(here, total, p_total)
+                peak, total = _norm(q_row, heat, vocabulary, BLOCK, TYPE)
+                q_peak, q_total = tl.where(here, peak, q_peak), tl.where(here, total, q_total)
+            used = _at(touched, level, depth)
+            p_x = _entries(
+                used, p_left + depth * vocabulary, _at(p_mass, level, depth), p_row, cold,
+                _at(p_peak, level, depth), _at(p_total, level, depth), x, x >= 0, TYPE,
+            ).to(tl.float64)  # fmt: skip
+            q_x = _entries(
+                0 if REPLACED else used, q_left + depth * vocabulary, _at(q_mass, level, depth), q_row, heat,
+                _at(q_peak, level, depth), _at(q_total, level, depth), x, x >= 0, TYPE,
+            ).to(tl.float64)  # fmt: skip
+            reach = _at(chance, level, depth) * p_x
+            reach = tl.where(q_x > 0, tl.minimum(reach / tl.where(q_x > 0, q_x, 1.0), 1.0), (reach > 0).to(tl.float64))
+            depth += 1
+            here = level == depth
+            path = tl.where(here, tl.sum(tl.where(next_one, slot, 0), 0).to(tl.int64), path)
+            chance = tl.where(here, reach, chance)
+            deleted, touched = tl.where(here, 0, deleted), tl.where(here, 0, touched)
+            p_mass, q_mass = tl.where(here, 1.0, p_mass), tl.where(here, 1.0, q_mass)
+            p_total = tl.where(here, 0.0, p_total)
+        else:  # a leaf
+            coin = uniform(mix(place.to(tl.uint64) + mix(step.to(tl.uint64))).to(tl.int64), 2)
+            if (depth == 0) | (coin < _at(chance, level, depth)):
+                end = step
+            else:
+                x = tl.sum(tl.where(slot == node, token_of, 0), 0)
+                depth -= 1
+                above = _at(path, level, depth)
+                here = level == depth
+                used, accepted = _at(touched, level, depth), _at(chance, level, depth)
+                p_row = target + (root + 1 + above) * vocabulary
+                q_row = draft + tl.load(drawn_from + request * (nodes + 1) + above + 1) * vocabulary
+                p_own, q_own = p_left + depth * vocabulary, q_left + depth * vocabulary
+                mass = tl.zeros([BLOCK], tl.float64)
+                rest = tl.zeros([BLOCK], tl.float64)
+                tl.debug_barrier()
+                for start in range(0, vocabulary, BLOCK):
+                    token = start + tl.arange(0, BLOCK)
+                    there = token < vocabulary
+                    p = _entries(
+                        used, p_own, _at(p_mass, level, depth), p_row, cold,
+                        _at(p_peak, level, depth), _at(p_total, level, depth), token, there, TYPE,
+                    )  # fmt: skip
+                    q = _entries(
+                        0 if REPLACED else used, q_own, _at(q_mass, level, depth), q_row, heat,
+                        _at(q_peak, level, depth), _at(q_total, level, depth), token, there, TYPE,
+                    )  # fmt: skip
+                    left = tl.maximum(p * accepted.to(TYPE) - q, 0.0)
+                    tl.store(p_own + token, left, mask=there)
+                    mass += left.to(tl.float64)
+                    if not REPLACED:
+                        q = tl.where(token == x, 0.0, q)
+                        tl.store(q_own + token, q, mask=there)
+                        rest += q.to(tl.float64)
+                left_over = tl.sum(mass, 0)
+                kept = tl.where(left_over <= ROUNDING, 0.0, left_over)
+                if (kept == 0) & (depth == 0):  # p was q: rounding has rejected
+                    tl.debug_barrier()
+                    for start in range(0, vocabulary, BLOCK):
+                        token = start + tl.arange(0, BLOCK)
+                        p = tl.load(p_row + token, mask=token < vocabulary, other=float("-inf")).to(TYPE)
+                        p = tl.exp(p - _at(p_peak, level, depth))
+                        tl.store(p_own + token, p, mask=token < vocabulary)
+                    left_over = _at(p_total, level, depth)
+                tl.debug_barrier()
+                lost = kept + 1 - accepted
+                again = tl.where(lost > 0, kept / tl.where(lost > 0, lost, 1.0), 0.0)
+                chance = tl.where(here & (depth > 0), again, chance)
+                p_mass = tl.where(here, tl.maximum(left_over, TINY), p_mass)
+                if not REPLACED:
+                    q_mass = tl.where(here, tl.maximum(tl.sum(rest, 0), TINY), q_mass)
+                touched = tl.where(here, 1, touched)
+                deleted = tl.where(here, deleted + 1, deleted)
+        step += 1
+
+    tl.store(end_out + request, end)
+    inner = (level >= 1) & (level <= depth)
+    tl.store(path_out + request * LEVELS + level - 1, tl.where(inner, path, -1), mask=(level >= 1) & (level <= LEVELS))
+    used, mass = _at(touched, level, depth), _at(p_mass, level, depth)
+    p_row = target + (root + 1 + _at(path, level, depth)) * vocabulary
+    peak, total = _at(p_peak, level, depth), _at(p_total, level, depth)
+    if total == 0:
+        peak, total = _norm(p_row, cold, vocabulary, BLOCK, TYPE)
+    for start in range(0, vocabulary, BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        there = token < vocabulary
+        p = _entries(used, p_left + depth * vocabulary, mass, p_row, cold, peak, total, token, there, TYPE)
+        tl.store(law_out + request * vocabulary + token, p, mask=there)
+
+
+class Tables(NamedTuple):
+    """Logits of both models, and where those of a request stand."""
+
+    target: Tensor  # [rows, V]
+    first: Tensor  # [R]: the row of each root, before those of its nodes
+    draft: Tensor  # [rows, V]
+    drawn_from: Tensor  # [R, 1 + N]: the row behind each node, the root first; any row where there are no children
+    temperature: Tensor  # [R] of the draft
+
+
+def traversal(
+    tree: TreeBatch, kind: Kind, tables: Tables, noise: FusedNoise, *, levels: int, among: Tensor | None = None
+) -> Accepted:
+    """As `acceptance.traversal`, for one of the `KINDS` of children."""
+    requests, slots = tree.tokens.shape
+    target, vocabulary = tables.target.contiguous(), tables.target.shape[1]
+    path = torch.full((requests, levels), -1, device=target.device)
+    end = torch.zeros_like(path[:, 0])
+    law = torch.ones_like(target[:1]).expand(requests, -1).contiguous()
+    left = target.new_empty(2, requests, levels, vocabulary)
+    if among is None:
+        among = torch.ones_like(end, dtype=torch.bool)
+    if requests:
+        _traverse[(requests,)](
+            *(path, end, law, left[0], left[1], tree.tokens.contiguous(), tree.parent.contiguous(), target),
+            *(tables.first.contiguous(), tables.draft.contiguous(), tables.drawn_from.contiguous()),
+            *(tables.temperature.contiguous(), noise.key.contiguous(), among.to(torch.int8)),
+            *(slots, 2 * slots + 1, vocabulary),
+            TINY=torch.finfo(target.dtype).tiny,
+            ROUNDING=rounding(target),
+            REPLACED=kind == "iid",
+            LEVELS=levels,
+            PADDED_LEVELS=triton.next_power_of_2(levels + 1),
+            PADDED_NODES=triton.next_power_of_2(slots),
+            BLOCK=min(BLOCK, triton.next_power_of_2(vocabulary)),
+            TYPE=tl.float64 if target.dtype == torch.float64 else tl.float32,
+            num_warps=16,
+        )
+    extra = noise.at(end).choose(law)[:, None]
+    depth = (path >= 0).sum(1, keepdim=True)
+    level = torch.arange(levels + 1, device=path.device)
+    nodes = torch.nn.functional.pad(path, (0, 1), value=-1)
+    tokens = tree.tokens.gather(1, nodes.clamp(min=0)).masked_fill(nodes < 0, -1)
+    return Accepted(torch.where(level == depth, extra, tokens), nodes)
