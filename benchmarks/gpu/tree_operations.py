@@ -40,7 +40,7 @@ BATCHES = (1, 16)
 NODES, VOCABULARY = 64, 128_256
 MOST_LEVELS = 8
 """Of a tree; a heap (one node a level) would take `NODES` forwards of the draft."""
-KERNELS = ("draws._bind", "draws._draw", "siblings._test", "leaves._traverse")
+KERNELS = ("draws._bind", "draws._draw", "siblings._test", "leaves._traverse", "walking._walk")
 SMALL = 100.0
 """Microseconds besides the floor."""
 
@@ -113,6 +113,8 @@ class Case(NamedTuple):
         if self.by_target:  # a draw behind every node, as vLLM's sampler makes them
             nodes = torch.arange(self.pool.shape[1], device=self.pool.device).expand(len(self.pool), -1)
             tokens = self.noise.at(nodes).choose(self.processed.softmax(-1))
+            if isinstance(self.noise, FusedNoise):
+                return kernels.walk(tree, tokens.flatten(), row * rows, levels=self.levels)
             return walk(tree, lambda node, active: (tokens[row, 1 + node], torch.ones_like(active)), levels=self.levels)
 
         def draw(node: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,7 @@ from tests.engine.engines import (
 from tests.pure.test_no_host_sync import NoHostSync
 from vllm_adaptive_tree.budget.sharpening import PRIOR
 from vllm_adaptive_tree.engine.v2 import fused
-from vllm_adaptive_tree.kernels import draws, leaves, siblings
+from vllm_adaptive_tree.kernels import draws, leaves, siblings, walking
 from vllm_adaptive_tree.methods import GREEDY_DRAFT_TEMPERATURE
 
 pytestmark = pytest.mark.skipif(not V2, reason="MODEL_RUNNER=v2")
@@ -171,7 +171,7 @@ def test_nothing_waits_for_the_device(
     assert min(calls.values()) > 3
 
 
-KERNELS = ((draws, "_draw"), (siblings, "_test"), (leaves, "_traverse"))
+KERNELS = ((draws, "_draw"), (siblings, "_test"), (leaves, "_traverse"), (walking, "_walk"))
 
 
 class Launches:
@@ -207,6 +207,7 @@ def test_kernels_of_draws_and_rules(
     found = generate(llm, BATCH, [*sampled, greedy])
     assert [list(one.token_ids) for one in found] == [list(one.token_ids) for one in expected]
     assert kernels["_draw"].count > 20
+    assert kernels["_walk"].count >= kernels["_traverse"].count, "for the greedy one"
     assert (kernels["_traverse"].count > 3) == (rule == "traversal")
     assert (kernels["_test"].count > 3) == (rule != "traversal")
 

@@ -13,12 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm_adaptive_tree.acceptance import RULES, Children, traversal
+from vllm_adaptive_tree.acceptance import RULES, Children, traversal, walk
 from vllm_adaptive_tree.noise import KeyedNoise
 from vllm_adaptive_tree.proposers import Request, Rows, StaticTree, draft_tree
 from vllm_adaptive_tree.trees import Shape, TreeBatch
 
 from .test_no_host_sync import NoHostSync
+from .test_orders import recursive_tree
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
@@ -169,6 +170,27 @@ class TestKernels:
             lengths |= set((got.nodes[among] >= 0).sum(1).tolist())
         assert lengths >= {0, shape.depth}
 
+    @pytest.mark.parametrize("nodes", [1, 9, 30])
+    def test_walk(self, nodes):
+        """Few tokens, so that paths are long; siblings may carry the same."""
+        generator = torch.Generator().manual_seed(nodes)
+        trees = [recursive_tree(nodes, seed) for seed in range(20)]
+        parent = torch.tensor([tree.parents for tree in trees])
+        tokens = torch.randint(2, parent.shape, generator=generator)
+        tokens[:, nodes - nodes // 3 :] = -1
+        zeros = torch.zeros_like(parent)
+        tree = TreeBatch(*(part.to(DEVICE) for part in (tokens, parent, zeros, zeros.float())))
+        draws = torch.randint(2, (20, 1 + nodes), generator=generator).to(DEVICE)
+        row = torch.arange(20, device=DEVICE)
+
+        def draw(node: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
+            return draws[row, node + 1], torch.ones_like(active)
+
+        wanted = walk(tree, draw, levels=4)
+        got = kernels().walk(tree, draws.flatten(), row * (1 + nodes), levels=4)
+        assert [part.tolist() for part in wanted] == [part.tolist() for part in got]
+        assert nodes == 1 or (wanted.nodes >= 0).sum(1).max() >= 2
+
     def test_nothing_to_draw(self):
         _, found = noises(0)
         law = laws(1, 70)[:0]
@@ -181,7 +203,7 @@ class TestKernels:
             def __getitem__(self, grid):
                 return lambda *args, **kwargs: None
 
-        for name in ("draws._bind", "draws._draw", "siblings._test", "leaves._traverse"):
+        for name in ("draws._bind", "draws._draw", "siblings._test", "leaves._traverse", "walking._walk"):
             monkeypatch.setattr(f"vllm_adaptive_tree.kernels.{name}", Launch())
         seed = torch.arange(3).to("meta")
         law = torch.empty(3, 100, device="meta")
@@ -194,11 +216,12 @@ class TestKernels:
             read = torch.empty(3, 3, dtype=torch.int64, device="meta")
             tables = kernels().Tables(law, seed, law, read, torch.empty(3, device="meta"))
             kernels().traversal(tree, "iid", tables, noise, levels=2)
+            kernels().walk(tree, seed, seed, levels=2)
 
 
 @TRITON
 @pytest.mark.skipif(INTERPRETED, reason="nothing is compiled there")
-@pytest.mark.parametrize("name", ["draws", "siblings", "leaves"])
+@pytest.mark.parametrize("name", ["draws", "siblings", "leaves", "walking"])
 def test_they_compile_for_an_h200(name):
     from triton import compile as compiled
     from triton.backends.compiler import GPUTarget
@@ -214,6 +237,9 @@ def test_they_compile_for_an_h200(name):
         kernel, warps = module._test, 16
         constants = {"TINY": 1e-38, "ROUNDING": 1e-6, "REPLACED": False, "BLOCK": 4096}
         pointers = {"accepted": "*i64", "p": "*fp32", "q": "*fp32", "children": "*i64", "key": "*i64"}
+    elif name == "walking":
+        kernel, warps, constants = module._walk, 1, {"STEPS": 9, "PADDED_NODES": 64}
+        pointers = dict.fromkeys(("tokens_out", "nodes_out", "draws", "first", "tokens", "parent"), "*i64")
     else:
         import triton.language as tl
 

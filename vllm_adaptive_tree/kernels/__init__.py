@@ -6,5 +6,6 @@ The same tokens as `noise.KeyedNoise` and `acceptance` give from the same keys, 
 from vllm_adaptive_tree.kernels.draws import FusedNoise
 from vllm_adaptive_tree.kernels.leaves import KINDS, Tables, traversal
 from vllm_adaptive_tree.kernels.siblings import FUSED
+from vllm_adaptive_tree.kernels.walking import walk
 
-__all__ = ["FUSED", "KINDS", "FusedNoise", "Tables", "traversal"]
+__all__ = ["FUSED", "KINDS", "FusedNoise", "Tables", "traversal", "walk"]

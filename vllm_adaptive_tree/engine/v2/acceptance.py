@@ -25,11 +25,13 @@ def accept(
         levels: the largest depth of a tree.
     """
 
-    def draw(node: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
-        return target.draw(node), torch.ones_like(active)
+    def walked() -> Accepted:
+        if isinstance(noise, kernels.FusedNoise) and target.at_once:
+            return kernels.walk(tree, target.draws, target.root, levels=levels)
+        return walk(tree, lambda node, active: (target.draw(node), torch.ones_like(active)), levels=levels)
 
     if own.all():
-        return walk(tree, draw, levels=levels)
+        return walked()
     mine = async_tensor_h2d(own, device=tree.tokens.device)
     rule = draw_of(pair, noise)
     if rule is None:
@@ -49,8 +51,8 @@ def accept(
             )
         if not own.any():
             return found
-        walked = walk(tree, draw, levels=levels)
-        return Accepted(*(torch.where(mine[:, None], one, other) for one, other in zip(walked, found, strict=True)))
+        pairs = zip(walked(), found, strict=True)
+        return Accepted(*(torch.where(mine[:, None], one, other) for one, other in pairs))
 
     def draw_by_rule(node: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
         q, drawn = laws.behind(node)

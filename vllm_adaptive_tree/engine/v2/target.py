@@ -38,7 +38,7 @@ class Target:
     def draw(self, node: Tensor) -> Tensor:
         """vLLM's draw behind `node` [R] (-1: the root), whose key is (seed, position): [R]."""
         if self.at_once:
-            return self._draws[self._row(node)]
+            return self.draws[self._row(node)]
         return self._drawn(self._behind(node), self.batch.idx_mapping, self.positions[self._row(node)])
 
     def law(self, node: Tensor) -> Tensor:
@@ -116,7 +116,8 @@ class Target:
         return self._process(slice(None), self.batch.expanded_idx_mapping, self.batch.expanded_local_pos)
 
     @cached_property
-    def _draws(self) -> Tensor:
+    def draws(self) -> Tensor:
+        """vLLM's draws behind all rows [rows], if they can be had `at_once`."""
         return self._drawn(self.processed, self.batch.expanded_idx_mapping, self.positions)
 
     def _drawn(self, processed: Tensor, request: Tensor, positions: Tensor) -> Tensor:

@@ -1,0 +1,57 @@
+"""The walk along tokens that are drawn already, behind every node."""
+
+# ruff: noqa: N803
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped"
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vllm_adaptive_tree.acceptance import Accepted
+from vllm_adaptive_tree.trees import TreeBatch
+
+
+@triton.jit
+def _walk(
+    tokens_out,  # [R, STEPS]
+    nodes_out,  # [R, STEPS]
+    draws,  # [rows]
+    first,  # [R]: the row of each root
+    tokens,  # [R, N]
+    parent,  # [R, N]
+    nodes,
+    STEPS: tl.constexpr,
+    PADDED_NODES: tl.constexpr,  # a power of two
+):
+    request = tl.program_id(0).to(tl.int64)
+    slot = tl.arange(0, PADDED_NODES).to(tl.int64)
+    token_of = tl.load(tokens + request * nodes + slot, mask=slot < nodes, other=-1)
+    above_of = tl.load(parent + request * nodes + slot, mask=slot < nodes, other=-2)
+    root = tl.load(first + request).to(tl.int64)
+    node = tl.full([], -1, tl.int64)
+    going = tl.full([], 1, tl.int32)
+    for step in range(STEPS):
+        token = tl.load(draws + root + 1 + node)
+        hit = (above_of == node) & (token_of == token) & (token_of >= 0)
+        child = tl.min(tl.where(hit, slot, PADDED_NODES), 0)
+        tl.store(tokens_out + request * STEPS + step, tl.where(going != 0, token, -1))
+        going = tl.where(child < PADDED_NODES, going, 0)
+        tl.store(nodes_out + request * STEPS + step, tl.where(going != 0, child, -1))
+        node = tl.where(going != 0, child, node)
+
+
+def walk(tree: TreeBatch, draws: Tensor, first: Tensor, *, levels: int) -> Accepted:
+    """As `acceptance.walk`. `draws` [rows]: the token drawn behind every row; `first` [R]: the row of each root, before
+    those of its nodes."""
+    requests, slots = tree.tokens.shape
+    tokens, nodes = torch.empty((2, requests, levels + 1), dtype=torch.int64, device=draws.device)
+    if requests:
+        _walk[(requests,)](
+            *(tokens, nodes, draws.contiguous(), first.contiguous(), tree.tokens.contiguous()),
+            *(tree.parent.contiguous(), slots),
+            STEPS=levels + 1,
+            PADDED_NODES=triton.next_power_of_2(slots),
+            num_warps=1,
+        )
+    return Accepted(tokens, nodes)
