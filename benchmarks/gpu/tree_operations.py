@@ -40,6 +40,8 @@ BATCHES = (1, 16)
 NODES, VOCABULARY = 64, 128_256
 MOST_LEVELS = 8
 """Of a tree; a heap (one node a level) would take `NODES` forwards of the draft."""
+IDLE = ("empty", "empty_like", "promote_types", "_unsafe_view")
+"""Operations that run nothing."""
 KERNELS = ("draws._bind", "draws._draw", "siblings._test", "leaves._traverse", "walking._walk")
 SMALL = 100.0
 """Microseconds besides the floor."""
@@ -145,7 +147,7 @@ class _Operations(TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += not func.is_view
+        self.count += not (func.is_view or func._opname in IDLE)
         return func(*args, **(kwargs or {}))
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
