@@ -46,9 +46,8 @@ class Engines:
 
         self.shutdown()
         defaults = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "block_size": 32}
-        self.llm = LLM(
-            TARGET, speculative_config=speculative_config, disable_log_stats=False, **{**defaults, **arguments}
-        )
+        arguments = {"model": TARGET, **defaults, **arguments}
+        self.llm = LLM(speculative_config=speculative_config, disable_log_stats=False, **arguments)
         return self.llm
 
     def shutdown(self) -> None:

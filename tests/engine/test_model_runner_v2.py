@@ -23,6 +23,7 @@ MORE = {
     "structured output": (["test_structured.py"], ""),
     "scheduling": (["test_scheduling.py"], ""),
     "a step": (["test_v2_step.py"], ""),
+    "quantised weights": (["test_quantised.py"], ""),
     "two ranks": (["test_tensor_parallel.py"], ""),
     "parameters": (["test_sampling.py"], ""),
 }
