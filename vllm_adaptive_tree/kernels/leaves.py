@@ -227,8 +227,8 @@ def traversal(
     target, vocabulary = tables.target.contiguous(), tables.target.shape[1]
     path = torch.full((requests, levels), -1, device=target.device)
     end = torch.zeros_like(path[:, 0])
-    law = torch.ones_like(target[:1]).expand(requests, -1).contiguous()
-    left = target.new_empty(2, requests, levels, vocabulary)
+    law = target.new_ones(requests, vocabulary, dtype=torch.promote_types(target.dtype, torch.float32))
+    left = law.new_empty(2, requests, levels, vocabulary)
     if among is None:
         among = torch.ones_like(end, dtype=torch.bool)
     if requests:
@@ -237,14 +237,14 @@ def traversal(
             *(tables.first.contiguous(), tables.draft.contiguous(), tables.drawn_from.contiguous()),
             *(tables.temperature.contiguous(), noise.key.contiguous(), among.to(torch.int8)),
             *(slots, 2 * slots + 1, vocabulary),
-            TINY=torch.finfo(target.dtype).tiny,
-            ROUNDING=rounding(target),
+            TINY=torch.finfo(law.dtype).tiny,
+            ROUNDING=rounding(law),
             REPLACED=kind == "iid",
             LEVELS=levels,
             PADDED_LEVELS=triton.next_power_of_2(levels + 1),
             PADDED_NODES=triton.next_power_of_2(slots),
             BLOCK=min(BLOCK, triton.next_power_of_2(vocabulary)),
-            TYPE=tl.float64 if target.dtype == torch.float64 else tl.float32,
+            TYPE=tl.float64 if law.dtype == torch.float64 else tl.float32,
             num_warps=16,
         )
     extra = noise.at(end).choose(law)[:, None]
