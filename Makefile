@@ -16,7 +16,7 @@ test: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest --durations=40
+	$(BIN)/pytest -n 2 --dist loadfile --durations=30
 
 setup: $(READY)
 

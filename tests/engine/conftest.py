@@ -13,6 +13,7 @@ if (RUNNER := os.environ.get("MODEL_RUNNER", "v1")) != "v1":
 
 os.environ.update(
     OMP_NUM_THREADS="1",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
     VLLM_CPU_KVCACHE_SPACE="1",
     HF_HUB_OFFLINE="1",
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
