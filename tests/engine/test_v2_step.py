@@ -207,7 +207,7 @@ def test_kernels_of_draws_and_rules(
     found = generate(llm, BATCH, [*sampled, greedy])
     assert [list(one.token_ids) for one in found] == [list(one.token_ids) for one in expected]
     assert kernels["_draw"].count > 20
-    assert kernels["_walk"].count >= kernels["_traverse"].count, "for the greedy one"
+    assert kernels["_walk"].count > 2 or rule != "traversal", "while the greedy one runs"
     assert (kernels["_traverse"].count > 3) == (rule == "traversal")
     assert (kernels["_test"].count > 3) == (rule != "traversal")
 
