@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 from vllm import SamplingParams
 
 from tests.engine.engines import (
@@ -118,6 +119,66 @@ def test_auto_measures(engines: Engines, plain: list[Any]) -> None:
     assert 0.2 < expected / observed < 5, "of a few tokens"
     assert budget.sharpening.information > PRIOR
     assert budget.sharpening.temperature != GREEDY_DRAFT_TEMPERATURE
+
+
+def test_a_draft_that_rests_reads_nothing_and_catches_up(
+    engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole requests and parts of others pass without it, also those whose blocks a later request shares."""
+    file = tmp_path / "costs.json"
+    file.write_text(json.dumps({"verify": {"rows": [1, 1000], "seconds": [0.5, 0.5 + 1e-6]}}))
+    config = tree(4, budget="auto", max_depth=2, draft_temperature=1, cost_profile=str(file))
+    llm = engines.start(config, max_num_batched_tokens=40)
+    runner, steps = runner_of(llm), 0
+    cycle, resting = 1, 0  # of so many steps, the first so many
+    speculator, controller = runner.speculator, runner.budget.controller
+    forwards: list[int] = []
+    seen: list[tuple[list[int], int, float]] = []
+    forward, store = speculator._run_model, speculator.drafts.store
+
+    def drafts(requests: int) -> bool:
+        nonlocal steps
+        steps += 1
+        return steps % cycle >= resting
+
+    def counted(tokens: torch.Tensor, *args: Any) -> Any:
+        forwards.append(len(tokens))
+        return forward(tokens, *args)
+
+    def stored(request: torch.Tensor, root: torch.Tensor, proposal: Any, *args: Any) -> None:
+        for place, (index, at) in enumerate(zip(request.tolist(), root.tolist(), strict=True)):
+            text = runner.req_states.all_token_ids.gpu[index, : at + 1].tolist()
+            token, weight = proposal.tree.tokens[place, 0], proposal.tree.log_weight[place, 0]
+            if token >= 0 and at >= runner.req_states.prefill_len.np[index]:
+                seen.append((text, int(token), float(weight)))
+        store(request, root, proposal, *args)
+
+    monkeypatch.setattr(controller, "drafts", drafts)
+    monkeypatch.setattr(controller, "depth", lambda requests: 2)
+    monkeypatch.setattr(speculator, "_run_model", counted)
+    monkeypatch.setattr(speculator.drafts, "store", stored)
+    prompts = ["\n".join(PROMPTS[:4]), PROMPTS[9]]  # more than one chunk, and several blocks
+    greedy = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+
+    expected = generate(llm, prompts, greedy)
+    assert forwards
+    llm.reset_prefix_cache()
+    resting = 1
+    del forwards[:], seen[:]
+    assert_identical(expected, generate(llm, prompts, greedy))
+    assert not forwards, "a draft that rests runs no forward, for prompts neither"
+    resting = 0
+    assert_identical(expected, generate(llm, prompts, greedy))  # in blocks that the draft has never read
+    assert max(forwards) <= 40 + 2, "what it missed is read in chunks"
+    after = len(seen)
+    cycle, resting = 8, 4
+    assert_identical(expected, generate(llm, prompts, greedy))
+    assert min(after, len(seen) - after) > 5
+    draft = AutoModelForCausalLM.from_pretrained(DRAFT, dtype=torch.float32)
+    for context, token, weight in seen:
+        with torch.no_grad():
+            law = draft(torch.tensor([context])).logits[0, -1].log_softmax(-1)
+        assert float(law[token]) == pytest.approx(weight, abs=2e-3)
 
 
 def test_metrics(engines: Engines, plain: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

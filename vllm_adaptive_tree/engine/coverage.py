@@ -1,3 +1,5 @@
+from collections.abc import Sequence
+
 import numpy as np
 
 
@@ -11,6 +13,10 @@ class Coverage:
     def __init__(self, blocks: int, block_size: int):
         self.filled = np.zeros(blocks, dtype=np.int64)  # leading tokens of each block that the draft has read
         self.block_size = block_size
+
+    def renew(self, blocks: Sequence[int] | np.ndarray | slice) -> None:
+        """These count as read, until something is skipped there: for who does not tell of every read."""
+        self.filled[blocks] = self.block_size
 
     def reach(self, table: np.ndarray, end: int) -> int:
         """How many of a request's first `end` tokens the draft has read without a gap; `table`: its blocks."""

@@ -27,6 +27,7 @@ class BatchBudget:
     def __init__(self, most: int = ALL):
         """`most`: nodes of every batch; all until there is a `controller`."""
         self.most = most
+        self.may_rest = most == ALL
         self.controller: Controller | None = None
         self.sharpening: Sharpening | None = None
         """Fits the draft temperature of greedy requests."""
@@ -77,19 +78,22 @@ class BatchBudget:
             figures = sharpening.measured(roots, token, among)
             self.returning.send(figures, lambda found: sharpening.learn(*found.tolist()))
 
-    def decide(self, requests: int, rows: int, context: int, levels: int, *, usual: bool) -> None:
+    def decide(self, requests: int, rows: int, context: int, levels: int, *, usual: bool, missed: int = 0) -> None:
         """At the end of a step.
 
         Args:
             rows, context: of its verification; tokens in the cache of all requests.
             levels: draft forwards behind the roots'.
-            usual: it read no prompts.
+            usual: it read no prompts, and no gaps.
+            missed: tokens that the draft read of gaps.
         """
         controller = self.controller
         if controller is None:
             return
         now = time.perf_counter()
         spent = 0.0 if self.rests else (1 + levels) * controller.of(requests).level
+        if missed and controller.costs.draft is not None:
+            spent += controller.costs.draft.cost(missed)
         if self.live and usual and self.started:
             controller.observe(rows, context, max(now - self.started - self.spent, 0.0), 0.0)
         self.started, self.spent = (now if usual else 0.0), spent

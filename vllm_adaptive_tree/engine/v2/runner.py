@@ -8,6 +8,7 @@ from vllm.platforms import current_platform
 from vllm.v1.worker.gpu import model_runner
 
 from vllm_adaptive_tree.engine import support
+from vllm_adaptive_tree.engine.coverage import Coverage
 from vllm_adaptive_tree.engine.cpu_attention import CPUTrees, DenseTrees
 from vllm_adaptive_tree.engine.patches import swapped
 from vllm_adaptive_tree.engine.translate import tree_options
@@ -18,6 +19,7 @@ from vllm_adaptive_tree.engine.v2.kinds import Kinds
 from vllm_adaptive_tree.engine.v2.paged import KernelTrees, PagedTrees
 from vllm_adaptive_tree.engine.v2.sampler import TreeSampler
 from vllm_adaptive_tree.engine.v2.speculator import TreeSpeculator
+from vllm_adaptive_tree.engine.v2.unread import Unread
 from vllm_adaptive_tree.engine.v2.verification import Verification
 from vllm_adaptive_tree.methods import resolve
 
@@ -25,6 +27,10 @@ if current_platform.is_cpu():
     from vllm.v1.worker.cpu.model_runner import CPUModelRunner as ModelRunner
 else:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as ModelRunner
+
+
+IN_FLIGHT = 2
+"""Steps of which the scheduler has not heard yet how many nodes were accepted, at most."""
 
 
 class TreeModelRunnerV2(ModelRunner):
@@ -36,6 +42,7 @@ class TreeModelRunnerV2(ModelRunner):
             raise ValueError("speculative_config['tree']['init_width'] above 1 is not supported by Model Runner V2")
         most = self.options.tree.budget
         self.budget = None if most is None else BatchBudget(most) if isinstance(most, int) else BatchBudget()
+        self.unread: Unread | None = None
         self.step: Verification | None = None
         self.metadata: dict[str, Any] = {}
         self.slots: dict[str, Tensor] = {}
@@ -53,12 +60,19 @@ class TreeModelRunnerV2(ModelRunner):
                 self.budget,
                 by_place=self.speculator.by_place,
             )
+        if self.budget is not None and self.budget.may_rest:
+            group = self.kv_cache_config.kv_cache_groups[self.speculator.group]
+            coverage = Coverage(self.kv_cache_config.num_blocks, group.kv_cache_spec.block_size)
+            coverage.renew(slice(None))
+            self.unread = Unread(coverage, self.max_num_reqs, slack=IN_FLIGHT * self.options.num_speculative_tokens)
+            self.speculator.unread = self.unread
         if self.device.type == "cpu":
             for name, layer in self.compilation_config.static_forward_context.items():
                 support.check_packing(name, layer)
 
     def _speculator(self, vllm_config: Any, device: torch.device, req_states: Any) -> TreeSpeculator:
-        return TreeSpeculator(vllm_config, device, self.options, self.pair, self.kinds, self.budget)
+        tokens = req_states.all_token_ids.gpu
+        return TreeSpeculator(vllm_config, device, self.options, self.pair, self.kinds, self.budget, tokens)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
@@ -79,10 +93,32 @@ class TreeModelRunnerV2(ModelRunner):
         self.native_metadata = self.model_state.prepare_attn
         self.model_state.prepare_attn = self._metadata
 
+    def finish_requests(self, scheduler_output: Any) -> None:
+        if self.unread is not None:
+            done = {*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())}
+            index = self.req_states.req_id_to_index
+            self.unread.gone([index[request] for request in done if request in index])
+        super().finish_requests(scheduler_output)
+
     def add_requests(self, scheduler_output: Any) -> None:
         super().add_requests(scheduler_output)
+        if self.unread is not None:
+            for source, target in scheduler_output.kv_cache_block_copies or ():
+                self.unread.copied(source, target)
         for new in scheduler_output.scheduled_new_reqs:
-            self.kinds.add(self.req_states.req_id_to_index[new.req_id], new.sampling_params)
+            request = self.req_states.req_id_to_index[new.req_id]
+            self.kinds.add(request, new.sampling_params)
+            if self.unread is not None:
+                self.unread.added(request, new.block_ids[self.speculator.group], new.num_computed_tokens)
+
+    def update_requests(self, scheduler_output: Any) -> None:
+        super().update_requests(scheduler_output)
+        if self.unread is not None:
+            running = scheduler_output.scheduled_cached_reqs
+            for request, blocks in zip(running.req_ids, running.new_block_ids, strict=True):
+                if blocks is not None:
+                    index = self.req_states.req_id_to_index[request]
+                    self.unread.extended(index, blocks[self.speculator.group])
 
     def prepare_attn(self, input_batch: Any) -> Any:
         prepared = super().prepare_attn(input_batch)  # slots of linear positions

@@ -6,7 +6,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
 from vllm_adaptive_tree.acceptance import RULES
 from vllm_adaptive_tree.config import TreeOptions
@@ -15,13 +14,14 @@ from vllm_adaptive_tree.engine.v2.budget import ALL, BatchBudget
 from vllm_adaptive_tree.engine.v2.drafts import Drafts
 from vllm_adaptive_tree.engine.v2.fused import keyed_noise
 from vllm_adaptive_tree.engine.v2.kinds import Kinds
+from vllm_adaptive_tree.engine.v2.resting import RestingSpeculator
 from vllm_adaptive_tree.methods import GREEDY_DRAFT_TEMPERATURE, Pair, draft_temperature
 from vllm_adaptive_tree.proposers import Frontier, Request, Rows, StaticTree, draft_tree
 from vllm_adaptive_tree.trees import TreeBatch
 from vllm_adaptive_tree.trees.tree_batch import EMPTY
 
 
-class TreeSpeculator(StandaloneARSpeculator):
+class TreeSpeculator(RestingSpeculator):
     """Satisfies `proposers.Drafter`. The draft's K/V of accepted tokens and of the root stand in the paged cache, the
     nodes' beside it."""
 
@@ -33,8 +33,9 @@ class TreeSpeculator(StandaloneARSpeculator):
         pair: Pair,
         kinds: Kinds,
         budget: BatchBudget | None,
+        tokens: Tensor,
     ):
-        super().__init__(vllm_config, device)
+        super().__init__(vllm_config, device, tokens)
         self.options, self.pair, self.kinds, self.budget = options, pair, kinds, budget
         self.by_place = isinstance(pair.proposer, StaticTree) and pair.proposer.kind != "one_hot"
         self.random = draft_temperature(options, 2.0)  # of the draft's law, if it does not follow the request's own
@@ -79,23 +80,26 @@ class TreeSpeculator(StandaloneARSpeculator):
         without_attention = dummy_run and skip_attn_for_dummy_run
         self._copy_request_inputs(count, request, temperature, seeds)
         self.longest = 1 + int(input_batch.num_scheduled_tokens.max())
-        self._prefill(input_batch, num_rejected, last_sampled, count, without_attention, None)
-        if dummy_run:
-            return self.draft_tokens[:count]
-        if self.budget is None:
+        if dummy_run or self.budget is None:
+            self._prefill(input_batch, num_rejected, last_sampled, count, without_attention, None)
+            if dummy_run:
+                return self.draft_tokens[:count]
             return self._trees(input_batch, temperature[request], seeds[request], ALL).tokens
         greedy = self.kinds.greedy[input_batch.idx_mapping_np]
-        most = self.budget.levels(greedy)
+        most, missed = self.budget.levels(greedy), 0
         if most == 0:
+            self.rest(input_batch, np.ones(count, dtype=bool))
             self.drafts.forget()
             tokens = torch.full_like(self.draft_tokens[:count], EMPTY)
         else:
+            missed = self.catch_up(input_batch)
+            self._prefill(input_batch, num_rejected, last_sampled, count, without_attention, None)
             tree = self._trees(input_batch, temperature[request], seeds[request], most)
             self.budget.drafted(tree, greedy, by_place=self.by_place)
             tokens = tree.tokens
         context = int(input_batch.num_computed_tokens_np.sum())
-        usual = not input_batch.has_prefill
-        self.budget.decide(count, input_batch.num_tokens, context, self.forwards, usual=usual)
+        usual = not input_batch.has_prefill and not missed
+        self.budget.decide(count, input_batch.num_tokens, context, self.forwards, usual=usual, missed=missed)
         return tokens
 
     def _trees(self, batch: Any, temperature: Tensor, seed: Tensor, most: int) -> TreeBatch:
@@ -121,6 +125,9 @@ class TreeSpeculator(StandaloneARSpeculator):
             agree=agree,
             keep=levels.append if self.pair.rule is not RULES["target_only"] else lambda _: None,
         ).padded(self.num_speculative_steps)
+        if self.late is not None:
+            limit = async_tensor_h2d(np.where(self.late, 0, self.num_speculative_steps), device=self.device)
+            proposal = proposal._replace(tree=proposal.tree.cut(limit))
         structured = self.kinds.structured[batch.idx_mapping_np]
         if structured.any():
             chains = async_tensor_h2d(structured, device=self.device)
@@ -144,9 +151,8 @@ class TreeSpeculator(StandaloneARSpeculator):
         return Rows(logits, hidden.unflatten(0, tokens.shape)), (keys, root, torch.cat([depth, new], 1))
 
     def _keys(self, batch: Any, root: Tensor) -> DraftKeys:
-        groups = self.kv_cache_config.kv_cache_groups
-        group = next(i for i, one in enumerate(groups) if self.draft_attn_layer_names & set(one.layer_names))
-        block_size = groups[group].kv_cache_spec.block_size
+        group = self.group
+        block_size = self.kv_cache_config.kv_cache_groups[group].kv_cache_spec.block_size
         longest = 1 + int(batch.seq_lens_cpu_upper_bound[: batch.num_reqs].max())
         blocks = -(-min(longest, self.max_model_len) // block_size)
         table = self.block_tables.input_block_tables[group][: batch.num_reqs, :blocks]

@@ -1,0 +1,90 @@
+"""A draft that may leave out steps, and reads later what it has missed."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.config.compilation import CUDAGraphMode
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.attention.backends.utils import PAD_SLOT_ID
+from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
+
+from vllm_adaptive_tree.engine.v2.unread import Gap, Unread
+
+
+class RestingSpeculator(StandaloneARSpeculator):
+    def __init__(self, vllm_config: Any, device: torch.device, tokens: Tensor):
+        """`tokens` [requests, length]: vLLM's, of every request, by its index."""
+        super().__init__(vllm_config, device)
+        self.tokens = tokens
+        self.unread: Unread | None = None
+        """What this draft has missed, where a budget may let it rest."""
+        self.late: np.ndarray | None = None  # [R] who still misses something in this step, if there are any
+
+    @property
+    def group(self) -> int:
+        """Which of vLLM's cache groups holds the draft's layers."""
+        groups = self.kv_cache_config.kv_cache_groups
+        return next(i for i, one in enumerate(groups) if self.draft_attn_layer_names & set(one.layer_names))
+
+    def rest(self, batch: Any, where: np.ndarray) -> None:
+        """The draft does not read this step of the requests `where` [R] says."""
+        if self.unread is not None:
+            requests = batch.idx_mapping_np[where]
+            self.unread.skipped(requests, batch.num_computed_tokens_np[where], batch.num_scheduled_tokens[where])
+
+    def catch_up(self, batch: Any) -> int:
+        """Read what it missed of this batch, at most so many tokens as a batch may have; returns how many. Who still
+        misses some waits for the next step."""
+        if self.unread is None:
+            return 0
+        room, late, gaps = self.max_num_tokens, np.zeros(batch.num_reqs, dtype=bool), []
+        for gap in self.unread.gaps(batch.idx_mapping_np, batch.num_computed_tokens_np):
+            end = min(gap.end, gap.start + room)
+            late[gap.row] = end < gap.end
+            if end > gap.start:
+                gaps.append(gap._replace(end=end))
+                self.unread.read(batch.idx_mapping_np[gap.row], gap.start, end, whole=end == gap.end)
+            room -= end - gap.start
+        self.late = late if late.any() else None
+        if self.late is not None:
+            self.rest(batch, late)
+        if gaps:
+            self._read(batch, gaps)
+        return self.max_num_tokens - room
+
+    def _read(self, batch: Any, gaps: list[Gap]) -> None:
+        """One forward over tokens that stand in the cache of the target; the host does not know exactly where they
+        end, and what would lie behind that is not kept."""
+        rows, start, end = np.array(gaps).T
+        count, length = len(gaps), end - start
+        total = int(length.sum())
+        first = np.concatenate([[0], length.cumsum()]).astype(np.int32)
+        of = np.repeat(np.arange(count), length)
+        row, place, of = (
+            async_tensor_h2d(one, device=self.device) for one in (rows, np.arange(total) - (first[:-1] - start)[of], of)
+        )
+        request, begin = batch.idx_mapping[row], batch.positions[batch.query_start_loc[row]]
+        tokens = self.tokens[request[of], place]
+        buffers, tables = self.input_buffers, self.block_tables
+        for buffer, numbers, behind in ((buffers.query_start_loc, first, total), (buffers.seq_lens, end, 0)):
+            buffer.fill_(behind)
+            buffer[: len(numbers)] = async_tensor_h2d(numbers, device=self.device)
+        tables.gather_block_tables(request, count)
+        slots = tables.compute_slot_mappings(
+            request, buffers.query_start_loc[: 1 + count], place, total, out=self.expanded_slot_mappings
+        ).masked_fill(place >= begin[of], PAD_SLOT_ID)
+        metadata = super()._build_attn_metadata(
+            num_reqs=count,
+            batch_desc=BatchExecutionDescriptor(cg_mode=CUDAGraphMode.NONE, num_tokens=total, num_reqs=count),
+            query_start_loc_np=first,
+            seq_lens_cpu_upper_bound=torch.from_numpy(end.astype(np.int32)),
+            step=0,
+            slot_mappings=slots,
+        )
+        by_layer = build_slot_mappings_by_layer(slots, self.kv_cache_config)
+        self._run_model(tokens.int(), place, metadata, by_layer, None)
+        tables.gather_block_tables(batch.idx_mapping, batch.num_reqs_after_padding)
