@@ -20,6 +20,7 @@ def install(*, asynchronous: bool) -> None:
     # The one kernel that the interpreter cannot run; PyTorch's operations stand beside it.
     _after("vllm.v1.sample.ops.topk_topp_sampler", lambda module: setattr(module, "HAS_TRITON", False))
     _after("triton.runtime.interpreter", _splat_truth_values)
+    _after("triton.runtime.interpreter", _patch_once)
     if asynchronous:
         _after("vllm.platforms.cpu", _keep_asynchronous)
 
@@ -36,6 +37,30 @@ def _splat_truth_values(module: ModuleType) -> None:
         return original(self, shape, module.TensorHandle(value.data, tl.int1) if truth else value)
 
     builder.create_splat = create_splat
+
+
+def _patch_once(module: ModuleType) -> None:
+    """A launch puts interpreted functions into `triton.language`, and every call of a jitted function inside it does so
+    once more: half of the time of a kernel with many."""
+    original: Any = module._patch_lang
+    patched: set[int] = set()
+
+    def patch(function: Any) -> Any:
+        if id(function.__globals__) in patched:
+            return module._LangPatchScope()  # type: ignore[attr-defined]
+        scope = original(function)
+        if not patched:
+            restore = scope.restore
+
+            def restored() -> None:
+                patched.clear()
+                restore()
+
+            scope.restore = restored
+        patched.add(id(function.__globals__))
+        return scope
+
+    module._patch_lang = patch  # type: ignore[attr-defined]
 
 
 def _keep_asynchronous(module: ModuleType) -> None:

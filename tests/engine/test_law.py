@@ -1,4 +1,4 @@
-"""The joint law of the next four tokens, drawn many times in the engine, is that of the target alone.
+"""The joint law of the next tokens, drawn many times in the engine, is that of the target alone.
 
 Slow: `pytest -m slow -s tests/engine/test_law.py` prints the figures.
 """
@@ -16,12 +16,14 @@ from vllm_adaptive_tree.engine import runner_v1
 
 pytestmark = pytest.mark.slow
 
-DRAWS, TOKENS, TOP_K = 2_000 if V2 else 20_000, 4, 4  # the interpreter is slow
+DRAWS, TOKENS, TOP_K = (2_000, 3, 4) if V2 else (20_000, 4, 4)  # the interpreter is slow, and pays for every row
 PROMPT = PROMPTS[9]  # the draft agrees with the target here, but not too much
 FEW = 10  # draws expected of a cell that stands alone
 
 PLAIN = {"temperature": 1.0, "top_k": TOP_K}
 CUT = {"temperature": 0.8, "top_k": TOP_K, "top_p": 0.9}
+
+SMALL = [2, 2] if V2 else None
 
 PAIRS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "top_k children, auto": ("static_tree", "auto", {"shape": [2, 2, 1], "children": "top_k"}, PLAIN),
@@ -32,7 +34,7 @@ PAIRS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "iid, k_seq": ("static_tree", "k_seq", {"shape": [3, 2, 1]}, PLAIN),
     "iid, traversal": ("static_tree", "traversal", {"shape": [3, 2, 1], "children": "iid"}, PLAIN),
     "hub pairs, spechub": ("static_tree", "spechub", {"shape": "binary"}, PLAIN),
-    "top k and one, greedy_multi_draft": ("static_tree", "greedy_multi_draft", {"shape": [3, 2, 2]}, PLAIN),
+    "top k and one, greedy_multi_draft": ("static_tree", "greedy_multi_draft", {"shape": SMALL or [3, 2, 2]}, PLAIN),
 }
 WRONG: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "top_k children, rrsw": ("static_tree", "rrsw", {"shape": [2, 2, 1], "children": "top_k"}, PLAIN),
@@ -46,7 +48,8 @@ WRONG: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
 
 if V2:  # too few draws to see it
     del WRONG["without replacement, k_seq"]
-NODES = {"greedy_multi_draft": 21, "auto": 3 if V2 else 14}  # the interpreter makes the target's draw at every row
+NODES = 6 if V2 else 14
+OF_A_RULE = {"auto": 3} if V2 else {"greedy_multi_draft": 21}  # `auto`: the target's own draw at every row
 
 
 def law(params: dict[str, Any]) -> dict[tuple[int, ...], float]:
@@ -117,7 +120,7 @@ def drawn_by(
         {
             "method": method,
             "model": DRAFT,
-            "num_speculative_tokens": NODES.get(rule, 14),
+            "num_speculative_tokens": OF_A_RULE.get(rule, NODES),
             "rejection_sample_method": rule,
             "tree": {"budget": None, **options},
         },
@@ -142,9 +145,9 @@ def drawn_by(
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_four_tokens_follow_the_target_s_law(engines: Engines, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_follow_the_target_s_law(engines: Engines, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     p, deep = drawn_by(engines, PAIRS[name], monkeypatch)
-    assert deep >= 0.2, "too little of what was drawn came from a tree"
+    assert deep >= (0.1 if V2 else 0.2), "too little of what was drawn came from a tree"
     assert p > 1e-4
 
 
