@@ -13,7 +13,7 @@ HERE = Path(__file__).parent
 SHORT = (
     ["test_methods.py", "test_v2_step.py"],
     "(greedy_and_seeded and k-config) or (fixed_budget and opt_tree) or (waits and mcsd) or (kernels and traversal)"
-    " or asynchronous or rests",
+    " or asynchronous or rests or depth_first",
 )
 WHOLE = {
     "methods": (["test_methods.py"], "test_greedy"),

@@ -99,6 +99,26 @@ def test_auto_follows_the_costs(
     assert fewest <= min(later) <= max(later) <= most
 
 
+def test_large_trees_stand_depth_first(engines: Engines, plain: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_adaptive_tree.engine.v2 import verification
+
+    monkeypatch.setattr(verification, "IN_REVEAL_ORDER", 8)
+    llm = engines.start(tree(9))
+    orders, depth_first = [], verification.depth_first
+
+    def spied(parent: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+        orders.append(depth_first(parent, valid))
+        return orders[-1]
+
+    spy = TreeSpy(llm, monkeypatch)
+    monkeypatch.setattr(verification, "depth_first", spied)
+    assert_identical(plain, generate(llm, BATCH, parameters()))
+    assert sum(not torch.equal(one, torch.arange(9).expand_as(one)) for one in orders) > 5
+    for one in spy.trees:
+        parent = torch.tensor([one.parents])
+        assert torch.equal(depth_first(parent)[0], torch.arange(len(one)))
+
+
 def test_a_shape_with_fewer_nodes_than_asked_for(engines: Engines, plain: list[Any]) -> None:
     tree = {"shape": [2, 1, 1], "children": "top_k"}
     llm = engines.start({"method": "static_tree", "model": DRAFT, "num_speculative_tokens": 9, "tree": tree})
@@ -219,7 +239,7 @@ def test_nothing_waits_for_the_device(
     config = {"method": method, "model": DRAFT, "num_speculative_tokens": 9, "tree": {"budget": 12}}
     llm = engines.start(config)
     for owner, name in (
-        (Verification, "write_positions"),
+        (Verification, "write_rows"),
         (Verification, "write_path"),
         (Verification, "dense"),
         (Verification, "commit"),

@@ -61,9 +61,14 @@ class BatchBudget:
             figures = torch.stack([value, tree.depth.to(value.dtype)])
             self.returning.send(figures, partial(self._know, torch.from_numpy(greedy)))
 
-    def verified(self, tree: TreeBatch, accepted: Accepted, greedy: np.ndarray, *, by_place: bool) -> None:
+    def verified(
+        self, tree: TreeBatch, accepted: Accepted, greedy: np.ndarray, order: Tensor | None, *, by_place: bool
+    ) -> None:
+        """`order` [R, N]: places in reveal order, if those of the nodes are others."""
         if self.controller is not None:
             value = place_values(tree) if by_place else tree.log_weight.exp()
+            if by_place and order is not None:
+                value = value.gather(1, order)
             place = torch.arange(tree.tokens.shape[1], device=value.device)
             hit = (accepted.nodes[:, :, None] == place).any(1)
             depth = torch.where(tree.valid, tree.depth, 0)

@@ -30,6 +30,11 @@ class Laws(NamedTuple):
         q = law(self.logits[self.place, slot.clamp(min=0)], self.temperature[self.place])
         return q.masked_fill((slot < 0)[:, None], 0.0), drawn.masked_fill(slot < 0, 0)
 
+    def permuted(self, order: Tensor) -> "Laws":
+        """With node `order[r, i]` ([R, N]) as node i."""
+        entry = torch.cat([torch.zeros_like(order[:, :1]), order + 1], 1)
+        return self._replace(slot=self.slot.gather(1, entry), drawn=self.drawn.gather(1, entry))
+
 
 class Drafts:
     """Those of the last batch that drafted, by vLLM's index of the request."""

@@ -126,7 +126,7 @@ class TreeModelRunnerV2(ModelRunner):
         if input_batch.num_draft_tokens:
             step = Verification.of(self.speculator.drafts, input_batch)
             self.step = step if step.rooted(input_batch) else step.plain
-            self.step.write_positions(input_batch.positions)
+            self.step.write_rows(input_batch.positions, input_batch.input_ids)
             input_batch.input_ids.clamp_(min=0)
         self.rejection_sampler.step = self.step
         return prepared
@@ -163,7 +163,7 @@ class TreeModelRunnerV2(ModelRunner):
             tokens, nodes = accepted
             if self.budget is not None:
                 greedy = self.kinds.greedy[input_batch.idx_mapping_np]
-                self.budget.verified(step.tree, accepted, greedy, by_place=self.speculator.by_place)
+                self.budget.verified(step.tree, accepted, greedy, step.order, by_place=self.speculator.by_place)
                 roots = self.speculator.drafts.roots
                 if roots is not None:
                     certain = self.sampler.sampling_states.temperature.gpu[input_batch.idx_mapping] == 0

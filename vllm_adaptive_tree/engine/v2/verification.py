@@ -13,6 +13,10 @@ from vllm_adaptive_tree.engine.v2.drafts import Drafts, Laws
 from vllm_adaptive_tree.engine.v2.paged import KernelTrees
 from vllm_adaptive_tree.trees import TreeBatch
 from vllm_adaptive_tree.trees.ancestor_mask import ancestor_mask
+from vllm_adaptive_tree.trees.orders import depth_first, permuted
+
+IN_REVEAL_ORDER = 64
+"""Trees of so many nodes: a block of keys or two, of which nothing would be skipped."""
 
 
 class Verification(NamedTuple):
@@ -23,18 +27,30 @@ class Verification(NamedTuple):
     first: Tensor  # [R]: row of each root
     root: Tensor  # [R]: its position
     scheduled: np.ndarray  # [R]: nodes, at most; on the host
+    order: Tensor | None  # [R, N]: place of each node in reveal order; None: its own
 
     @classmethod
     def of(cls, drafts: Drafts, batch: Any) -> "Verification":
-        """`batch`: vLLM's InputBatch, its positions still linear."""
+        """`batch`: vLLM's InputBatch, its positions still linear.
+
+        Large trees stand depth first in the rows, children in reveal order, which every rule keeps its law under: the
+        attention kernel skips blocks of nodes that are nobody's ancestors.
+        """
         logits = batch.cu_num_logits.diff().long()
         first = batch.query_start_loc[1 : 1 + batch.num_reqs] - logits
         root = batch.positions[first]
-        return cls(*drafts.of(batch.idx_mapping, root, logits - 1), first, root, batch.num_draft_tokens_per_req)
+        tree, laws = drafts.of(batch.idx_mapping, root, logits - 1)
+        order = depth_first(tree.parent, tree.valid) if tree.tokens.shape[1] > IN_REVEAL_ORDER else None
+        if order is not None:
+            tree, laws = permuted(tree, order), laws.permuted(order)
+        return cls(tree, laws, first, root, batch.num_draft_tokens_per_req, order)
 
-    def write_positions(self, positions: Tensor) -> None:
-        """position = root + depth, in place; the slots of the rows stay those of linear positions."""
+    def write_rows(self, positions: Tensor, input_ids: Tensor) -> None:
+        """position = root + depth, in place; the slots of the rows stay those of linear positions. Tokens in the order
+        of the rows."""
         self._write(positions, self.tree.valid, self.root[:, None] + self.tree.depth)
+        if self.order is not None:
+            self._write(input_ids, self.tree.valid, self.tree.tokens)
 
     def write_path(self, input_ids: Tensor, tokens: Tensor, nodes: Tensor) -> None:
         """The accepted path behind the root, in place: what the draft reads next. `tokens`, `nodes` [R, L]."""
