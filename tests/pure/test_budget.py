@@ -11,6 +11,7 @@ import torch
 
 from vllm_adaptive_tree.budget import FREE, Calibration, Controller, Costs, Curve, Pauses, Sharpening, allocate, best
 from vllm_adaptive_tree.budget.controller import TRIAL
+from vllm_adaptive_tree.budget.foresight import ENOUGH, RECENT, Foresight
 from vllm_adaptive_tree.budget.levels import EVERY, FIRST
 from vllm_adaptive_tree.budget.pauses import LOSSES, PAUSE
 from vllm_adaptive_tree.proposers import DySpec, OptTree, Proposer
@@ -515,6 +516,65 @@ def test_a_few_poor_steps_do_not_stop_drafting():
     assert all(step(controller, 1, 0.8, spent=0.2) for _ in range(60))
     assert [step(controller, 1, 0.0, spent=0.2) for _ in range(4)] == [False] * 4
     assert all(step(controller, 1, 0.8, spent=0.2) for _ in range(200))
+
+
+# Trials that recent trees foresee.
+
+ROWS_COST = ((1, 1.0), (8, 1.1), (32, 2.0), (64, 3.2), (1000, 70.0))
+
+
+def foreseen(chance: float, level: float, trees: int = 40, pause: int = 0) -> bool:
+    """Whether 32 requests draft for the first time after `trees` steps of one request, `pause` steps later."""
+    controller = Controller(Costs(curve(*ROWS_COST), curve((1, level), (64, level))), sampled=False)
+    assert all(step(controller, 1, chance, spent=level) is not None for _ in range(trees))
+    controller.steps += pause
+    return controller.drafts(32)
+
+
+def test_recent_trees_say_what_a_larger_batch_would_lose():
+    """There a row brings 16 tokens a second, and 32 rows more cost 1.2 seconds: only nearly certain nodes pay."""
+    assert not foreseen(0.6, level=0.1)
+    assert foreseen(0.6, level=0.1, trees=ENOUGH - 1), "too few trees to say so"
+    assert foreseen(0.6, level=0.1, pause=RECENT), "trees of long ago"
+    assert foreseen(0.97, level=0.01), "trees that pay there too"
+    assert not foreseen(0.97, level=0.7), "but not for dear levels"
+
+
+def test_a_foreseen_loss_rests_as_a_trial_that_lost():
+    controller = Controller(Costs(curve(*ROWS_COST), curve((1, 0.1), (64, 0.1))), sampled=False)
+    tried = []
+    for n in range(400):
+        step(controller, 1, 0.6, spent=0.1)
+        if n >= ENOUGH and controller.drafts(32):
+            tried.append(n)
+    assert not tried
+    assert controller.of(32).last_rest == 256, "64, 128, 256"
+    controller.foresight[0].trees.clear()
+    waited = next(n for n in range(1000) if controller.drafts(32))
+    assert waited < 256
+    assert step(controller, 32, 0.6, spent=0.1) is not None
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("requests", [1, 3, 16, 40])
+def test_the_foreseen_rate_is_that_of_the_best_depth(requests, sampled):
+    """Equal trees: a chain of four and one sibling of its first node, brute force over depths and numbers of nodes."""
+    foresight, verify = Foresight(sampled=sampled), curve(*ROWS_COST)
+    chance, depth = torch.tensor([0.7, 0.5, 0.3, 0.25, 0.2]), torch.tensor([1, 2, 1, 3, 4])
+    for n in range(20):
+        foresight.see(n, chance[None], depth[None])
+    assert foresight.best_rate(requests, 20 + RECENT, verify=verify, overhead=0.2, level=0.05) is None
+    found = foresight.best_rate(requests, 20, verify=verify, overhead=0.2, level=0.05)
+    rates = []
+    for levels in range(1, 5):
+        nodes = sorted((chance[depth <= levels].tolist() * requests), reverse=True)
+        spent = 0.2 + 0.05 * levels
+        rates += [(requests + sum(nodes[:k])) / (verify.cost(requests + k) + spent) for k in range(len(nodes) + 1)]
+    assert found is not None
+    if sampled:  # a stopping rule, which may stop short of the best
+        assert 0.9 * max(rates) <= found <= max(rates) + 1e-6
+    else:
+        assert found == pytest.approx(max(rates))
 
 
 # The levels.

@@ -12,6 +12,7 @@ from vllm_adaptive_tree.budget.allocation import allocate
 from vllm_adaptive_tree.budget.calibration import DEPTHS, Calibration
 from vllm_adaptive_tree.budget.costs import Costs
 from vllm_adaptive_tree.budget.curve import Curve
+from vllm_adaptive_tree.budget.foresight import Foresight
 from vllm_adaptive_tree.budget.levels import ALL, Levels
 
 STEP = 0.2
@@ -47,6 +48,13 @@ class Size:
         self.rest = 0
         """Steps without drafts that are left."""
         self.last_rest = REST // 2
+        self.trying = False
+        """Whether it has drafted since the last rest."""
+
+    def begin_rest(self) -> None:
+        """Twice as long as the last one."""
+        self.rest = self.last_rest = min(LONGEST_REST, 2 * self.last_rest)
+        self.judged, self.trying = 0, False
 
 
 class Controller:
@@ -54,7 +62,7 @@ class Controller:
 
     A step costs the forward over all its rows and some overhead; a drafting step also costs its drafts. Where the trees
     that pay best do not make up for that, the batch rests from drafting, each time twice as long, and is then tried
-    again for some steps.
+    again for some steps, unless recent trees of other batches say that it would lose.
     """
 
     def __init__(self, costs: Costs, *, sampled: bool, most: int | None = None):
@@ -69,6 +77,9 @@ class Controller:
         self.elsewhere = self.reading = 0.0
         """Seconds of a step besides drafts and the forward, and of reading the contexts in the last step."""
         self.sizes: dict[tuple[int, int], Size] = {}
+        self.foresight = Foresight(sampled=sampled), Foresight(sampled=sampled), Foresight(sampled=sampled)
+        """By mix."""
+        self.steps = 0
 
     def of(self, requests: int) -> Size:
         key = requests.bit_length(), self.mix
@@ -87,9 +98,15 @@ class Controller:
 
     def drafts(self, requests: int) -> bool:
         """Whether this step drafts; counts a step of rest."""
+        self.steps += 1
         if self._hopeless(requests):
             return False
         size = self.of(requests)
+        if not (size.rest or size.trying):
+            if self._would_lose(requests):
+                size.begin_rest()
+            else:
+                size.trying = True
         left, size.rest = size.rest, max(0, size.rest - 1)
         return left == 0
 
@@ -103,6 +120,18 @@ class Controller:
             (1 + depth) * plain < self.verify.cost((1 + depth) * requests) + self.overhead + depth * level
             for depth in range(1, 1 + DEPTHS)
         )
+
+    def _would_lose(self, requests: int) -> bool:
+        """Whether trees like the recent ones would not make up for their drafting in a batch of so many requests."""
+        if self.most is not None or self.costs.draft is None:
+            return False
+        found = self.foresight[self.mix].best_rate(
+            requests, self.steps, verify=self.verify, overhead=self.overhead, level=self.of(requests).level
+        )
+        if found is None:
+            return False
+        plain = requests / (self.verify.cost(requests) + self.overhead)
+        return math.log(found / plain) < MARGIN
 
     def depth(self, requests: int) -> int:
         """The most levels that this step drafts."""
@@ -139,6 +168,7 @@ class Controller:
         chance = self._chance(value, depth, greedy)
         if self.most is not None:
             return allocate(chance, verify=FREE, spent=1.0, sampled=self.sampled, most=self.most)
+        self.foresight[self.mix].see(self.steps, chance, depth)
         trees, requests = len(value), len(value) + others
         size = self.of(requests)
         # How long drafting took depends on the tokens drawn, also on those behind the cut: only past steps may tell.
@@ -187,8 +217,7 @@ class Controller:
         if size.advantage >= MARGIN:
             size.last_rest = REST // 2
             return
-        size.rest = size.last_rest = min(LONGEST_REST, 2 * size.last_rest)
-        size.judged = 0
+        size.begin_rest()
 
     def take(self) -> tuple[float, float]:
         """Accepted nodes that were expected, and those observed, since the last call."""
