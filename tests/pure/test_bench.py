@@ -107,7 +107,7 @@ def test_no_ratio_from_fewer_than_five_rounds(few):
     assert statistics.ratio_through(enough, enough, values, enough) is None
 
 
-def test_a_ratio_through_the_base():
+def test_a_ratio_through_a_third():
     base, later = dict.fromkeys(range(5), 10.0), dict.fromkeys(range(5), 40.0)  # the machine became faster
     found = statistics.ratio_through(dict.fromkeys(range(5), 20.0), base, dict.fromkeys(range(5), 100.0), later)
     assert found is not None
@@ -119,10 +119,13 @@ def test_a_ratio_through_the_base():
 
 @pytest.mark.parametrize("chains", [[], [3], [1, 3, 5], [1, 2, 3, 4, 5, 6]])
 @pytest.mark.parametrize("methods", range(4))
-def test_never_more_than_three_engines_and_always_a_base(chains, methods):
+def test_never_more_than_three_engines_and_always_one_to_compare_with(chains, methods):
     configs = [PLAIN, *map(chain, chains), *(tree(f"tree {n}") for n in range(methods)), PROBE]
     groups = plan.groups(configs)
-    assert all(len(group) <= 3 and group[0] is PLAIN for group in groups)
+    for group in groups:
+        only_chains = all(config.role == "chain" for config in group[1:])
+        assert len(group) <= 3
+        assert group[0].name == ("tree 0" if only_chains and methods and len(group) > 1 else BASE)
     others = [config.name for group in groups for config in group[1:]]
     assert sorted(others) == sorted(config.name for config in configs[1:]), "each of them once"
     if methods and 3 in chains:
@@ -343,10 +346,10 @@ def test_more_rounds_later(tmp_path):
 
 def test_what_does_not_start_stops_no_other(tmp_path):
     machine = Machine()
-    run = schedule(tmp_path, machine, 1000, [PLAIN, tree("broken"), chain(3), chain(1)])
+    run = schedule(tmp_path, machine, 1000, [PLAIN, tree("tree"), chain(3), tree("broken"), chain(1)])
     run.run()
     assert list(run.failures.values()) == ["it does not start"]
-    assert {one.stage for one in run.store.rounds} == {"offline: no speculation, chain 1"}
+    assert {one.stage for one in run.store.rounds} == {"offline: no speculation, tree, chain 3"}
     assert machine.alive == 0
 
 
@@ -354,6 +357,17 @@ def test_what_does_not_start_stops_no_other(tmp_path):
 
 
 CELL = CELLS[0]
+
+
+def test_a_chain_beside_the_method_only():
+    data = rounds("a", CELL, no_speculation=[100.0] * 5, tree=[200.0] * 5, chain_3=[160.0] * 5)
+    data += rounds("b", CELL, tree=[20.0, 40.0, 20.0, 20.0, 10.0], chain_1=[22.0, 44.0, 22.0, 22.0, 11.0])
+    found = {row.config: row for row in results.rows([CELL], CONFIGS, data)}
+    assert found["chain 1"].to_base[0] == pytest.approx(2.2), "through the method"
+    assert found["tree"].best_chain == "chain 1"
+    assert found["tree"].to_best_chain[:3] == pytest.approx((1 / 1.1,) * 3), "of rounds side by side"
+    assert found["chain 3"].to_best_chain[0] == pytest.approx(0.8 / 1.1)
+    assert found["chain 1"].identical == 1, "with the base's of the same number"
 
 
 def test_a_row_and_its_ratios():

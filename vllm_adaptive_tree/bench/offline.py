@@ -17,6 +17,8 @@ from vllm_adaptive_tree.bench.rounds import Measurement
 
 SWINGS = 2
 """Of a round: so often from one request to many."""
+LONGER = 4
+"""Times as long are the requests of a swing: otherwise most of a burst would be the reading of prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +122,14 @@ class Offline:
         from vllm.sampling_params import RequestOutputKind
 
         params = self.llm.get_default_sampling_params().clone() if cell.sampled else SamplingParams(temperature=0.0)
+        tokens = self.prompts[prompt]
         params.max_tokens, params.ignore_eos = self.setup.max_tokens, True
+        if cell.place == "swing":
+            params.max_tokens = min(LONGER * self.setup.max_tokens, self.setup.max_model_len - len(tokens))
         params.output_kind, params.detokenize = RequestOutputKind.DELTA, False
         self.started += 1
         name = str(self.started)
-        self.engine.add_request(name, {"prompt_token_ids": self.prompts[prompt]}, params)
+        self.engine.add_request(name, {"prompt_token_ids": tokens}, params)
         return name
 
     def _step(self, running: dict[str, Arrivals]) -> int:

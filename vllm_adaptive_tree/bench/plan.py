@@ -57,9 +57,9 @@ class Stage(NamedTuple):
 
 
 def groups(configs: Sequence[Config], alive: int = ALIVE) -> list[tuple[Config, ...]]:
-    """The base with `alive` - 1 others at a time, so that every ratio has a base of the same rounds.
-
-    Methods come first, each beside a chain where there is one; the longest chains that are no longer than 3 lead.
+    """The base with `alive` - 1 others at a time: methods first, each beside a chain where there is one; the longest
+    chains that are no longer than 3 lead. Where only chains are left, the first method takes the base's place: every
+    chain runs beside a method, and its ratio to the base goes through it.
     """
     base = next(config for config in configs if config.role == "base")
     methods = [config for config in configs if config.role == "method"]
@@ -70,7 +70,9 @@ def groups(configs: Sequence[Config], alive: int = ALIVE) -> list[tuple[Config, 
         methods, chains = methods[1:], chains[1:]
     order += [config for config in configs if config.role == "probe"]
     others = alive - 1
-    return [(base, *order[start : start + others]) for start in range(0, len(order), others)] or [(base,)]
+    parts = [order[start : start + others] for start in range(0, len(order), others)] or [[]]
+    first = next((config for config in order if config.role == "method"), base)
+    return [(first if part and all(one.role == "chain" for one in part) else base, *part) for part in parts]
 
 
 def stages(configs: Sequence[Config], cells: Sequence[Cell]) -> list[Stage]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain
+from itertools import chain, product
 from statistics import fmean
 from statistics import median as median_of
 from typing import Any
@@ -64,13 +64,10 @@ class Series:
         self.cell = cell
         self.rounds = [one for one in rounds if one.cell == cell.name]
         self.stages = list(dict.fromkeys(one.stage for one in self.rounds))
+        self.configs = list(dict.fromkeys(name for one in self.rounds for name in one.measured))
 
     def of(self, config: str) -> list[Measurement]:
         return [one.measured[config] for one in self.rounds if config in one.measured]
-
-    def stage_of(self, config: str) -> str:
-        """The first that ran it; the base runs in all."""
-        return next(one.stage for one in self.rounds if config in one.measured)
 
     def speeds(self, config: str, stage: str | None = None, phase: str | None = None) -> Rounds:
         """Tokens per second by round, of one stage; of all stages: by a running number."""
@@ -78,20 +75,23 @@ class Series:
         return {one.number if stage else index: _speed(one.measured[config], phase) for index, one in enumerate(mine)}
 
     def compared(self, config: str, other: str, phase: str | None = None) -> Estimate | None:
-        """`config` over `other`, in rounds that ran side by side where there are enough, else through the base."""
+        """`config` over `other`, in rounds that ran side by side where there are enough, else through a third one that
+        ran beside both."""
         for stage in self.stages:
             direct = ratio(self.speeds(config, stage, phase), self.speeds(other, stage, phase))
             if direct is not None:
                 return direct
-        if BASE in (config, other):
-            return None
-        here, there = self.stage_of(config), self.stage_of(other)
-        return ratio_through(
-            self.speeds(config, here, phase),
-            self.speeds(BASE, here, phase),
-            self.speeds(other, there, phase),
-            self.speeds(BASE, there, phase),
-        )
+        for here, there in product(self.stages, repeat=2):
+            for third in self.configs:
+                found = ratio_through(
+                    self.speeds(config, here, phase),
+                    self.speeds(third, here, phase),
+                    self.speeds(other, there, phase),
+                    self.speeds(third, there, phase),
+                )
+                if found is not None:
+                    return found
+        return None
 
     def best(self, names: Sequence[str], phase: str | None = None) -> str | None:
         """Of those that ran, the one that is fastest against the base."""
@@ -104,13 +104,16 @@ class Series:
         return max(found, key=found.__getitem__) if found else None
 
     def identical(self, config: str) -> float | None:
-        """Share of requests that got the base's tokens in the same round."""
+        """Share of requests that got the base's tokens in a round of the same number, which has the same prompts."""
         if self.cell.sampled or self.cell.place == "swing":
             return None
+        base = {one.number: one.measured[BASE].outputs for one in self.rounds if BASE in one.measured}
         pairs = [
-            (one.measured[config].outputs, one.measured[BASE].outputs) for one in self.rounds if config in one.measured
+            (one.measured[config].outputs, base[one.number])
+            for one in self.rounds
+            if config in one.measured and one.number in base
         ]
-        same = [mine == theirs for ours, base in pairs for mine, theirs in zip(ours, base, strict=True)]
+        same = [mine == theirs for ours, plain in pairs for mine, theirs in zip(ours, plain, strict=True)]
         return fmean(same) if same else None
 
 

@@ -25,7 +25,7 @@ LEFT = ("method", "best fixed", "cell")
 
 NOTES = (
     "tokens/s: median over rounds [90 % bootstrap interval], prefill included. Ratios: of rounds side by side, their "
-    "median and interval; against a chain that ran in another group, each through no speculation; none from fewer than "
+    "median and interval; of two in different groups, through one that ran beside both; none from fewer than "
     f"{ENOUGH} rounds.",
     "tokens/step and nodes/step: per request and decode step. identical: share of greedy requests whose tokens are "
     "those without speculation.",
