@@ -51,6 +51,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "all": {"min_p": 0.02, "top_k": 40, "repetition_penalty": 1.1, "logit_bias": {262: 1.0}, "min_tokens": 5},
 }
 
+GREEDY_ALIKE = {"top_k", "top_p", "generation_config", "min_p", "stop_token_ids", "repetition_detection"}
+"""Those that make no difference to what a greedy request takes next."""
+
 LOGPROBS: dict[str, dict[str, Any]] = {
     "top_4": {"logprobs": 4},
     "all": {"logprobs": -1},
@@ -172,6 +175,23 @@ def test_parameter(llm: Any, plain: dict[str, Any], name: str, monkeypatch: pyte
     assert any(changed), "a parameter without effect proves nothing"
     assert_identical(plain[name], generate(llm, PROMPTS[:6], batch(KINDS[name])))
     assert any(not t.is_chain for t in spy.trees)
+
+
+@pytest.mark.skipif(V2, reason="there every batch is sampled at all rows at once")
+@pytest.mark.parametrize("logprobs", [False, True])
+@pytest.mark.parametrize("name", [name for name in KINDS if name != "temperature"])
+def test_greedy_batch(
+    llm: Any, plain: dict[str, Any], name: str, logprobs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is drawn level by level, unless one of the batch has a parameter that greedy sampling heeds."""
+    from vllm_adaptive_tree.engine.target import Target
+
+    best, seen = Target.best, []
+    monkeypatch.setattr(Target, "best", lambda target: seen.append(best(target)) or seen[-1])
+    ours = generate(llm, PROMPTS[1:6:2], batch(KINDS[name], **({"logprobs": 2} if logprobs else {}))[1::2])
+    assert_identical(plain[name][1::2], ours)
+    known = [one is not None for one in seen]
+    assert known[0] == all(known) == (name in GREEDY_ALIKE and not logprobs)
 
 
 def test_n(llm: Any, plain: dict[str, Any]) -> None:

@@ -35,6 +35,8 @@ class Outcome(NamedTuple):
 
 def accept(pair: Pair, target: Target, step: Verification, drafts: dict[int, Draft], requests: Requests) -> Outcome:
     """Walk every tree of the step, by `target_only` or by the rule of the pair."""
+    if pair.init_width == 1 and (best := target.best()) is not None:
+        return Outcome(_along(best, target.first.tolist(), step, requests.limit.tolist()), None, None)
     tree = step.batch()
     rule = _Rule(pair, tree, max((one.widest for one in step.trees.values()), default=1), target, drafts, requests)
     by_target, own, forced = bool(requests.own.all()), requests.own, None
@@ -80,6 +82,21 @@ def accept(pair: Pair, target: Target, step: Verification, drafts: dict[int, Dra
     candidates = _candidates(target, accepted, pair.init_width, requests) if pair.init_width > 1 else None
     target.close()
     return Outcome(accepted, stacked(logprobs), candidates)
+
+
+def _along(best: list[int], first: list[int], step: Verification, limit: list[int]) -> Accepted:
+    """The walk of a batch whose draws are all known: `best` at every row, `first`: the row of each root, [R]."""
+    paths = []
+    for request, (root, most) in enumerate(zip(first, limit, strict=True)):
+        tree = step.trees.get(request)
+        paths.append([] if tree is None else tree.along(best[root : root + 1 + len(tree)])[: most - 1])
+    length = 1 + max(map(len, paths))
+    tokens = [
+        [best[root + 1 + node] for node in (-1, *path)] + [-1] * (length - 1 - len(path))
+        for root, path in zip(first, paths, strict=True)
+    ]
+    nodes = [path + [-1] * (length - len(path)) for path in paths]
+    return Accepted(torch.tensor(tokens), torch.tensor(nodes))
 
 
 def held(tokens: Tensor) -> Tensor:

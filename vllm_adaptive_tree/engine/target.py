@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.sample.logits_processor import LogitBiasLogitsProcessor, MinTokensLogitsProcessor
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from vllm_adaptive_tree.engine.verification import Verification
@@ -31,6 +32,25 @@ class Target:
         self.written = [len(tokens) for tokens in sampling.output_token_ids]
         if (budgets := sampling.thinking_budget_state_holder) is not None and budgets.has_tracked_requests():
             budgets.commit(sampling.output_token_ids)
+
+    def best(self) -> list[int] | None:
+        """The best token at every row, where the sampler would draw it whatever led there: a greedy batch of which
+        nobody asks for logprobs, and no penalty, ban, bias or budget."""
+        own = self.sampling
+        thinking = own.thinking_budget_state_holder
+        if (
+            own.all_greedy
+            and own.max_num_logprobs is None
+            and not own.logprob_token_ids
+            and own.no_penalties
+            and not own.bad_words_token_ids
+            and own.allowed_token_ids_mask is None
+            and (thinking is None or not thinking.has_tracked_requests())
+            and not any(_may_act(one) for one in own.logitsprocs.non_argmax_invariant)
+        ):
+            best: list[int] = self.sampler.greedy_sample(self.logits.float()).tolist()
+            return best
+        return None
 
     def draw(self, node: Tensor, active: Tensor) -> Any:
         """vLLM's draw behind `node` [R] (-1: the root): its SamplerOutput. What inactive rows hold means nothing."""
@@ -92,6 +112,13 @@ class Target:
     def close(self) -> None:
         for history, length in zip(self.sampling.output_token_ids, self.written, strict=False):
             del history[length:]
+
+
+def _may_act(processor: Any) -> bool:
+    """Whether it may change this batch's logits; what others than vLLM's do is not known."""
+    if isinstance(processor, LogitBiasLogitsProcessor):
+        return bool(processor.biases)
+    return bool(processor.min_toks) if isinstance(processor, MinTokensLogitsProcessor) else True
 
 
 def stacked(levels: list[LogprobsTensors]) -> LogprobsTensors | None:

@@ -9,6 +9,8 @@ from vllm_adaptive_tree.engine.cpu_attention import Round, VerifyMetadata, nativ
 from vllm_adaptive_tree.trees import TokenTree, TreeBatch
 from vllm_adaptive_tree.trees.tree_batch import EMPTY
 
+NO_TREE = TokenTree((), ())
+
 
 class Verification:
     """The trees of one step, by their request's row in vLLM's batch. Host side of the V1 (CPU) path."""
@@ -26,16 +28,16 @@ class Verification:
     def batch(self) -> TreeBatch:
         """The trees as tensors, one row for every request of the batch."""
         width = max((len(tree) for tree in self.trees.values()), default=1)
-        requests = len(self.row_start)
-        tokens = torch.full((requests, width), EMPTY)
-        parent = torch.full((requests, width), -1)
-        depth = torch.zeros(requests, width, dtype=torch.int64)
-        for request, tree in self.trees.items():
-            count = len(tree)
-            tokens[request, :count] = torch.tensor(tree.tokens)
-            parent[request, :count] = torch.tensor(tree.parents)
-            depth[request, :count] = torch.tensor(self.depths[request])
-        return TreeBatch(tokens, parent, depth, torch.zeros(requests, width))
+        tokens, parent, depth = [], [], []
+        for request in range(len(self.row_start)):
+            tree = self.trees.get(request, NO_TREE)
+            missing = width - len(tree)
+            tokens.append([*tree.tokens, *[EMPTY] * missing])
+            parent.append([*tree.parents, *[-1] * missing])
+            depth.append([*self.depths.get(request, ()), *[0] * missing])
+        return TreeBatch(
+            torch.tensor(tokens), torch.tensor(parent), torch.tensor(depth), torch.zeros(len(tokens), width)
+        )
 
     def write_positions(self, positions: Tensor) -> None:
         """position = root position + depth, in vLLM's flat buffer; slots stay linear."""

@@ -1,4 +1,5 @@
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -68,6 +69,15 @@ class TokenTree:
             if parent == (nodes[-1] if nodes else -1):
                 nodes.append(node)
         return nodes
+
+    def along(self, tokens: Sequence[int]) -> list[int]:
+        """The path of the nodes that carry what is drawn where they hang; `tokens` [1 + N]: drawn at the root, and at
+        every node."""
+        child = {edge: node for node, edge in enumerate(zip(self.parents, self.tokens, strict=True))}
+        path = [-1]
+        while (node := child.get((path[-1], tokens[1 + path[-1]]))) is not None:
+            path.append(node)
+        return path[1:]
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless parents come first and siblings differ."""
