@@ -62,13 +62,13 @@ def test_a_sliced_mask_is_the_one_built_level_by_level(cut: bool) -> None:
     inner = [path for path in ((), *shape.paths) if shape.children_of(path)]
     built, sliced = (DraftKeys(torch.zeros(2, 1, dtype=torch.int32), 32, torch.tensor([5, 9])) for _ in range(2))
     sliced.sliced = SlicedMask(shape)
-    for level in range(shape.depth):
+    for level in range(1, shape.depth):
         paths = [path for path in inner if len(path) == level]
         if cut and level == 1:
             paths = paths[:-1]
             inner = [path for path in inner if path[:1] != (2,)]
-        parent = torch.tensor([[inner.index(path[:-1]) if path else 0 for path in paths]] * 2)
-        rows = TreeRows(0, torch.arange(2 * len(paths)), (2, len(paths)))
+        parent = torch.tensor([[inner.index(path[:-1]) for path in paths]] * 2)
+        rows = TreeRows(torch.arange(2 * len(paths)), (2, len(paths)))
         for keys in (built, sliced):
             keys.open_level(rows, parent)
         assert torch.equal(built.seen, sliced.seen)

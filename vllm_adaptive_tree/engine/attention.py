@@ -13,9 +13,8 @@ from vllm_adaptive_tree.trees import SlicedMask
 
 @dataclass(frozen=True, slots=True)
 class TreeRows:
-    """The rows of a draft forward that belong to trees, the last ones, and where each stands in the padded [R, T]."""
+    """The rows of a draft forward over nodes of trees, and where each stands in the padded [R, T]."""
 
-    first: int  # row in the flat batch
     places: Tensor  # [M] int64: r * T + t, increasing
     shape: tuple[int, int]  # R, T
 
@@ -26,11 +25,10 @@ class TreeRows:
 
     def pad(self, flat: Tensor) -> Tensor:
         """[tokens, H, D] -> [R, T, H, D]; unused places hold zeros."""
-        rows = flat[self.first :]
         if not self.full:
-            padded = rows.new_zeros(self.shape[0] * self.shape[1], *rows.shape[1:])
-            rows = padded.index_copy_(0, self.places, rows)
-        return rows.unflatten(0, self.shape)
+            padded = flat.new_zeros(self.shape[0] * self.shape[1], *flat.shape[1:])
+            flat = padded.index_copy_(0, self.places, flat)
+        return flat.unflatten(0, self.shape)
 
     def unpad(self, padded: Tensor) -> Tensor:
         """[R, T, H, D] -> [M, H, D]."""
@@ -38,12 +36,64 @@ class TreeRows:
         return flat if self.full else flat.index_select(0, self.places)
 
 
-@dataclass(frozen=True, slots=True)
-class DraftMetadata:
-    """A draft forward: `native` serves the first rows, which read accepted tokens, `keys` the rows of the trees."""
+class DraftKeys:
+    """Keys of a tree that is being drafted: the context, gathered once, then every node read so far. Also the metadata
+    of a draft forward over one level.
 
-    native: Any  # vLLM's, or None
-    keys: "DraftKeys"
+    Nodes never enter the paged cache; accepted tokens are fed again when the draft catches up.
+    """
+
+    def __init__(self, block_table: Tensor, block_size: int, context: Tensor):
+        """`block_table` [R, blocks], `context` [R] lengths, the root included, which is the last token."""
+        self.block_table, self.context = block_table, context
+        self.width = block_table.shape[1] * block_size
+        self.behind = context_bias(context, self.width)  # [R, 1, width]
+        self.scratch: dict[str, tuple[Tensor, Tensor]] = {}  # layer -> key, value [R, Hkv, width + room, D]
+        # [R, 1 + S, S]: root or node, its ancestors; the root has a row, which sees none, and no column
+        self.seen = torch.zeros(block_table.shape[0], 1, 0, dtype=torch.bool, device=context.device)
+        self.bias = torch.empty(0)
+        self.trees: TreeRows
+        self.level = 1  # that comes next; the root is level 0
+        self.sliced: SlicedMask | None = None  # of the shape that all trees have, while every level is read in full
+
+    def open_level(self, trees: TreeRows, parent: Tensor) -> None:
+        """Prepare the next forward: W new nodes a request below `parent` [R, W], counted as in `Frontier`."""
+        requests, before, columns = self.seen.shape
+        width = parent.shape[1]
+        self.trees = trees
+        if self.sliced is not None and self.sliced.ends[self.level] != before + width:
+            self.sliced = None
+        if self.sliced is not None:
+            self.seen = self.sliced.behind(self.level)[:, 1:].expand(requests, -1, -1)
+        else:
+            own = torch.eye(width, dtype=torch.bool, device=parent.device).expand(requests, width, width)
+            above = self.seen.gather(1, parent[:, :, None].expand(requests, width, columns))
+            old = torch.nn.functional.pad(self.seen, (0, width))
+            self.seen = torch.cat([old, torch.cat([above, own], 2)], 1)
+        self.level += 1
+        tree = torch.where(self.seen[:, before:], 0.0, -torch.inf)
+        self.bias = torch.cat([self.behind.expand(-1, width, -1), tree], 2)  # [R, W, width + S]
+
+    def read(self, layer: Any, kv_cache: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        end = self.width + self.seen.shape[2]
+        start = end - self.trees.shape[1]
+        keys, values = self._room_for(end, layer, kv_cache)
+        keys[:, :, start:end] = self.trees.pad(key).transpose(1, 2)
+        values[:, :, start:end] = self.trees.pad(value).transpose(1, 2)
+        return keys[:, :, :end], values[:, :, :end]
+
+    def _room_for(self, end: int, layer: Any, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+        """The layer's scratch, at least `end` long; it doubles its tree part when that is full."""
+        old = self.scratch.get(layer.layer_name)
+        if old is None:
+            old = layer.impl.gather(layer, kv_cache, self.block_table)
+        elif old[0].shape[2] >= end:
+            return old
+        room = max(32, 2 * (end - self.width))
+        keys, values = (part.new_empty(*part.shape[:2], self.width + room, part.shape[3]) for part in old)
+        keys[:, :, : old[0].shape[2]], values[:, :, : old[1].shape[2]] = old
+        self.scratch[layer.layer_name] = keys, values
+        return keys, values
 
 
 class TreeAttention:
@@ -80,80 +130,14 @@ class TreeAttention:
         )
 
     def _draft(
-        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, step: DraftMetadata, out: Tensor
+        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, step: DraftKeys, out: Tensor
     ) -> Tensor:
-        if step.native is not None:
-            super().forward(layer, query, key, value, kv_cache, step.native, out)  # type: ignore[misc]
-        trees, keys = step.keys.trees, step.keys
-        tree_keys, tree_values = keys.read(layer, kv_cache, key, value)
-        result = attend(trees.pad(query), tree_keys, tree_values, keys.bias, self.scale)
-        out[trees.first :] = trees.unpad(result)
-        return out
+        keys, values = step.read(layer, kv_cache, key, value)
+        return out.copy_(step.trees.unpad(attend(step.trees.pad(query), keys, values, step.bias, self.scale)))
 
     def gather(self, layer: Any, kv_cache: Tensor, block_table: Tensor) -> tuple[Tensor, Tensor]:
         """The blocks [R, B] of R requests, to float32: key and value, [R, Hkv, B * block_size, head_size]."""
         raise NotImplementedError
 
-    ways: ClassVar[Mapping[type, Callable[..., Tensor]]] = {DraftMetadata: _draft}
+    ways: ClassVar[Mapping[type, Callable[..., Tensor]]] = {DraftKeys: _draft}
     """How to attend, by our metadata."""
-
-
-class DraftKeys:
-    """Keys of a tree that is being drafted: the context, gathered once, then every node read so far.
-
-    Nodes never enter the paged cache; accepted tokens are fed again when the draft catches up.
-    """
-
-    def __init__(self, block_table: Tensor, block_size: int, context: Tensor, *, rooted: bool = False):
-        """`block_table` [R, blocks], `context` [R] lengths; `rooted`: the root is the last token of the context."""
-        self.block_table, self.context = block_table, context
-        self.width = block_table.shape[1] * block_size
-        self.behind = context_bias(context, self.width)  # [R, 1, width]
-        self.scratch: dict[str, tuple[Tensor, Tensor]] = {}  # layer -> key, value [R, Hkv, width + room, D]
-        # [R, S, S]: node, its ancestors; a root in the context has a row, which sees none, and no column
-        self.seen = torch.zeros(block_table.shape[0], int(rooted), 0, dtype=torch.bool, device=context.device)
-        self.bias = torch.empty(0)
-        self.trees: TreeRows
-        self.level = 0
-        self.sliced: SlicedMask | None = None  # of the shape that all trees have, while every level is read in full
-
-    def open_level(self, trees: TreeRows, parent: Tensor) -> None:
-        """Prepare the next forward: W new nodes a request below `parent` [R, W], counted as in `Frontier`."""
-        requests, before, columns = self.seen.shape
-        width = parent.shape[1]
-        self.trees = trees
-        own = torch.eye(width, dtype=torch.bool, device=parent.device).expand(requests, width, width)
-        if self.sliced is not None and self.sliced.ends[self.level] != before + width:
-            self.sliced = None
-        if self.sliced is not None:
-            self.seen = self.sliced.behind(self.level).expand(requests, -1, -1)
-        elif before == 0:  # the root
-            self.seen = own
-        else:
-            above = self.seen.gather(1, parent[:, :, None].expand(requests, width, columns))
-            old = torch.nn.functional.pad(self.seen, (0, width))
-            self.seen = torch.cat([old, torch.cat([above, own], 2)], 1)
-        self.level += 1
-        tree = torch.where(self.seen[:, before:], 0.0, -torch.inf)
-        self.bias = torch.cat([self.behind.expand(-1, width, -1), tree], 2)  # [R, W, width + S]
-
-    def read(self, layer: Any, kv_cache: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        end = self.width + self.seen.shape[2]
-        start = end - self.trees.shape[1]
-        keys, values = self._room_for(end, layer, kv_cache)
-        keys[:, :, start:end] = self.trees.pad(key).transpose(1, 2)
-        values[:, :, start:end] = self.trees.pad(value).transpose(1, 2)
-        return keys[:, :, :end], values[:, :, :end]
-
-    def _room_for(self, end: int, layer: Any, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-        """The layer's scratch, at least `end` long; it doubles its tree part when that is full."""
-        old = self.scratch.get(layer.layer_name)
-        if old is None:
-            old = layer.impl.gather(layer, kv_cache, self.block_table)
-        elif old[0].shape[2] >= end:
-            return old
-        room = max(32, 2 * (end - self.width))
-        keys, values = (part.new_empty(*part.shape[:2], self.width + room, part.shape[3]) for part in old)
-        keys[:, :, : old[0].shape[2]], values[:, :, : old[1].shape[2]] = old
-        self.scratch[layer.layer_name] = keys, values
-        return keys, values

@@ -2,17 +2,16 @@
 
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from vllm.forward_context import set_forward_context
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
-from vllm_adaptive_tree.engine.attention import DraftKeys, DraftMetadata, TreeRows
+from vllm_adaptive_tree.engine.attention import DraftKeys, TreeRows
 from vllm_adaptive_tree.engine.clock import PhaseClock
 from vllm_adaptive_tree.engine.cpu_attention import native_metadata
 from vllm_adaptive_tree.proposers import Rows
-
-NO_SLOT = -1  # vLLM's cache update writes nothing there
 
 
 class CatchUp(NamedTuple):
@@ -21,7 +20,7 @@ class CatchUp(NamedTuple):
     row: int  # of the request in vLLM's batch
     start: int  # tokens whose K/V the draft has in the cache
     tokens: list[int]
-    rooted: bool  # the last token is a root from which a tree shall grow; its K/V is kept for this step only
+    rooted: bool  # the last token is a root from which a tree shall grow; it is read again in the next step
 
 
 class DraftState(NamedTuple):
@@ -44,62 +43,42 @@ class ModelDrafter(DraftModelProposer):
             the rows of the rooted requests, in their order, and the state of their trees (None without roots).
         """
         assert target_hidden is None, "an independent draft model does not read the target's hidden states"
-        kept = [item.tokens[:-1] if item.rooted else item.tokens for item in accepted]
-        rooted = [item for item in accepted if item.rooted]
-        starts = [item.start for item in accepted]
-        packed = [index for index, tokens in enumerate(kept) if tokens]  # requests with rows for the native kernel
-        tokens = [token for index in packed for token in kept[index]] + [item.tokens[-1] for item in rooted]
-        positions = [
-            position for index in packed for position in range(starts[index], starts[index] + len(kept[index]))
-        ] + [item.start + len(item.tokens) - 1 for item in rooted]
+        tokens = [token for item in accepted for token in item.tokens]
         if not tokens:
             return Rows(torch.empty(0)), None
-        count = len(tokens) - len(rooted)
-
-        slots = torch.full((len(tokens),), NO_SLOT)
-        native = None
+        rows, lengths = [item.row for item in accepted], [len(item.tokens) for item in accepted]
+        ends = [item.start + length for item, length in zip(accepted, lengths, strict=True)]
         table = self._block_table()
-        if count:
-            rows = [accepted[index].row for index in packed]
-            lengths = [len(kept[index]) for index in packed]
-            ends = [starts[index] + len(kept[index]) for index in packed]
-            request = torch.tensor([row for row, length in zip(rows, lengths, strict=True) for _ in range(length)])
-            position = torch.tensor(positions[:count])
-            block = table.block_table.cpu[request, position // table.block_size].long()
-            slots[:count] = block * table.block_size + position % table.block_size
-            builder = self.draft_attn_groups[0].get_metadata_builder(0)
-            native = native_metadata(builder, lengths, ends, table.block_table.cpu[rows], slots[:count])
-        keys, trees = None, None
-        if rooted:
-            context = torch.tensor([item.start + len(item.tokens) - 1 for item in rooted])
-            blocks = -(-int(context.max()) // table.block_size)
-            keys = DraftKeys(table.block_table.cpu[[item.row for item in rooted], :blocks], table.block_size, context)
-            trees = TreeRows(count, torch.arange(len(rooted)), (len(rooted), 1))
-            keys.open_level(trees, torch.zeros(len(rooted), 1, dtype=torch.int64))
-        hidden = self._forward(torch.tensor(tokens), torch.tensor(positions), slots, native, keys)
-        if keys is None:
+        blocks, size = table.block_table, table.block_size
+        position = np.concatenate([np.arange(item.start, end) for item, end in zip(accepted, ends, strict=True)])
+        slots = blocks.np[np.repeat(rows, lengths), position // size].astype(np.int64) * size + position % size
+        builder, slot_mapping = self.draft_attn_groups[0].get_metadata_builder(0), torch.from_numpy(slots)
+        native = native_metadata(builder, lengths, ends, blocks.cpu[rows], slot_mapping)
+        hidden = self._forward(torch.tensor(tokens), torch.from_numpy(position), slot_mapping, native)
+        rooted = [index for index, item in enumerate(accepted) if item.rooted]
+        if not rooted:
             return Rows(torch.empty(0)), None
-        state = DraftState(keys, keys.context, torch.zeros(len(rooted), 1, dtype=torch.int64))
-        roots = hidden[count:, None]
+        last = np.cumsum(lengths)[rooted] - 1
+        context = torch.tensor([ends[index] for index in rooted])
+        used = -(-max(ends[index] for index in rooted) // size)
+        keys = DraftKeys(blocks.cpu[[rows[index] for index in rooted], :used], size, context)
+        state = DraftState(keys, context - 1, torch.zeros(len(rooted), 1, dtype=torch.int64))
+        roots = hidden[torch.from_numpy(last)][:, None]
         return Rows(self.model.compute_logits(roots), roots), state
 
     def grow(self, tokens: Tensor, parent: Tensor, state: DraftState) -> tuple[Rows, DraftState]:
         """Read one level, `tokens` and `parent` [R, W] as in `Frontier`; only real nodes cost a row."""
         depth = state.depth.gather(1, parent) + 1
         places = (tokens >= 0).flatten().nonzero().flatten()
-        state.keys.open_level(TreeRows(0, places, (tokens.shape[0], tokens.shape[1])), parent)
+        state.keys.open_level(TreeRows(places, (tokens.shape[0], tokens.shape[1])), parent)
         positions = (state.root_position[:, None] + depth).flatten()[places]
-        hidden = self._forward(tokens.flatten()[places], positions, None, None, state.keys)
+        hidden = self._forward(tokens.flatten()[places], positions, None, state.keys)
         logits = self.model.compute_logits(hidden)  # [M, V]
         rows = Rows(*(_spread(rows, places, tokens.shape) for rows in (logits, hidden)))
         return rows, state._replace(depth=torch.cat([state.depth, depth], 1))
 
-    def _forward(
-        self, tokens: Tensor, positions: Tensor, slots: Tensor | None, native: Any, keys: DraftKeys | None
-    ) -> Tensor:
-        """Hidden states [tokens, hidden]. `native` serves the first rows, `keys` the trees'; without `slots` nothing is
-        written to the cache."""
-        metadata = native if keys is None else DraftMetadata(native, keys)
+    def _forward(self, tokens: Tensor, positions: Tensor, slots: Tensor | None, metadata: Any) -> Tensor:
+        """Hidden states [tokens, hidden]; without `slots` nothing is written to the cache."""
         layers = self._draft_attn_layer_names
         with set_forward_context(
             dict.fromkeys(layers, metadata),

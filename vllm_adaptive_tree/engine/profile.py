@@ -1,4 +1,4 @@
-"""What forwards cost, measured when the engine starts; nothing is written to the cache."""
+"""What forwards cost, measured when the engine starts; nothing is written to the cache, but for the null block."""
 
 import statistics
 import time
@@ -13,13 +13,14 @@ from vllm.forward_context import set_forward_context
 from vllm_adaptive_tree.budget import Costs, Curve
 from vllm_adaptive_tree.engine.cost_profile import threshold
 from vllm_adaptive_tree.engine.cpu_attention import native_metadata
-from vllm_adaptive_tree.engine.drafter import NO_SLOT, CatchUp
+from vllm_adaptive_tree.engine.drafter import CatchUp
 from vllm_adaptive_tree.engine.ranks import from_rank_0
 
 ROUNDS = 20
 PROFILE_ROUNDS = 5
 PROFILE_SECONDS = 10.0
 """After these, a profile keeps the points that it has."""
+NO_SLOT = -1  # vLLM's cache update writes nothing there
 CONTEXT = 1024
 """Tokens, where the model reads as many."""
 

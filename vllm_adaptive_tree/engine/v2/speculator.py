@@ -9,7 +9,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_adaptive_tree.acceptance import RULES
 from vllm_adaptive_tree.config import TreeOptions
-from vllm_adaptive_tree.engine.attention import DraftKeys, DraftMetadata, TreeRows
+from vllm_adaptive_tree.engine.attention import DraftKeys, TreeRows
 from vllm_adaptive_tree.engine.v2.budget import ALL, BatchBudget
 from vllm_adaptive_tree.engine.v2.drafts import Drafts
 from vllm_adaptive_tree.engine.v2.fused import keyed_noise
@@ -143,9 +143,9 @@ class TreeSpeculator(RestingSpeculator):
         keys, root, depth = state
         new = depth.gather(1, parent) + 1
         places = torch.arange(tokens.numel(), device=self.device)
-        keys.open_level(TreeRows(0, places, (tokens.shape[0], tokens.shape[1])), parent)
+        keys.open_level(TreeRows(places, (tokens.shape[0], tokens.shape[1])), parent)
         positions = (root[:, None] + new).clamp(max=self.max_model_len - 1).flatten()
-        metadata = dict.fromkeys(self.draft_attn_layer_names, DraftMetadata(None, keys))
+        metadata = dict.fromkeys(self.draft_attn_layer_names, keys)
         hidden = self._run_model(tokens.clamp(min=0).flatten().int(), positions, metadata, {}, None)
         logits = self.compute_draft_logits(hidden, 0).unflatten(0, tokens.shape)
         return Rows(logits, hidden.unflatten(0, tokens.shape)), (keys, root, torch.cat([depth, new], 1))
@@ -156,4 +156,4 @@ class TreeSpeculator(RestingSpeculator):
         longest = 1 + int(batch.seq_lens_cpu_upper_bound[: batch.num_reqs].max())
         blocks = -(-min(longest, self.max_model_len) // block_size)
         table = self.block_tables.input_block_tables[group][: batch.num_reqs, :blocks]
-        return DraftKeys(table, block_size, root + 1, rooted=True)
+        return DraftKeys(table, block_size, root + 1)
