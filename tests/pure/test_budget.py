@@ -14,6 +14,7 @@ from vllm_adaptive_tree.budget.controller import TRIAL
 from vllm_adaptive_tree.budget.foresight import ENOUGH, RECENT, Foresight
 from vllm_adaptive_tree.budget.levels import EVERY, FIRST
 from vllm_adaptive_tree.budget.pauses import LOSSES, PAUSE
+from vllm_adaptive_tree.budget.sharpening import TOGETHER
 from vllm_adaptive_tree.proposers import DySpec, OptTree, Proposer
 
 from .toys import ToyLM, cut, emitted, every_draft, stacked
@@ -312,6 +313,16 @@ def test_a_useless_draft_is_flattened_and_a_perfect_one_sharpened_within_bounds(
     assert 0.2 <= perfect.temperature < 0.4
 
 
+def test_few_tokens_wait_for_others():
+    one_by_one, at_once = Sharpening(0.6), Sharpening(0.6)
+    logits = torch.randn(TOGETHER, 20, generator=torch.Generator().manual_seed(0))
+    for row in range(TOGETHER):
+        assert one_by_one.temperature == 0.6
+        one_by_one.observe(logits[row : row + 1], logits[row : row + 1].argmax(-1))
+    at_once.observe(logits, logits.argmax(-1))
+    assert one_by_one.temperature == at_once.temperature != 0.6
+
+
 def test_banned_tokens_change_nothing():
     with_them, without, generator = Sharpening(0.6), Sharpening(0.6), torch.Generator().manual_seed(0)
     for _ in range(50):
@@ -327,7 +338,7 @@ def test_tokens_of_others_teach_nothing():
         logits = torch.randn(3, 20, generator=generator)
         token, among = logits.argmax(-1), torch.tensor([True, False, True])
         some.learn(*some.measured(logits, token.where(among, -1), among).tolist())
-        alone.observe(logits[among], token[among])
+        alone.learn(*alone.measured(logits[among], token[among], torch.tensor([True, True])).tolist())
     assert some.temperature == pytest.approx(alone.temperature)
     assert alone.temperature < 0.6
 

@@ -4,6 +4,8 @@ from torch import Tensor
 LOWEST, HIGHEST = 0.2, 2.0
 MEMORY = 1000.0
 """Observations after which an old one weighs 1/e."""
+TOGETHER = 16
+"""Tokens of which one step learns."""
 PRIOR = 30.0
 """Of the initial temperature, in squared logits: about as much as so many tokens say, at a variance of 1."""
 BOUND = 8.0
@@ -21,14 +23,20 @@ class Sharpening:
     def __init__(self, temperature: float):
         self.inverse = 1 / temperature
         self.information = PRIOR
+        self.waiting: list[tuple[Tensor, Tensor]] = []
 
     @property
     def temperature(self) -> float:
         return 1 / self.inverse
 
     def observe(self, logits: Tensor, token: Tensor) -> None:
-        """At nodes with the draft's `logits` [M, V] a greedy target took `token` [M]."""
-        self.learn(*self.measured(logits, token, torch.ones_like(token, dtype=torch.bool)).tolist())
+        """At nodes with the draft's `logits` [M, V] a greedy target took `token` [M]. Some wait until there are enough
+        to be worth a step."""
+        self.waiting.append((logits, token))
+        if sum(len(one) for _, one in self.waiting) >= TOGETHER:
+            logits, token = map(torch.cat, zip(*self.waiting, strict=True))
+            self.waiting = []
+            self.learn(*self.measured(logits, token, torch.ones_like(token, dtype=torch.bool)).tolist())
 
     def measured(self, logits: Tensor, token: Tensor, among: Tensor) -> Tensor:
         """What `learn` wants to know, [3] on their device; of those `among` [M] them."""
