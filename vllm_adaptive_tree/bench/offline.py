@@ -54,6 +54,9 @@ class Offline:
         warnings.filterwarnings("ignore", category=FutureWarning)
         from vllm import LLM
 
+        from vllm_adaptive_tree.amx import allow_amx
+
+        allow_amx()
         self.setup = setup
         self.llm: Any = LLM(
             speculative_config=config.speculation,

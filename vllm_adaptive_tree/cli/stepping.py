@@ -135,6 +135,9 @@ def _start(job: Job) -> About:
     import torch
     import vllm
 
+    from vllm_adaptive_tree.amx import allow_amx
+
+    allow_amx()
     _llm = vllm.LLM(
         model=job.model,
         speculative_config=job.speculative_config,

@@ -4,6 +4,7 @@ from typing import Any
 from vllm.logger import init_logger
 from vllm.v1.worker import cpu_worker
 
+from vllm_adaptive_tree.amx import allow_amx
 from vllm_adaptive_tree.budget import FREE, Controller, Costs, Sharpening
 from vllm_adaptive_tree.engine.budget import BatchBudget
 from vllm_adaptive_tree.engine.cost_profile import starting_costs
@@ -23,6 +24,7 @@ class TreeWorker(cpu_worker.CPUWorker):
     model_runner: TreeModelRunner
 
     def init_device(self) -> None:
+        allow_amx()
         if self.use_v2_model_runner:
             from vllm.v1.worker.cpu import model_runner
 
