@@ -45,7 +45,7 @@ class DraftKeys:
 
     def __init__(self, block_table: Tensor, block_size: int, context: Tensor):
         """`block_table` [R, blocks], `context` [R] lengths, the root included, which is the last token."""
-        self.block_table, self.context = block_table, context
+        self.block_table = block_table
         self.width = block_table.shape[1] * block_size
         self.behind = context_bias(context, self.width)  # [R, 1, width]
         self.scratch: dict[str, tuple[Tensor, Tensor]] = {}  # layer -> key, value [R, Hkv, width + room, D]

@@ -35,9 +35,8 @@ class Verification:
             tokens.append([*tree.tokens, *[EMPTY] * missing])
             parent.append([*tree.parents, *[-1] * missing])
             depth.append([*self.depths.get(request, ()), *[0] * missing])
-        return TreeBatch(
-            torch.tensor(tokens), torch.tensor(parent), torch.tensor(depth), torch.zeros(len(tokens), width)
-        )
+        whole = torch.tensor([tokens, parent, depth], dtype=torch.int64)  # also where width is 0
+        return TreeBatch(whole[0], whole[1], whole[2], torch.zeros(len(tokens), width))
 
     def write_positions(self, positions: Tensor) -> None:
         """position = root position + depth, in vLLM's flat buffer; slots stay linear."""
