@@ -6,6 +6,7 @@ from vllm import _custom_ops as ops
 
 from vllm_adaptive_tree.attention.cpu import attend, context_bias, gather_context
 from vllm_adaptive_tree.engine.attention import DraftKeys, TreeRows
+from vllm_adaptive_tree.engine.contexts import PagedContexts
 from vllm_adaptive_tree.trees import Shape, SlicedMask
 
 LENGTHS = [1, 31, 32, 33, 100]  # contexts across block borders
@@ -60,7 +61,9 @@ def test_attend_against_float64(heads: int, kv_heads: int) -> None:
 def test_a_sliced_mask_is_the_one_built_level_by_level(cut: bool) -> None:
     shape = Shape.k_config((3, 2, 1))
     inner = [path for path in ((), *shape.paths) if shape.children_of(path)]
-    built, sliced = (DraftKeys(torch.zeros(2, 1, dtype=torch.int32), 32, torch.tensor([5, 9])) for _ in range(2))
+    built, sliced = (
+        DraftKeys(PagedContexts(torch.zeros(2, 1, dtype=torch.int32), 32), torch.tensor([5, 9])) for _ in range(2)
+    )
     sliced.sliced = SlicedMask(shape)
     for level in range(1, shape.depth):
         paths = [path for path in inner if len(path) == level]

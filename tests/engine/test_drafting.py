@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 from vllm import SamplingParams
 
@@ -12,10 +13,9 @@ from vllm_adaptive_tree.engine import runner_v1
 from vllm_adaptive_tree.methods import GREEDY_DRAFT_TEMPERATURE
 
 
-def test_path_probabilities_are_the_draft_s(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = engines.start(tree(25, threshold=0, max_depth=6), max_num_batched_tokens=128)
-    runner, seen = runner_of(llm), []
-    original = runner_v1.draft_tree
+def spied_trees(runner: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Of every tree: the tokens up to its root, its nodes' tokens, parents and log values, the draft's state there."""
+    seen, original = [], runner_v1.draft_tree
 
     def draft_tree(*args: Any, **kwargs: Any) -> Any:
         proposal = original(*args, **kwargs)
@@ -29,6 +29,27 @@ def test_path_probabilities_are_the_draft_s(engines: Engines, monkeypatch: pytes
         return proposal
 
     monkeypatch.setattr(runner_v1, "draft_tree", draft_tree)
+    return seen
+
+
+def assert_the_draft_s(draft: Any, context: list[int], path: list[int], weight: float) -> None:
+    with torch.no_grad():
+        logits = draft(torch.tensor([context + path])).logits[0, len(context) - 1 : -1]
+    law = (logits / GREEDY_DRAFT_TEMPERATURE).log_softmax(-1)
+    assert sum(float(law[i, token]) for i, token in enumerate(path)) == pytest.approx(weight, abs=2e-3)
+
+
+def paths_of(tokens: Tensor, parent: Tensor) -> list[list[int]]:
+    paths: list[list[int]] = []
+    for token, above in zip(tokens.tolist(), parent.tolist(), strict=True):
+        paths.append((paths[above] if above >= 0 else []) + [token])
+    return paths
+
+
+def test_path_probabilities_are_the_draft_s(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = engines.start(tree(25, threshold=0, max_depth=6), max_num_batched_tokens=128)
+    runner = runner_of(llm)
+    seen = spied_trees(runner, monkeypatch)
     grow = runner.drafter.grow
 
     def checked(*args: Any) -> Any:
@@ -48,15 +69,26 @@ def test_path_probabilities_are_the_draft_s(engines: Engines, monkeypatch: pytes
         with torch.no_grad():
             states = draft(torch.tensor([context]), output_hidden_states=True).hidden_states[-1]
         torch.testing.assert_close(hidden, states[0, -1], rtol=1e-3, atol=1e-3)
-        paths: list[list[int]] = []
-        for node in range(25):
-            paths.append((paths[parent[node]] if parent[node] >= 0 else []) + [int(tokens[node])])
+        paths = paths_of(tokens, parent)
         for node in (0, 5, 12, 20, 24):
-            path = paths[node]
-            deepest = max(deepest, len(path))
-            with torch.no_grad():
-                logits = draft(torch.tensor([context + path])).logits[0, len(context) - 1 : -1]
-            law = (logits / GREEDY_DRAFT_TEMPERATURE).log_softmax(-1)
-            expected = sum(float(law[i, token]) for i, token in enumerate(path))
-            assert expected == pytest.approx(float(weight[node]), abs=2e-3)
+            deepest = max(deepest, len(paths[node]))
+            assert_the_draft_s(draft, context, paths[node], float(weight[node]))
     assert deepest >= 4
+
+
+def test_levels_read_their_own_context(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contexts are kept between steps, while requests end, begin, change rows and find their prompts in the cache."""
+    llm = engines.start(tree(6, threshold=0, max_depth=3), max_num_batched_tokens=64, max_num_seqs=4)
+    seen = spied_trees(runner_of(llm), monkeypatch)
+    long = "\n".join(PROMPTS[:6])  # more than a block, and more than a chunk
+    prompts = [*PROMPTS[:4], long, *PROMPTS[4:9]]
+    lengths = [SamplingParams(temperature=0, max_tokens=5 + 11 * i % 17, ignore_eos=True) for i in range(len(prompts))]
+    generate(llm, prompts, lengths)
+    generate(llm, [long, *PROMPTS[7:10], long], lengths[:5])
+    draft = AutoModelForCausalLM.from_pretrained(DRAFT, dtype=torch.float32)
+    below = 0
+    for context, tokens, parent, weight, _ in seen[::3]:
+        path, value = max(zip(paths_of(tokens, parent), weight.tolist(), strict=True), key=lambda one: len(one[0]))
+        below += len(path) > 1
+        assert_the_draft_s(draft, context, path, value)
+    assert below > 20

@@ -6,8 +6,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from vllm_adaptive_tree.attention.cpu import attend, context_bias
+from vllm_adaptive_tree.engine.contexts import KeptContexts, OpenContexts, PagedContexts
 from vllm_adaptive_tree.trees import SlicedMask
 
 
@@ -36,21 +38,29 @@ class TreeRows:
         return flat if self.full else flat.index_select(0, self.places)
 
 
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A draft forward over tokens of the batch, by vLLM's own attention; what it reads is kept for later levels."""
+
+    native: Any
+    contexts: KeptContexts
+    places: Tensor  # [tokens] int64
+
+
 class DraftKeys:
-    """Keys of a tree that is being drafted: the context, gathered once, then every node read so far. Also the metadata
-    of a draft forward over one level.
+    """Keys of a tree that is being drafted: every node read so far, in front of the context. Also the metadata of a
+    draft forward over one level.
 
     Nodes never enter the paged cache; accepted tokens are fed again when the draft catches up.
     """
 
-    def __init__(self, block_table: Tensor, block_size: int, context: Tensor):
-        """`block_table` [R, blocks], `context` [R] lengths, the root included, which is the last token."""
-        self.block_table = block_table
-        self.width = block_table.shape[1] * block_size
-        self.behind = context_bias(context, self.width)  # [R, 1, width]
-        self.scratch: dict[str, tuple[Tensor, Tensor]] = {}  # layer -> key, value [R, Hkv, width + room, D]
+    def __init__(self, contexts: PagedContexts | OpenContexts, length: Tensor):
+        """`length` [R] of each context, the root included, which is the last token."""
+        self.contexts, self.room = contexts, contexts.room
+        self.behind = context_bias(length, contexts.width)  # [R, 1, width]
+        self.scratch: dict[str, tuple[Tensor, Tensor]] = {}  # layer -> key, value [R, Hkv, room + width, D]
         # [R, 1 + S, S]: root or node, its ancestors; the root has a row, which sees none, and no column
-        self.seen = torch.zeros(block_table.shape[0], 1, 0, dtype=torch.bool, device=context.device)
+        self.seen = torch.zeros(len(length), 1, 0, dtype=torch.bool, device=length.device)
         self.bias = torch.empty(0)
         self.trees: TreeRows
         self.level = 1  # that comes next; the root is level 0
@@ -68,32 +78,32 @@ class DraftKeys:
         else:
             own = torch.eye(width, dtype=torch.bool, device=parent.device).expand(requests, width, width)
             above = self.seen.gather(1, parent[:, :, None].expand(requests, width, columns))
-            old = torch.nn.functional.pad(self.seen, (0, width))
-            self.seen = torch.cat([old, torch.cat([above, own], 2)], 1)
+            self.seen = torch.cat([pad(self.seen, (0, width)), torch.cat([above, own], 2)], 1)
         self.level += 1
-        tree = torch.where(self.seen[:, before:], 0.0, -torch.inf)
-        self.bias = torch.cat([self.behind.expand(-1, width, -1), tree], 2)  # [R, W, width + S]
+        nodes = columns + width
+        if nodes > self.room:
+            self._widen(2 * nodes)
+        tree = torch.where(pad(self.seen[:, before:], (0, self.room - nodes)), 0.0, -torch.inf)
+        self.bias = torch.cat([tree, self.behind.expand(-1, width, -1)], 2)  # [R, W, room + width]
 
     def read(self, layer: Any, kv_cache: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        end = self.width + self.seen.shape[2]
+        end = self.seen.shape[2]
         start = end - self.trees.shape[1]
-        keys, values = self._room_for(end, layer, kv_cache)
-        keys[:, :, start:end] = self.trees.pad(key).transpose(1, 2)
-        values[:, :, start:end] = self.trees.pad(value).transpose(1, 2)
-        return keys[:, :, :end], values[:, :, :end]
+        opened = self.scratch.get(layer.layer_name)
+        if opened is None:
+            opened = self.scratch[layer.layer_name] = self.contexts.open(layer, kv_cache)
+        for whole, new in zip(opened, (key, value), strict=True):
+            whole[:, :, start:end] = self.trees.pad(new).transpose(1, 2)
+        return opened
 
-    def _room_for(self, end: int, layer: Any, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-        """The layer's scratch, at least `end` long; it doubles its tree part when that is full."""
-        old = self.scratch.get(layer.layer_name)
-        if old is None:
-            old = layer.impl.gather(layer, kv_cache, self.block_table)
-        elif old[0].shape[2] >= end:
-            return old
-        room = max(32, 2 * (end - self.width))
-        keys, values = (part.new_empty(*part.shape[:2], self.width + room, part.shape[3]) for part in old)
-        keys[:, :, : old[0].shape[2]], values[:, :, : old[1].shape[2]] = old
-        self.scratch[layer.layer_name] = keys, values
-        return keys, values
+    def _widen(self, room: int) -> None:
+        more, self.contexts.room = room - self.room, room
+        for layer, (key, value) in self.scratch.items():
+            self.scratch[layer] = pad(key, (0, 0, more, 0)), pad(value, (0, 0, more, 0))
+            for new, old in zip(self.scratch[layer], (key, value), strict=True):
+                new[:, :, : self.room] = old[:, :, : self.room]
+                new[:, :, self.room : room] = 0
+        self.room = room
 
 
 class TreeAttention:
@@ -135,9 +145,15 @@ class TreeAttention:
         keys, values = step.read(layer, kv_cache, key, value)
         return out.copy_(step.trees.unpad(attend(step.trees.pad(query), keys, values, step.bias, self.scale)))
 
+    def _read(
+        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, step: Reading, out: Tensor
+    ) -> Tensor:
+        step.contexts.write(layer.layer_name, step.places, key, value)
+        return self.forward(layer, query, key, value, kv_cache, step.native, out)
+
     def gather(self, layer: Any, kv_cache: Tensor, block_table: Tensor) -> tuple[Tensor, Tensor]:
         """The blocks [R, B] of R requests, to float32: key and value, [R, Hkv, B * block_size, head_size]."""
         raise NotImplementedError
 
-    ways: ClassVar[Mapping[type, Callable[..., Tensor]]] = {DraftKeys: _draft}
+    ways: ClassVar[Mapping[type, Callable[..., Tensor]]] = {DraftKeys: _draft, Reading: _read}
     """How to attend, by our metadata."""

@@ -8,8 +8,9 @@ from torch import Tensor
 from vllm.forward_context import set_forward_context
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
-from vllm_adaptive_tree.engine.attention import DraftKeys, TreeRows
+from vllm_adaptive_tree.engine.attention import DraftKeys, Reading, TreeRows
 from vllm_adaptive_tree.engine.clock import PhaseClock
+from vllm_adaptive_tree.engine.contexts import KeptContexts
 from vllm_adaptive_tree.engine.cpu_attention import native_metadata
 from vllm_adaptive_tree.proposers import Rows
 
@@ -35,6 +36,7 @@ class ModelDrafter(DraftModelProposer):
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any = None):
         super().__init__(vllm_config, device, runner)
         self.runner = runner
+        self.contexts = KeptContexts()
 
     def catch_up(self, accepted: list[CatchUp], target_hidden: Tensor | None = None) -> tuple[Rows, DraftState | None]:
         """Read what was accepted since the last step, and the new roots.
@@ -51,17 +53,24 @@ class ModelDrafter(DraftModelProposer):
         table = self._block_table()
         blocks, size = table.block_table, table.block_size
         position = np.concatenate([np.arange(item.start, end) for item, end in zip(accepted, ends, strict=True)])
-        slots = blocks.np[np.repeat(rows, lengths), position // size].astype(np.int64) * size + position % size
+        row = np.repeat(rows, lengths)
+        slots = blocks.np[row, position // size].astype(np.int64) * size + position % size
         builder, slot_mapping = self.draft_attn_groups[0].get_metadata_builder(0), torch.from_numpy(slots)
-        native = native_metadata(builder, lengths, ends, blocks.cpu[rows], slot_mapping)
-        hidden = self._forward(torch.tensor(tokens), torch.from_numpy(position), slot_mapping, native)
+        metadata = native_metadata(builder, lengths, ends, blocks.cpu[rows], slot_mapping)
+        self.contexts.follow(self._requests(1 + max(rows)))
+        spans = [(item.row, item.start, end) for item, end in zip(accepted, ends, strict=True)]
+        places = self.contexts.places(row, position, spans)
+        if places is not None:
+            metadata = Reading(metadata, self.contexts, places)
+        hidden = self._forward(torch.tensor(tokens), torch.from_numpy(position), slot_mapping, metadata)
         rooted = [index for index, item in enumerate(accepted) if item.rooted]
         if not rooted:
             return Rows(torch.empty(0)), None
         last = np.cumsum(lengths)[rooted] - 1
-        context = torch.tensor([ends[index] for index in rooted])
-        used = -(-max(ends[index] for index in rooted) // size)
-        keys = DraftKeys(blocks.cpu[[rows[index] for index in rooted], :used], size, context)
+        roots_of, length = [rows[index] for index in rooted], [ends[index] for index in rooted]
+        table = blocks.cpu[roots_of, : -(-max(length) // size)]
+        context = torch.tensor(length)
+        keys = DraftKeys(self.contexts.of(roots_of, length, table), context)
         state = DraftState(keys, context - 1, torch.zeros(len(rooted), 1, dtype=torch.int64))
         roots = hidden[torch.from_numpy(last)][:, None]
         return Rows(self.model.compute_logits(roots), roots), state
@@ -90,6 +99,11 @@ class ModelDrafter(DraftModelProposer):
             positions = positions.clamp(max=self.draft_model_config.max_model_len - 1)
             hidden: Tensor = self.model(input_ids=tokens.int(), positions=positions)
         return hidden
+
+    def _requests(self, rows: int) -> list[str | None]:
+        """Of the batch, by row; None in a row, up to so many, that no request has."""
+        names = self.runner.input_batch.req_ids
+        return [*names, *[None] * (rows - len(names))]
 
     def _block_table(self) -> Any:
         """vLLM's BlockTable of the cache group that holds the draft's layers."""

@@ -10,6 +10,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm_adaptive_tree.acceptance import RULES
 from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.engine.attention import DraftKeys, TreeRows
+from vllm_adaptive_tree.engine.contexts import PagedContexts
 from vllm_adaptive_tree.engine.v2.budget import ALL, BatchBudget
 from vllm_adaptive_tree.engine.v2.drafts import Drafts
 from vllm_adaptive_tree.engine.v2.fused import keyed_noise
@@ -156,4 +157,4 @@ class TreeSpeculator(RestingSpeculator):
         longest = 1 + int(batch.seq_lens_cpu_upper_bound[: batch.num_reqs].max())
         blocks = -(-min(longest, self.max_model_len) // block_size)
         table = self.block_tables.input_block_tables[group][: batch.num_reqs, :blocks]
-        return DraftKeys(table, block_size, root + 1)
+        return DraftKeys(PagedContexts(table, block_size), root + 1)
