@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
 
 from tests.engine.engines import DRAFT, PROMPTS, Engines, TreeSpy, assert_identical, generate, metric, runner_of, tree
 from vllm_adaptive_tree.budget import FREE, Controller, Costs
@@ -150,3 +151,36 @@ def test_requests_that_pause_alone(
     assert_identical(plain, generate(llm, PROMPTS[:BATCH], [parameters(i) for i in range(BATCH)]))
     assert {(BATCH // 2, BATCH // 2), (BATCH, 0)} <= set(cuts)
     assert budget.greedy_temperature != GREEDY_DRAFT_TEMPERATURE, "fitted to what the target took"
+
+
+def test_fewer_nodes_beside_prompts(
+    engines: Engines, plain: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are free up to 24 and dear behind; a prompt fills those, so only likely nodes are verified beside one."""
+    file = tmp_path / "costs.json"
+    file.write_text(json.dumps({"verify": {"rows": [1, 24, 1000], "seconds": [0.05, 0.05, 20.0]}}))
+    llm = engines.start(tree(6, budget="auto", max_depth=3, cost_profile=str(file)), max_num_seqs=3)
+    runner, cuts = runner_of(llm), []
+    affordable = runner._affordable
+
+    def spied(scheduled: Any) -> Any:
+        fewer = affordable(scheduled)
+        assert sum(fewer.num_scheduled_tokens.values()) == fewer.total_num_scheduled_tokens
+        before, after = (sum(map(len, one.scheduled_spec_decode_tokens.values())) for one in (scheduled, fewer))
+        prompts = scheduled.total_num_scheduled_tokens - len(scheduled.num_scheduled_tokens) - before
+        cuts.append((prompts, before, after))
+        return fewer
+
+    monkeypatch.setattr(runner, "_affordable", spied)
+    json_like = StructuredOutputsParams(regex=r"[a-z ]{40,60}")
+    structured = SamplingParams(temperature=0, max_tokens=40, structured_outputs=json_like)
+    wanted = [structured, *[parameters(i) for i in range(1, BATCH)]]
+    long = ["\n".join(PROMPTS[i : i + 3]) for i in range(2, 6)]
+    texts = [PROMPTS[0], *long, *PROMPTS[5:8]]
+    ours = generate(llm, texts, wanted)
+    cut = [(before, after) for prompts, before, after in cuts if prompts > 0 and before]
+    assert cut
+    assert sum(after for _, after in cut) < sum(before for before, _ in cut)
+    assert sum(after for _, after in cut) > 0
+    assert all(before == after for prompts, before, after in cuts if prompts <= 0)
+    assert_identical(generate(engines.start(max_num_seqs=3), texts, wanted), ours)

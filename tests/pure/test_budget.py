@@ -11,6 +11,7 @@ import torch
 
 from vllm_adaptive_tree.budget import FREE, Calibration, Controller, Costs, Curve, Pauses, Sharpening, allocate, best
 from vllm_adaptive_tree.budget.controller import TRIAL
+from vllm_adaptive_tree.budget.curve import profiled_rows
 from vllm_adaptive_tree.budget.foresight import ENOUGH, RECENT, Foresight
 from vllm_adaptive_tree.budget.levels import EVERY, FIRST
 from vllm_adaptive_tree.budget.pauses import LOSSES, PAUSE
@@ -97,6 +98,20 @@ def test_one_stalled_step_moves_a_curve_by_little():
     assert 1 < float(made.at(torch.tensor(1))) < 1.03
     made.observe(11, 1e-9)
     assert 1.94 < float(made.at(torch.tensor(11))) < 2
+
+
+@pytest.mark.parametrize("most", [1, 2, 5, 17, 40, 256])
+def test_a_profile_looks_behind_each_tile(most):
+    rows = profiled_rows(most)
+    assert rows == sorted(set(rows)), "a curve wants them rising"
+    assert (rows[0], rows[-1]) == (1, most)
+    assert {16, 17, 32, 33, 64, 65}.intersection(range(most + 1)) <= set(rows)
+
+
+def test_a_step_behind_a_tile_is_a_reason_to_stop_there():
+    cost = curve(*((rows, 1.0 if rows <= 16 else 1.2) for rows in profiled_rows(64)))
+    values = torch.full((8, 4), 0.05)
+    assert int(allocate(values, verify=cost, spent=0.0, sampled=False).sum()) == 8
 
 
 def test_a_curve_is_written_and_read():
@@ -190,6 +205,36 @@ def test_drawn_children_stop_at_the_first_slot_that_does_not_pay(seed):
         kept[r] += 1
         gain -= minus
     assert allocate(torch.tensor(rows), verify=cost, spent=spent, sampled=True).tolist() == kept
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("seed", range(20))
+def test_beside_other_rows_time_costs_what_it_brings_elsewhere(seed, sampled):
+    generator = random.Random(seed)
+    trees, cost, rate = chains(generator, 2, 3), random_curve(generator), generator.uniform(0.2, 3)
+    beside, price = generator.randrange(20), cost.hull() if sampled else cost
+    seconds = [price.cost(beside + 2 + nodes) for nodes in range(7)]
+    values = sorted((value for tree in trees for value in tree if value > 0), reverse=True)
+    if sampled:
+        dear = [v < rate * (after - before) for v, (before, after) in zip(values, pairwise(seconds), strict=False)]
+        expected = [*dear, True].index(True)
+        scores = None
+    else:
+        scores = [sum(values[:nodes]) - rate * seconds[nodes] for nodes in range(len(values) + 1)]
+    kept = allocate(torch.tensor(trees), verify=cost, spent=0.0, sampled=sampled, rows=beside, rate=rate)
+    if scores is None:
+        assert int(kept.sum()) == expected
+    else:
+        assert scores[int(kept.sum())] == pytest.approx(max(scores))
+
+
+def test_prompts_in_a_step_leave_room_for_good_nodes_only():
+    controller = Controller(costs((1, 1.0), (16, 1.0), (116, 11.0)), sampled=False)
+    value, depth = torch.tensor([[0.9, 0.3], [0.8, 0.1]]), torch.tensor([[1, 2], [1, 2]])
+    assert controller.share_beside(value, depth, 40).tolist() == [2, 2], "nothing is known of its time yet"
+    assert controller.share(value, depth, 0.1).tolist() == [2, 2]
+    assert controller.share_beside(value, depth, 40).tolist() == [1, 1], "a row is worth 0.37 tokens"
+    assert controller.share_beside(value, depth, 2).tolist() == [2, 2], "rows are still free"
 
 
 def test_free_rows_are_all_taken_and_dear_ones_are_not():
@@ -347,9 +392,17 @@ def test_tokens_of_others_teach_nothing():
 
 
 def joint_bias(
-    proposer: Proposer, rule: str, pair: int, *, nodes: int = 4, sampled: bool = True, verify: Curve = PLATEAUS
+    proposer: Proposer,
+    rule: str,
+    pair: int,
+    *,
+    nodes: int = 4,
+    sampled: bool = True,
+    verify: Curve = PLATEAUS,
+    prompts: int = 0,
 ) -> tuple[float, set[tuple[int, int]]]:
-    """Total variation between what two requests emit and what their targets say, and the numbers of nodes kept."""
+    """Total variation between what two requests emit and what their targets say, and the numbers of nodes kept; with
+    rows of `prompts` in the step, after a second cut."""
     drafts = [ToyLM.random(3, 2, seed=2 * pair + r, scale=1.5) for r in range(2)]
     targets = [
         ToyLM(draft.logits + ToyLM.random(3, 2, seed=90 + pair - r, scale=1.0).logits) for r, draft in enumerate(drafts)
@@ -367,7 +420,11 @@ def joint_bias(
     values = [side.tree.log_weight.exp().double() for side in sides]
     for i, a in enumerate(values[0]):
         for j, b in enumerate(values[1]):
-            kept = allocate(torch.stack([a, b]), verify=verify, spent=0.4, sampled=sampled).tolist()
+            both = torch.stack([a, b])
+            first = allocate(both, verify=verify, spent=0.4, sampled=sampled)
+            left = both.masked_fill(torch.arange(nodes) >= first[:, None], 0.0)
+            again = allocate(left, verify=verify, spent=0.0, sampled=sampled, rows=prompts, rate=3.0)
+            kept = (again if prompts else first).tolist()
             sizes.add(tuple(kept))
             weight = sides[0].weight[i] * sides[1].weight[j]
             joint += weight * laws[0][i, kept[0]][:, None] * laws[1][j, kept[1]]
@@ -391,6 +448,18 @@ def test_drawn_trees_that_share_a_budget_keep_the_law(name, rule):
         sizes |= kept
     assert len({sum(kept) for kept in sizes}) > 2, "the budget decides nothing here"
     assert len({a - b for a, b in sizes}) > 2, "the requests do not share it"
+
+
+@pytest.mark.parametrize("rule", ["rrsw", "traversal", "target_only"])
+def test_trees_cut_again_beside_prompts_keep_the_law(rule):
+    changed = 0
+    for pair in range(3):
+        _, once = joint_bias(DRAWN["heap"](), rule, pair)
+        bias, twice = joint_bias(DRAWN["heap"](), rule, pair, prompts=1)
+        assert bias < 1e-9
+        changed += once != twice
+        assert len(twice) > 1
+    assert changed
 
 
 def test_the_best_rate_of_drawn_trees_is_biased_on_plateaus():

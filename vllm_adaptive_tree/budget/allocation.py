@@ -9,7 +9,16 @@ LEAST = 1e-300
 """The value of a node, at least; a slot without one has 0."""
 
 
-def allocate(values: Tensor, *, verify: Curve, spent: float, sampled: bool, most: int | None = None) -> Tensor:
+def allocate(
+    values: Tensor,
+    *,
+    verify: Curve,
+    spent: float,
+    sampled: bool,
+    most: int | None = None,
+    rows: int = 0,
+    rate: float | None = None,
+) -> Tensor:
     """The number of nodes to keep of each tree, [R]: of its list, the first ones.
 
     The gain of a step is one token a request and the expected accepted nodes; its cost is what was `spent` on drafting
@@ -20,27 +29,32 @@ def allocate(values: Tensor, *, verify: Curve, spent: float, sampled: bool, most
       That asks nothing of what comes later, so it is a run that stopped earlier: lossless. The largest rate is not,
       where the cost has plateaus.
 
+    Where a `rate` is given that time is worth elsewhere, gain - rate * cost takes the place of gain / cost.
+
     Args:
         values: [R, N] the chance that each node is accepted, known before its token is drawn if it is drawn; 0 where
             there is no node. A node counts for no more than the one before it in its list.
         verify: seconds by rows, roots included.
         spent: seconds.
         most: nodes of the whole batch.
+        rows: that the verification has besides roots and nodes.
+        rate: tokens per second.
     """
     requests, nodes = values.shape
     value = values.double().cummin(1).values.t().flatten()
     if requests > 1:  # by value, ties by place in the list, then by request: never by token
         value, order = value.sort(descending=True, stable=True)
     gain = torch.cat((value.new_full((1,), requests), value)).cumsum(0)  # [R * N + 1]
-    rows = torch.arange(requests, requests + len(gain), device=values.device)
-    seconds = (verify.hull() if sampled else verify).at(rows) + spent
-    rate = gain / seconds
+    whole = torch.arange(rows + requests, rows + requests + len(gain), device=values.device)
+    seconds = (verify.hull() if sampled else verify).at(whole) + spent
     if sampled:
-        pays = value >= (rate[:-1] * seconds.diff()).clamp_(min=LEAST)
+        worth = gain[:-1] / seconds[:-1] if rate is None else rate
+        pays = value >= (worth * seconds.diff()).clamp_(min=LEAST)
         size = pays.cumprod(0).sum()
     else:
-        rate[1:].masked_fill_(value <= 0, -1.0)
-        size = rate.argmax()
+        score = gain / seconds if rate is None else gain - rate * seconds
+        score[1:].masked_fill_(value <= 0, -torch.inf)
+        size = score.argmax()
     if most is not None:
         size = size.clamp(max=most)
     return (order.argsort() < size).view(nodes, requests).sum(0) if requests > 1 else size[None]

@@ -181,6 +181,22 @@ class Controller:
             self._judge(size, requests, _taken(chance, depth, kept), spent, levels)
         return kept
 
+    def share_beside(self, value: Tensor, depth: Tensor, rows: int, *, greedy: Tensor | None = None) -> Tensor:
+        """How many nodes of each tree to verify in a step that also reads prompts, [R].
+
+        Prompts have to be read in any case; there a row often costs more than in other steps, and a node pays where it
+        brings more than other steps bring in its time.
+
+        Args:
+            value, depth, greedy: as in `share`, of the nodes that it kept; depth 0 where there is none.
+            rows: of prompts.
+        """
+        rate = self.of(len(value)).rate
+        if self.most is not None or not rate:
+            return (depth > 0).sum(1)
+        chance = self._chance(value, depth, greedy)
+        return allocate(chance, verify=self.verify, spent=0.0, sampled=self.sampled, rows=rows, rate=rate)
+
     def _chance(self, value: Tensor, depth: Tensor, greedy: Tensor | None) -> Tensor:
         sampled, certain = self.calibrations
         if greedy is None or not greedy.any():

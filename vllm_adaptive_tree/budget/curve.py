@@ -14,6 +14,14 @@ BOUND = 0.25
 """The farthest that it may lie off; what a stalled machine adds beyond this is not believed."""
 FAR = float(1 << 30)
 """Rows beyond the last point up to which a curve goes on."""
+TILES = 16, 32, 64
+"""Rows that matrix units take at once: one row more may cost as much as many, which a straight line would hide."""
+
+
+def profiled_rows(most: int) -> list[int]:
+    """Where a profile measures a verification: 1, 2, 3, 4, 6, 8, 12, .. up to `most`, and behind each tile."""
+    steps = {2**k * factor // 2 for k in range(20) for factor in (2, 3)}
+    return sorted({min(rows, most) for rows in steps | {1 + tile for tile in TILES}})
 
 
 class Curve:

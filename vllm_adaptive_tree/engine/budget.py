@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from vllm_adaptive_tree.budget import Controller, Pauses, Sharpening
 from vllm_adaptive_tree.engine.clock import PhaseClock
@@ -48,6 +49,14 @@ class BatchBudget:
 
     def begin_step(self) -> None:
         self.started = time.perf_counter()
+
+    def beside_prompts(self, drafts: list[Draft], rows: int) -> list[int]:
+        """How many nodes of each of these trees to verify in a step that has `rows` other rows, prompts among them."""
+        value = pad_sequence([torch.tensor(one.value) for one in drafts], batch_first=True)
+        depth = pad_sequence([torch.tensor(one.tree.depths) for one in drafts], batch_first=True)
+        greedy = torch.tensor([one.root is not None for one in drafts])
+        kept: list[int] = from_rank_0(self.controller.share_beside(value, depth, rows, greedy=greedy)).tolist()
+        return kept
 
     def verified(self, drafts: dict[int, Draft], tokens: Tensor, nodes: Tensor) -> None:
         """The drafts of a step by batch row, and what was emitted: `tokens` [R, L] and the accepted `nodes` [R, L] that

@@ -11,6 +11,7 @@ from torch import Tensor
 from vllm.forward_context import set_forward_context
 
 from vllm_adaptive_tree.budget import Costs, Curve
+from vllm_adaptive_tree.budget.curve import profiled_rows
 from vllm_adaptive_tree.engine.cost_profile import threshold
 from vllm_adaptive_tree.engine.cpu_attention import native_metadata
 from vllm_adaptive_tree.engine.drafter import CatchUp
@@ -38,10 +39,9 @@ def measured_threshold(runner: Any, nodes: int) -> float:
 
 
 def verification_curve(runner: Any, most: int) -> Curve:
-    """Seconds of a verification by rows, at 1, 2, 4, 6, 8, 12, .. up to `most` of one tree behind an empty context."""
-    rows = sorted({min(step * factor, most) for step in (2**k for k in range(20)) for factor in (1, 1.5)} - {1.5})
+    """Seconds of a verification by rows, up to `most` of one tree behind an empty context."""
     started, points = time.perf_counter(), []
-    for count in map(int, rows):
+    for count in profiled_rows(most):
         # the fastest: other programs only add to it, and live times follow
         points.append((count, min(_seconds(partial(_target_forward, runner, count), PROFILE_ROUNDS))))
         late = len(points) > 2 and time.perf_counter() - started > PROFILE_SECONDS

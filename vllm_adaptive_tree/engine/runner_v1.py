@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -81,6 +82,29 @@ class TreeModelRunner(CPUModelRunner):
             support.check_packing(name, layer)
 
     # -- verify: the trees of this step, their positions, their mask
+
+    def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
+        return super().execute_model(self._affordable(scheduler_output), *args, **kwargs)
+
+    def _affordable(self, scheduled: SchedulerOutput) -> SchedulerOutput:
+        """Fewer nodes where a step also reads prompts, of which no tree knew. To the scheduler, which
+        has its own list, the others are rejected. A structured request keeps all: its grammar was asked about each."""
+        spec, rows = scheduled.scheduled_spec_decode_tokens, scheduled.num_scheduled_tokens
+        decoding = len(rows) + sum(map(len, spec.values()))
+        free = [name for name in spec if self.requests[name].sampling_params.structured_outputs is None]
+        if self.budget is None or not free or scheduled.total_num_scheduled_tokens == decoding:
+            return scheduled
+        drafts = [self.drafts[name].prefix(len(spec[name])) for name in free]
+        others = scheduled.total_num_scheduled_tokens - sum(rows[name] for name in free)
+        kept = dict(zip(free, self.budget.beside_prompts(drafts, others), strict=True))
+        trees = {name: tokens[: kept.get(name, len(tokens))] for name, tokens in spec.items()}
+        fewer = {name: count - len(spec.get(name, ())) + len(trees.get(name, ())) for name, count in rows.items()}
+        return replace(
+            scheduled,
+            scheduled_spec_decode_tokens={name: tokens for name, tokens in trees.items() if tokens},
+            num_scheduled_tokens=fewer,
+            total_num_scheduled_tokens=sum(fewer.values()),
+        )
 
     def _prepare_inputs(self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray) -> Any:
         if self.budget is not None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from vllm_adaptive_tree.budget import Costs, Curve
+from vllm_adaptive_tree.budget.curve import profiled_rows
 from vllm_adaptive_tree.engine.cost_profile import threshold
 from vllm_adaptive_tree.engine.ranks import from_rank_0
 
@@ -20,9 +21,8 @@ def measured_costs(runner: Any, nodes: int) -> Costs:
     """Costs of a verification by rows, of one row a request where there are as many requests, and of a draft level of
     up to `nodes` rows. What contexts cost is in neither, and is learnt from live steps."""
     most = min(MOST_ROWS, runner.max_num_tokens - runner.max_num_reqs)
-    rows = sorted({min(step * factor, most) for step in (2**k for k in range(20)) for factor in (1, 1.5)} - {1.5})
     started, points = time.perf_counter(), []
-    for count in map(int, rows):
+    for count in profiled_rows(most):
         points.append((count, _seconds(runner, lambda count=count: runner._dummy_run(count))))  # type: ignore[misc]
         late = len(points) > 2 and time.perf_counter() - started > SECONDS
         if bool(from_rank_0(torch.tensor(late, dtype=torch.int64, device=runner.device))):
