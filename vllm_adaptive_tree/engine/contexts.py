@@ -116,7 +116,7 @@ class OpenContexts:
         self.kept._fit(self.kept.rows, self.kept.tokens, room)
 
     def open(self, layer: Any, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-        """As `PagedContexts.open`; without unused columns of the rows in between where they are all rows."""
+        """As `PagedContexts.open`; where they stand, or a copy if rows lie in between. Old nodes fill the room."""
         kept, name = self.kept, layer.layer_name
         if self.lacking:
             parts = layer.impl.gather(layer, kv_cache, self.block_table[self.lacking])
