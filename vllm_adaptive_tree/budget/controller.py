@@ -189,7 +189,7 @@ class Controller:
 
         Args:
             value, depth, greedy: as in `share`, of the nodes that it kept; depth 0 where there is none.
-            rows: of prompts.
+            rows: besides roots and nodes of these trees: prompts, and requests that have no tree.
         """
         rate = self.of(len(value)).rate
         if self.most is not None or not rate:

@@ -87,8 +87,8 @@ class TreeModelRunner(CPUModelRunner):
         return super().execute_model(self._affordable(scheduler_output), *args, **kwargs)
 
     def _affordable(self, scheduled: SchedulerOutput) -> SchedulerOutput:
-        """Fewer nodes where a step also reads prompts, of which no tree knew. To the scheduler, which
-        has its own list, the others are rejected. A structured request keeps all: its grammar was asked about each."""
+        """Fewer nodes where a step also reads prompts, of which no tree knew. To the scheduler, with its own list, the
+        others are rejected. A structured request keeps all: its grammar was asked about each."""
         spec, rows = scheduled.scheduled_spec_decode_tokens, scheduled.num_scheduled_tokens
         decoding = len(rows) + sum(map(len, spec.values()))
         free = [name for name in spec if self.requests[name].sampling_params.structured_outputs is None]
