@@ -82,27 +82,24 @@ def test_child(seed):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_branches_read_as_chains_in_the_slots_of_their_depth(seed):
+def test_branches_are_the_ends_of_the_paths_to_the_leaves(seed):
     tree = random_tree(12, vocabulary=3, seed=seed)
-    slots: dict[int, int] = {}  # depth -> node whose keys stand there
-    visited = []
+    visited: list[int] = []
     for branch in tree.branches():
-        for node in branch:
-            slots[tree.depths[node]] = node
-        for node in branch:
-            at = node
-            while at >= 0:
-                assert slots[tree.depths[at]] == at
-                at = tree.parents[at]
+        path = tree.path_to(branch[-1])
+        assert [tree.depths[node] for node in path] == list(range(1, len(path) + 1))
+        assert all(tree.parents[node] == above for above, node in zip((-1, *path), path, strict=False))
+        assert path[-len(branch) :] == branch
+        assert set(path[: -len(branch)]) <= set(visited), "what stands above has had its turn"
         visited += branch
     assert sorted(visited) == list(range(len(tree)))
     assert len(tree.branches()) == len(set(range(len(tree))) - set(tree.parents)), "one branch a leaf"
-    assert [slots[depth] for depth, _ in enumerate(tree.first_path(), 1)] == tree.first_path(), "the last word"
+    assert tree.branches()[0] == tree.first_path()
 
 
 def test_branches_of_a_chain():
     assert TokenTree.chain([3, 1, 2]).branches() == [[0, 1, 2]]
-    assert BRANCHED.branches() == [[1, 4], [0, 3, 5], [2, 6]]
+    assert BRANCHED.branches() == [[0, 2, 6], [3, 5], [1, 4]]
 
 
 def test_first_paths():

@@ -1,7 +1,7 @@
-"""Tree attention inside vLLM's CPU backend: verification walks paths with the native kernel, or uses a mask."""
+"""Tree attention inside vLLM's CPU backend: verification reads branches with the native kernel, or uses a mask."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, ClassVar
 
@@ -12,30 +12,36 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
 
 from vllm_adaptive_tree.attention.cpu import attend, gather_context
 from vllm_adaptive_tree.engine.attention import TreeAttention
+from vllm_adaptive_tree.engine.scratch import ScratchBlocks
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """At most one branch of every tree; the first round also holds every row that belongs to no branching tree."""
+    """Sequences that attend together: plain rows and first branches over the request's own blocks, other branches over
+    scratch blocks, which are counted from 0 here."""
 
     rows: slice  # of `VerifyMetadata.rows`: those that attend
-    nodes: slice  # of `VerifyMetadata.nodes`: the nodes among them
-    slots: Tensor  # [nodes] int64: where their K/V goes first, the slot of the node's position
+    written: slice  # of `VerifyMetadata.written`: those whose K/V it writes
+    copies: list[tuple[int, int, int]]  # a block of the context, and the scratch blocks [start, end) that begin as it
+    slots: Tensor  # [written] int64
+    slot_step: Tensor  # [written] int64: added per block in front of the scratch blocks
+    block_step: Tensor  # [sequences, B] int32: the same for the block table
     native: CPUAttentionMetadata
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyMetadata:
-    """A verification: every tree is walked depth first, each path a causal sequence in the request's own slots.
+    """A verification: every tree is cut into its branches, each a causal sequence for vLLM's native kernel.
 
-    A branch overwrites the tail of the one before it, so the native kernel sees a chain each time and returns the bits
-    of plain decoding. Commit needs the overwritten K/V again.
+    The first branch stands in the request's own slots. Another one has scratch blocks in the place of those that it
+    does not share with the first, so one call of the kernel reads them all; commit needs its K/V again.
     """
 
-    rounds: list[Round]
+    rounds: list[Round]  # mostly one; more where the branches of a batch outnumber the scratch blocks
     rows: Tensor  # [all] int64: rows of the flat batch, round after round
-    nodes: Tensor  # [nodes of all trees] int64: rows of the flat batch, in the order of the walk
-    saved: dict[str, tuple[Tensor, Tensor]]  # layer -> key, value [nodes, Hkv, D]
+    written: Tensor  # [paths] int64: rows of the flat batch, a node once for every branch that leads through it
+    saved: dict[str, tuple[Tensor, Tensor]]  # layer -> key, value [paths, Hkv, D]
+    scratch: ScratchBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +62,18 @@ class CPUTrees(TreeAttention):
     def _verify(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, step: VerifyMetadata, out: Tensor
     ) -> Tensor:
-        keys, values = key.index_select(0, step.nodes), value.index_select(0, step.nodes)
+        keys, values = key.index_select(0, step.written), value.index_select(0, step.written)
         step.saved[layer.layer_name] = keys, values
         queries = query.index_select(0, step.rows)
         results = torch.empty_like(queries)
+        cache, first = step.scratch.seen_from(layer.layer_name, kv_cache)
         for turn in step.rounds:
-            layer.impl.do_kv_cache_update(layer, keys[turn.nodes], values[turn.nodes], kv_cache, turn.slots)
-            super().forward(layer, queries[turn.rows], key, value, kv_cache, turn.native, results[turn.rows])
+            for source, start, end in turn.copies:
+                cache[first + start : first + end] = cache[source]
+            slots = torch.add(turn.slots, turn.slot_step, alpha=first)
+            layer.impl.do_kv_cache_update(layer, keys[turn.written], values[turn.written], cache, slots)
+            native = replace(turn.native, block_table=torch.add(turn.native.block_table, turn.block_step, alpha=first))
+            super().forward(layer, queries[turn.rows], key, value, cache, native, results[turn.rows])
         return out.index_copy_(0, step.rows, results)
 
     def _dense(

@@ -17,7 +17,7 @@ from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_adaptive_tree.acceptance import RULES
-from vllm_adaptive_tree.engine import support
+from vllm_adaptive_tree.engine import scratch, support
 from vllm_adaptive_tree.engine.acceptance import Requests, accept, held
 from vllm_adaptive_tree.engine.budget import BatchBudget
 from vllm_adaptive_tree.engine.clock import PhaseClock
@@ -30,6 +30,7 @@ from vllm_adaptive_tree.engine.metrics import step_figures
 from vllm_adaptive_tree.engine.patches import swapped
 from vllm_adaptive_tree.engine.ranks import agree, from_rank_0, proposal_from_rank_0
 from vllm_adaptive_tree.engine.recorder import Recorder
+from vllm_adaptive_tree.engine.scratch import ScratchBlocks
 from vllm_adaptive_tree.engine.share import nodes_per_request
 from vllm_adaptive_tree.engine.target import GREEDY, Target
 from vllm_adaptive_tree.engine.thinking_budget import ThinkingBudgets
@@ -65,6 +66,7 @@ class TreeModelRunner(CPUModelRunner):
         self.clock = PhaseClock()
         self.budget: BatchBudget | None = None
         self.coverage = Coverage(0, 1)
+        self.scratch = ScratchBlocks(0)
         self.recorder: Recorder | None = None
 
     def load_model(self, load_dummy_weights: bool = False) -> None:
@@ -74,8 +76,10 @@ class TreeModelRunner(CPUModelRunner):
             CPUTrees.adopt(layer)
         self.model.compute_logits = self.clock.timed("verify", self.model.compute_logits)
 
-    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
-        super().initialize_kv_cache(*args, **kwargs)
+    def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
+        longest = self.num_spec_tokens // self.cache_config.block_size + 1  # blocks of a branch
+        self.scratch = ScratchBlocks(scratch.COUNT + longest)
+        super().initialize_kv_cache(self.scratch.behind(kv_cache_config), *args, **kwargs)
         self.input_batch.thinking_budget_state_holder = ThinkingBudgets.of(self.vllm_config, self.device)
         self.coverage = Coverage(self.kv_cache_config.num_blocks, self.drafter._block_table().block_size)
         for name, layer in self.compilation_config.static_forward_context.items():
@@ -133,7 +137,7 @@ class TreeModelRunner(CPUModelRunner):
         if step is None or not step.branching:
             return metadata, common
         for group, layers in self.target_groups():
-            own = step.metadata(group.get_metadata_builder(0), layers, metadata[layers[0]])
+            own = step.metadata(group.get_metadata_builder(0), layers, metadata[layers[0]], self.scratch)
             metadata.update(dict.fromkeys(layers, own))
         return metadata, common
 

@@ -5,7 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_adaptive_tree.engine.cpu_attention import Round, VerifyMetadata, native_metadata
+from vllm_adaptive_tree.engine.cpu_attention import VerifyMetadata
+from vllm_adaptive_tree.engine.scratch import ScratchBlocks
+from vllm_adaptive_tree.engine.sequences import Sequences
 from vllm_adaptive_tree.trees import TokenTree, TreeBatch
 from vllm_adaptive_tree.trees.tree_batch import EMPTY
 
@@ -45,56 +47,43 @@ class Verification:
             depths = torch.tensor(self.depths[request])
             positions[first : first + len(depths)] = self.computed[request] + depths
 
-    def standing(self, request: int) -> dict[int, int]:
-        """Depth -> the node whose K/V stands in the slot of that depth once the walk is over."""
-        return {self.depths[request][node]: node for branch in self.branching[request] for node in branch}
-
     def row_of(self, request: int, node: int) -> int:
         """Row of a node in the flat batch; -1 is the root."""
         return self.row_start[request] + 1 + node
 
-    def metadata(self, builder: Any, layers: list[str], native: Any) -> VerifyMetadata:
+    def metadata(self, builder: Any, layers: list[str], native: Any, scratch: ScratchBlocks) -> VerifyMetadata:
         """Metadata of one attention group.
 
         Args:
             builder: vLLM's metadata builder of that group.
             layers: the target's layers of that group.
             native: the CPUAttentionMetadata that vLLM built for the whole batch.
+            scratch: where branches stand that are not a tree's first.
         """
-        order: list[int] = []
-        nodes: list[int] = []
-        rounds = []
-        for turn in range(max(len(branches) for branches in self.branching.values())):
-            requests, lengths, seq_lens, homes = [], [], [], []
-            first_row, first_node = len(order), len(nodes)
-            for request, (first, count) in enumerate(zip(self.row_start, self.row_count, strict=True)):
-                if request not in self.branching:
-                    own = list(range(first, first + count)) if turn == 0 else []
-                    end = self.computed[request] + count
-                elif turn < len(self.branching[request]):
-                    branch = self.branching[request][turn]
-                    own = [self.row_of(request, node) for node in branch]
-                    nodes += own
-                    depths = self.depths[request]
-                    homes += [first + depths[node] for node in branch]  # its slot is that of the row at its depth
-                    end = self.computed[request] + 1 + depths[branch[-1]]
-                    own = [first, *own] if turn == 0 else own
-                else:
-                    own = []
-                if own:
-                    requests.append(request)
-                    order += own
-                    lengths.append(len(own))
-                    seq_lens.append(end)
-            slots = native.slot_mapping[order[first_row:]]
-            rounds.append(
-                Round(
-                    slice(first_row, len(order)),
-                    slice(first_node, len(nodes)),
-                    native.slot_mapping[homes],
-                    native_metadata(builder, lengths, seq_lens, native.block_table[requests], slots),
-                )
-            )
-        metadata = VerifyMetadata(rounds, torch.tensor(order), torch.tensor(nodes), {})
+        sequences = [Sequences(builder.block_size, scratch.count)]
+        for request, (first, count) in enumerate(zip(self.row_start, self.row_count, strict=True)):
+            if request in self.branching:
+                sequences[0].add_first_branch(request, first, self.computed[request], self.branching[request][0])
+            else:
+                sequences[0].add(request, list(range(first, first + count)), self.computed[request] + count)
+        for request, branches in self.branching.items():
+            first, computed, tree = self.row_start[request], self.computed[request], self.trees[request]
+            for branch in branches[1:]:
+                path = tree.path_to(branch[-1])
+                if not sequences[-1].fits(computed, len(path)):
+                    sequences.append(Sequences(builder.block_size, scratch.count))
+                sequences[-1].add_branch(request, first, computed, path, own=len(branch))
+        rounds, rows, written = [], [0], [0]
+        for one in sequences:
+            rows.append(rows[-1] + len(one.rows))
+            written.append(written[-1] + len(one.written))
+            rounds.append(one.round(builder, native, slice(*rows[-2:]), slice(*written[-2:])))
+        metadata = VerifyMetadata(
+            rounds,
+            torch.tensor([row for one in sequences for row in one.rows]),
+            torch.tensor([row for one in sequences for row in one.written], dtype=torch.int64),
+            {},
+            scratch,
+        )
         self.groups.append((metadata, layers, native.slot_mapping))
         return metadata

@@ -42,22 +42,29 @@ class TokenTree:
     def branches(self) -> list[list[int]]:
         """The nodes depth first, cut behind every leaf: each branch goes on from an earlier one, or from the root.
 
-        The child revealed first comes last, so the path of first children, the likeliest, ends the walk.
+        The child revealed first comes first, so the first branch is `first_path`, the likeliest.
         """
         children: list[list[int]] = [[] for _ in range(len(self) + 1)]
         for node, parent in enumerate(self.parents):
             children[parent].append(node)  # the root's are the last
         branches: list[list[int]] = []
-        open_nodes, before = children[-1], None
+        open_nodes, before = children[-1][::-1], None
         while open_nodes:
             node = open_nodes.pop()
             if before is not None and self.parents[node] == before:
                 branches[-1].append(node)
             else:
                 branches.append([node])
-            open_nodes += children[node]
+            open_nodes += reversed(children[node])
             before = node
         return branches
+
+    def path_to(self, node: int) -> list[int]:
+        """From the first layer down to `node`."""
+        path = [node]
+        while (parent := self.parents[path[-1]]) >= 0:
+            path.append(parent)
+        return path[::-1]
 
     def prefix(self, length: int) -> "TokenTree":
         return TokenTree(self.tokens[:length], self.parents[:length])

@@ -1,0 +1,40 @@
+"""Blocks behind vLLM's KV cache, in which the branches of trees stand while a layer attends."""
+
+from copy import deepcopy
+from typing import Any
+
+from torch import Tensor
+
+COUNT = 128
+"""Blocks beside those that the longest branch may need; one layer's pages, since layers take turns."""
+
+
+class ScratchBlocks:
+    """vLLM keeps all layers in one allocation; it is made longer, and no block table of the scheduler's leads there.
+
+    A layer counts blocks from its own start, so scratch block i is its block `first` + i, with a `first` of its own.
+    """
+
+    def __init__(self, count: int):
+        self.count = count
+        self.start = 0  # byte behind vLLM's own
+        self.views: dict[str, tuple[Tensor, int]] = {}
+
+    def behind(self, config: Any) -> Any:
+        """vLLM's KVCacheConfig with room for the scratch blocks; where the layers stand does not change."""
+        config = deepcopy(config)
+        tensors = config.kv_cache_tensors
+        self.start = max((tensor.size for tensor in tensors), default=0)
+        page = max((tensor.block_stride for tensor in tensors), default=0)
+        for tensor in tensors:
+            tensor.size += (self.count + 1) * page  # one more: blocks of this layer may not begin at `start`
+        return config
+
+    def seen_from(self, layer: str, kv_cache: Tensor) -> tuple[Tensor, int]:
+        """The layer's cache [first + count, Hkv, block_size, 2 * head_dim], scratch blocks included, and `first`."""
+        if layer not in self.views:
+            page = kv_cache.stride(0) * kv_cache.element_size()
+            first = -(-(self.start - kv_cache.storage_offset() * kv_cache.element_size()) // page)
+            shape = (first + self.count, *kv_cache.shape[1:])
+            self.views[layer] = kv_cache.as_strided(shape, kv_cache.stride()), first
+        return self.views[layer]
