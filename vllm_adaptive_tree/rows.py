@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 CHUNK = 64
-SHORT = 1 << 13
+SHORT = 1 << 14
 """Entries that one sort takes faster than chunks do."""
 
 

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -135,9 +134,7 @@ class BatchBudget:
         if self.controller.most is None:
             self.pauses.observe(requests, kept)
         return [
-            replace(
-                one.prefix(count) if count < len(one.tree) else one, value=own[: min(count, len(one.tree))], root=root
-            )
+            one.worth(own, root, min(count, len(one.tree)))
             for one, count, own, root in zip(drafts, kept, value.tolist(), roots, strict=True)
         ]
 

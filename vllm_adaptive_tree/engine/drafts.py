@@ -26,13 +26,18 @@ class Draft:
     root: Tensor | None = None  # [V] logits at the root of a greedy request, where there is a budget
 
     def prefix(self, length: int) -> "Draft":
+        return self.worth(self.value, self.root, length)
+
+    def worth(self, value: list[float], root: Tensor | None, length: int) -> "Draft":
+        """The first `length` nodes, with these in place of `value` and `root`."""
         return replace(
             self,
             tree=self.tree.prefix(length),
             row=self.row[: 1 + length],
             drawn=self.drawn[: 1 + length],
             initial=min(self.initial, length),
-            value=self.value[:length],
+            value=value[:length],
+            root=root,
         )
 
     def first_path(self) -> "Draft":
@@ -67,6 +72,7 @@ def to_drafts(
     tree, read, drawn = proposal
     rows = torch.cat(levels, 1) if levels else None  # [R, slots, V]
     states = torch.cat(tuple(hidden), 1) if hidden else None  # [R, slots, H]
+    temperatures = temperature.tolist()
     drafts = []
     for r, (tokens, parents, numbers, counts) in enumerate(
         zip(tree.tokens.tolist(), tree.parent.tolist(), read.tolist(), drawn.tolist(), strict=True)
@@ -80,7 +86,7 @@ def to_drafts(
                 None if rows is None else rows[r, inner],
                 [0, *(place.get(number, -1) for number in numbers[:size])],
                 counts[: 1 + size],
-                float(temperature[r]),
+                temperatures[r],
                 0 if initial is None else min(size, int((initial[r] >= 0).sum())),
                 None if states is None else states[r, inner],
             )

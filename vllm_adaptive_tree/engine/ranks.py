@@ -2,8 +2,10 @@
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from vllm.distributed.parallel_state import get_tp_group
 
+from vllm_adaptive_tree.acceptance import Accepted
 from vllm_adaptive_tree.proposers import Frontier, Proposal
 
 
@@ -27,6 +29,15 @@ def agree(frontier: Frontier, growing: Tensor) -> tuple[Frontier, bool]:
     used = frontier.tokens.amax(0).tolist()
     width = max((column for column, token in enumerate(used, start=1) if token >= 0), default=0)
     return Frontier(frontier.tokens[:, :width], frontier.parent[:, :width]), width > 0
+
+
+def accepted_from_rank_0(accepted: Accepted, levels: int) -> Accepted:
+    """`levels`: the largest depth of a tree; a walk may have ended earlier."""
+    if get_tp_group().world_size == 1:
+        return accepted
+    missing = levels + 1 - accepted.tokens.shape[1]  # every rank passes the same shape
+    tokens, nodes = from_rank_0(pad(torch.stack(accepted), (0, missing), value=-1))
+    return Accepted(*(one[:, : int((tokens >= 0).any(0).sum())] for one in (tokens, nodes)))
 
 
 def proposal_from_rank_0(proposal: Proposal) -> Proposal:

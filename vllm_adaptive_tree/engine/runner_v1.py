@@ -28,7 +28,7 @@ from vllm_adaptive_tree.engine.drafter import CatchUp, ModelDrafter, TimedDrafte
 from vllm_adaptive_tree.engine.drafts import Draft, to_drafts
 from vllm_adaptive_tree.engine.metrics import step_figures
 from vllm_adaptive_tree.engine.patches import swapped
-from vllm_adaptive_tree.engine.ranks import agree, from_rank_0, proposal_from_rank_0
+from vllm_adaptive_tree.engine.ranks import accepted_from_rank_0, agree, proposal_from_rank_0
 from vllm_adaptive_tree.engine.recorder import Recorder
 from vllm_adaptive_tree.engine.scratch import ScratchBlocks
 from vllm_adaptive_tree.engine.share import nodes_per_request
@@ -185,9 +185,7 @@ class TreeModelRunner(CPUModelRunner):
         with self.clock.phase("accept"):
             target = Target(self.sampler, self.input_batch.sampling_metadata, logits, step)
             accepted, logprobs, self.initial = accept(self.pair, target, step, self.scheduled, self._requests(step))
-            missing = step.levels + 1 - accepted.tokens.shape[1]  # the walk may have ended early
-            tokens, nodes = from_rank_0(torch.nn.functional.pad(torch.stack(accepted), (0, missing), value=-1))
-            tokens = tokens[:, : int((tokens >= 0).any(0).sum())]
+            tokens, nodes = accepted_from_rank_0(accepted, step.levels)
             if self.initial is not None:
                 tokens = tokens.masked_fill(held(tokens), -1)
         with self.clock.phase("commit"):

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ class Target:
     def __init__(self, sampler: Any, sampling: Any, logits: Tensor, step: Verification):
         self.sampler, self.sampling, self.logits, self.step = sampler, sampling, logits, step
         counts = [1 + len(step.trees[r]) if r in step.trees else 1 for r in range(len(step.row_start))]
-        self.first = torch.tensor([0, *counts[:-1]]).cumsum(0)  # [R]: row of each request's root in `logits`
+        self.first = torch.tensor([*accumulate(counts[:-1], initial=0)])  # [R]: row of each request's root in `logits`
         self.written = [len(tokens) for tokens in sampling.output_token_ids]
         if (budgets := sampling.thinking_budget_state_holder) is not None and budgets.has_tracked_requests():
             budgets.commit(sampling.output_token_ids)

@@ -143,4 +143,5 @@ def log_law(logits: Tensor, temperature: Tensor) -> Tensor:
 
 def _scaled(logits: Tensor, temperature: Tensor) -> Tensor:
     """A tensor that the softmax may overwrite: fresh memory for rows this long costs more than the softmax."""
-    return logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature[..., None]
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return wide / temperature[..., None] if wide is logits else wide.div_(temperature[..., None])
