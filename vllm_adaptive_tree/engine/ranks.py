@@ -37,7 +37,8 @@ def accepted_from_rank_0(accepted: Accepted, levels: int) -> Accepted:
         return accepted
     missing = levels + 1 - accepted.tokens.shape[1]  # every rank passes the same shape
     tokens, nodes = from_rank_0(pad(torch.stack(accepted), (0, missing), value=-1))
-    return Accepted(*(one[:, : int((tokens >= 0).any(0).sum())] for one in (tokens, nodes)))
+    length = int((tokens >= 0).any(0).sum())
+    return Accepted(tokens[:, :length], nodes[:, :length])
 
 
 def proposal_from_rank_0(proposal: Proposal) -> Proposal:
