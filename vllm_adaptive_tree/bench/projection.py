@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from vllm_adaptive_tree.bench.plan import Cell, Config
 from vllm_adaptive_tree.bench.results import Row
 from vllm_adaptive_tree.budget import Curve
@@ -22,9 +20,8 @@ class Costs(NamedTuple):
 
     def seconds(self, requests: int, nodes: float, levels: float) -> float:
         """Of a step of `requests` with `nodes` nodes each, drafted in `levels` levels."""
-        rows = torch.tensor([requests * (1 + nodes), requests * nodes / max(levels, 1e-9)])
-        draft = levels * float(self.draft.at(rows[1])) if levels else 0.0
-        return float(self.verify.at(rows[0])) + draft + self.step
+        draft = levels * self.draft.cost(requests * nodes / levels) if levels else 0.0
+        return self.verify.cost(requests * (1 + nodes)) + draft + self.step
 
 
 class Projected(NamedTuple):

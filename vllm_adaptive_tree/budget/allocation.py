@@ -1,5 +1,6 @@
 """How many nodes of each tree a batch verifies."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,24 +41,24 @@ def allocate(
         rows: that the verification has besides roots and nodes.
         rate: tokens per second.
     """
-    requests, nodes = values.shape
-    value = values.double().cummin(1).values.t().flatten()
-    if requests > 1:  # by value, ties by place in the list, then by request: never by token
-        value, order = value.sort(descending=True, stable=True)
-    gain = torch.cat((value.new_full((1,), requests), value)).cumsum(0)  # [R * N + 1]
-    whole = torch.arange(rows + requests, rows + requests + len(gain), device=values.device)
+    requests = len(values)
+    value = np.minimum.accumulate(values.numpy().astype(np.float64), axis=1).T.ravel()
+    order = np.argsort(-value, kind="stable")  # by value, ties by place in the list, then by request: never by token
+    value = value[order]
+    gain = np.cumsum(np.append(requests, value))  # [1 + R * N]
+    whole = np.arange(rows + requests, rows + requests + len(gain))
     seconds = (verify.hull() if sampled else verify).at(whole) + spent
     if sampled:
         worth = gain[:-1] / seconds[:-1] if rate is None else rate
-        pays = value >= (worth * seconds.diff()).clamp_(min=LEAST)
-        size = pays.cumprod(0).sum()
+        short = value < np.maximum(worth * np.diff(seconds), LEAST)
+        size = int(short.argmax()) if short.any() else len(value)
     else:
         score = gain / seconds if rate is None else gain - rate * seconds
-        score[1:].masked_fill_(value <= 0, -torch.inf)
-        size = score.argmax()
+        score[1:][value <= 0] = -np.inf
+        size = int(score.argmax())
     if most is not None:
-        size = size.clamp(max=most)
-    return (order.argsort() < size).view(nodes, requests).sum(0) if requests > 1 else size[None]
+        size = min(size, most)
+    return torch.from_numpy(np.bincount(order[:size] % requests, minlength=requests))
 
 
 def best(values: Tensor, room: Tensor, most: int) -> Tensor:

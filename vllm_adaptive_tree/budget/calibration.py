@@ -2,6 +2,7 @@ import math
 from array import array
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,7 +34,7 @@ class Calibration:
         self.chance = array("d", [0.0] * len(self.hits))
         self.predicted = self.observed = 0.0
         """Sums over all nodes verified so far: what was expected of them, and what was accepted."""
-        self._low = torch.frombuffer(self.chance, dtype=torch.float64)
+        self._low = np.frombuffer(self.chance)
         self._high = self._low[1:]
         for depth in range(1, 1 + DEPTHS):
             self._settle(depth)
@@ -45,11 +46,13 @@ class Calibration:
 
     def __call__(self, value: Tensor, depth: Tensor) -> Tensor:
         """The chance [...] that a node of this value and depth (1: below the root) is accepted."""
-        place = value.double().clamp(LOWEST, 1).log_().mul_(SCALE).add_(OFFSET)  # between bin centres
-        left = place.long()
-        cell = torch.add(left, depth.clamp(max=DEPTHS), alpha=ROW)
-        chance = torch.lerp(self._low.take(cell), self._high.take(cell), place - left)
-        return chance.masked_fill_(value <= 0, 0.0)
+        one = value.numpy()
+        place = SCALE * np.log(np.minimum(np.maximum(one, LOWEST), 1).astype(np.float64)) + OFFSET
+        left = place.astype(np.int64)
+        cell = left + ROW * np.minimum(depth.numpy(), DEPTHS)
+        low = self._low[cell]
+        chance = low + (self._high[cell] - low) * (place - left)
+        return torch.from_numpy(np.where(one > 0, chance, 0.0))
 
     def observe(self, value: Sequence[float], depth: Sequence[int], accepted: Sequence[bool]) -> None:
         """Nodes [M] that were verified, and which of them were accepted."""

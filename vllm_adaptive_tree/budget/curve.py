@@ -1,12 +1,11 @@
 import math
 from bisect import bisect_left
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any, Self
 
 import numpy as np
-import torch
 from numpy.typing import ArrayLike, NDArray
-from torch import Tensor
 
 STEP = 0.1
 """How far one measurement moves a point of the curve towards itself, in log seconds."""
@@ -65,9 +64,9 @@ class Curve:
         """[P]: what a point counts for."""
         return np.array(self._seconds)
 
-    def at(self, rows: Tensor) -> Tensor:
-        """Seconds for any number of rows, of any shape; on the host."""
-        return torch.as_tensor(np.interp(rows.numpy(), self._x, self._y))
+    def at(self, rows: Sequence[float] | NDArray[Any]) -> NDArray[np.float64]:
+        """Seconds for any numbers of rows, of any shape."""
+        return np.interp(rows, self._x, self._y)
 
     def cost(self, rows: float) -> float:
         """The same for one number of rows."""

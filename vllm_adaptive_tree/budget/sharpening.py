@@ -1,3 +1,5 @@
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -5,7 +7,9 @@ LOWEST, HIGHEST = 0.2, 2.0
 MEMORY = 1000.0
 """Observations after which an old one weighs 1/e."""
 TOGETHER = 16
-"""Tokens of which one step learns."""
+"""Tokens of one Newton step."""
+EACH = 4
+"""The most of one step of the engine: a large batch has soon said enough, and asking all of it costs time."""
 PRIOR = 30.0
 """Of the initial temperature, in squared logits: about as much as so many tokens say, at a variance of 1."""
 BOUND = 8.0
@@ -23,20 +27,23 @@ class Sharpening:
     def __init__(self, temperature: float):
         self.inverse = 1 / temperature
         self.information = PRIOR
-        self.waiting: list[tuple[Tensor, Tensor]] = []
+        self.waiting: list[tuple[Tensor, int]] = []
+        self.turn = 0
 
     @property
     def temperature(self) -> float:
         return 1 / self.inverse
 
-    def observe(self, logits: Tensor, token: Tensor) -> None:
-        """At nodes with the draft's `logits` [M, V] a greedy target took `token` [M]. Some wait until there are enough
-        to be worth a step."""
-        self.waiting.append((logits, token))
-        if sum(len(one) for _, one in self.waiting) >= TOGETHER:
-            logits, token = map(torch.cat, zip(*self.waiting, strict=True))
+    def observe(self, logits: Sequence[Tensor], token: Sequence[int]) -> None:
+        """At nodes with the draft's `logits`, each [V], a greedy target took `token`. Of many nodes some count, others
+        in each call. They wait until there are enough to be worth a Newton step."""
+        every = max(1, -(-len(logits) // EACH))
+        self.turn += 1
+        self.waiting += list(zip(logits, token, strict=True))[self.turn % every :: every]
+        if len(self.waiting) >= TOGETHER:
+            rows, took = torch.stack([one for one, _ in self.waiting]), torch.tensor([one for _, one in self.waiting])
             self.waiting = []
-            self.learn(*self.measured(logits, token, torch.ones_like(token, dtype=torch.bool)).tolist())
+            self.learn(*self.measured(rows, took, torch.ones_like(took, dtype=torch.bool)).tolist())
 
     def measured(self, logits: Tensor, token: Tensor, among: Tensor) -> Tensor:
         """What `learn` wants to know, [3] on their device; of those `among` [M] them."""

@@ -71,8 +71,9 @@ class BatchBudget:
                     accepted += [node in path for node in range(len(draft.tree))]
             calibration.observe(value, depth, accepted)
         roots = {row: draft.root for row, draft in drafts.items() if draft.root is not None}
-        if self.sharpening is not None and roots:
-            self.sharpening.observe(torch.stack(list(roots.values())), tokens[list(roots), 0])
+        if self.sharpening is not None:
+            first = tokens[:, 0].tolist()
+            self.sharpening.observe(list(roots.values()), [first[row] for row in roots])
 
     def drafting(self, requests: Sequence[str], greedy: Sequence[bool]) -> list[bool]:
         """Which requests of this batch draft, if any do."""

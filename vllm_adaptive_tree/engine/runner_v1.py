@@ -40,6 +40,7 @@ from vllm_adaptive_tree.method_options import DySpecOptions
 from vllm_adaptive_tree.methods import GREEDY_DRAFT_TEMPERATURE, draft_temperature, resolve
 from vllm_adaptive_tree.noise import KeyedNoise
 from vllm_adaptive_tree.proposers import Request, StaticTree, draft_tree
+from vllm_adaptive_tree.proposers.on_host import on_host
 
 
 class TreeModelRunner(CPUModelRunner):
@@ -51,7 +52,7 @@ class TreeModelRunner(CPUModelRunner):
             super().__init__(vllm_config, device)
         self.options = tree_options(vllm_config)
         self.pair = resolve(self.options)
-        self.proposer: Any = self.pair.proposer
+        self.proposer: Any = on_host(self.pair.proposer)
         support.check_gate(self.proposer, self.speculative_config.draft_model_config.get_hidden_size())
         # Draft after bookkeeping, from token lists; vLLM's padded drafting is for its own chains.
         self.speculative_config.disable_padded_drafter_batch = True

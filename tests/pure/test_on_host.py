@@ -1,0 +1,74 @@
+"""What is compiled for a CPU against the same in tensors."""
+
+from itertools import product
+
+import pytest
+import torch
+
+from vllm_adaptive_tree.proposers import Eagle2, OptTree, on_host
+
+from .growing import as_the_engine, grow
+from .toys import ToyDrafter, ToyLM
+
+VOCABULARIES = [(3, 4), (33, 2), (64, 2), (100, 2)]  # and depths that are tabulated
+
+
+class Wide(ToyDrafter):
+    """Laws too long to be tabulated by history: those of a few models in turn."""
+
+    def grow(self, tokens, parent, state):
+        rows, state = super().grow(tokens, parent, state)
+        histories, vocabulary = self.logits.shape[1:]
+        return rows, state % ((histories - 1) // vocabulary)
+
+
+def both(models, **options):
+    """The proposals of OPT-Tree on any device and on the host."""
+    limits = {name: options.pop(name) for name in ("max_depth", "threshold")}
+    proposers = OptTree(**limits), on_host.on_host(OptTree(**limits))
+    assert type(proposers[1]) is on_host.OptTreeOnHost
+    return [grow(one, models, drafter=Wide(models), agree=as_the_engine, **options) for one in proposers]
+
+
+def assert_same(ours, theirs):
+    for one, other in zip((*ours.tree, *ours[1:]), (*theirs.tree, *theirs[1:]), strict=True):
+        assert one.dtype == other.dtype
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("short", [on_host.SHORT, 0])
+@pytest.mark.parametrize("threshold", [0.0, 0.3])
+@pytest.mark.parametrize(("size", "nodes"), [*product(VOCABULARIES, [1, 4, 16])])
+def test_the_same_trees(size, nodes, threshold, short, monkeypatch):
+    monkeypatch.setattr(on_host, "SHORT", short)
+    models = [ToyLM.random(*size, seed=seed, scale=0.5 + seed % 5, dtype=torch.float32) for seed in range(10)]
+    temperature = [0.4 + 0.1 * seed for seed in range(10)]
+    for max_depth in (1, 2, 5):
+        limits = {"nodes": nodes, "max_depth": max_depth, "threshold": threshold, "temperature": temperature}
+        generic, compiled = both(models, **limits)
+        assert_same(compiled, generic)
+        assert (compiled.tree.tokens >= 0).any()
+
+
+def test_banned_tokens_are_no_candidates():
+    models = [ToyLM.random(40, 2, seed=seed, dtype=torch.float32) for seed in range(4)]
+    for model in models:
+        model.logits[:, 3:] = -torch.inf
+    generic, compiled = both(models, nodes=8, max_depth=3, threshold=0.0)
+    assert_same(compiled, generic)
+    assert compiled.tree.tokens.max() == 2
+
+
+@pytest.mark.parametrize("short", [on_host.SHORT, 0])
+def test_of_equals_the_parent_stays_in_front(short, monkeypatch):
+    """A certain draft: every path has probability 1."""
+    monkeypatch.setattr(on_host, "SHORT", short)
+    model = ToyLM(torch.tensor([100.0, 0.0, 0.0]).repeat(121, 1))
+    tree = both([model], nodes=3, max_depth=5, threshold=0.0)[1].tree
+    assert tree.tokens.tolist() == [[0, 0, 0]]
+    assert tree.parent.tolist() == [[-1, 0, 1]]
+
+
+def test_others_are_left_as_they_are():
+    proposer = Eagle2(max_depth=3, top_k=2)
+    assert on_host.on_host(proposer) is proposer
