@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from llvmlite.binding import ffi
 from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
@@ -18,6 +19,10 @@ from vllm_adaptive_tree.proposers.base import Frontier, Proposal, Request, Rows,
 from vllm_adaptive_tree.proposers.opt_tree import OptTree
 from vllm_adaptive_tree.rows import largest
 from vllm_adaptive_tree.trees import TreeBatch
+
+# A vLLM engine that starts in this process reads the `__dict__` of all that modules hold; LLVM's library, to which any
+# name is a function, would answer with one. The ledger: `patches/README.md`.
+getattr(ffi.lib, "_fntab", {}).setdefault("__dict__", {})
 
 SHORT = 1 << 18
 """Entries of the laws of a level; of more, PyTorch's threads find the largest sooner."""
