@@ -644,7 +644,7 @@ def test_a_foreseen_loss_rests_as_a_trial_that_lost():
             tried.append(n)
     assert not tried
     assert controller.of(32).last_rest == 256, "64, 128, 256"
-    controller.foresight[0].trees.clear()
+    controller.foresight[0].seen.clear()
     waited = next(n for n in range(1000) if controller.drafts(32))
     assert waited < 256
     assert step(controller, 32, 0.6, spent=0.1) is not None

@@ -199,9 +199,10 @@ class Controller:
 
     def _chance(self, value: Tensor, depth: Tensor, greedy: Tensor | None) -> Tensor:
         sampled, certain = self.calibrations
-        if greedy is None or not greedy.any():
+        known = 0 if greedy is None else int(greedy.sum())
+        if greedy is None or known == 0:
             return sampled(value, depth)
-        if greedy.all():
+        if known == len(greedy):
             return certain(value, depth)
         return torch.where(greedy[:, None], certain(value, depth), sampled(value, depth))
 

@@ -9,7 +9,7 @@ from vllm_adaptive_tree.budget.allocation import allocate
 from vllm_adaptive_tree.budget.curve import Curve
 
 TREES, RECENT = 64, 512
-"""How many trees are remembered, and for how many steps."""
+"""How many trees are remembered, of whole steps, and for how many steps."""
 ENOUGH = 16
 """Trees that say something of a batch."""
 DEEPEST = 4
@@ -26,11 +26,13 @@ class Foresight:
     def __init__(self, *, sampled: bool):
         """`sampled`: as in `allocate`."""
         self.sampled = sampled
-        self.trees: deque[tuple[int, Tensor, Tensor]] = deque(maxlen=TREES)  # step, chance [N], depth [N]
+        self.seen: deque[tuple[int, Tensor, Tensor]] = deque()  # step, chance [R, N], depth [R, N]
 
     def see(self, step: int, chance: Tensor, depth: Tensor) -> None:
         """Trees [R, N] of a step: the chance of each node, 0 where there is none, and its depth."""
-        self.trees.extend((step, *tree) for tree in zip(chance[:TREES], depth[:TREES], strict=True))
+        self.seen.append((step, chance[:TREES], depth[:TREES]))
+        while sum(len(one) for _, one, _ in self.seen) - len(self.seen[0][1]) >= TREES:
+            self.seen.popleft()
 
     def best_rate(self, requests: int, step: int, *, verify: Curve, overhead: float, level: float) -> float | None:
         """Tokens per second of `requests` such trees, as deep as is best; None where too few are known.
@@ -39,7 +41,7 @@ class Foresight:
             step: the present one.
             verify, overhead, level: seconds of a verification by rows, of the rest of a step, and of a draft level.
         """
-        recent = [(chance, depth) for then, chance, depth in self.trees if step - then <= RECENT]
+        recent = [tree for then, *trees in self.seen if step - then <= RECENT for tree in zip(*trees, strict=True)]
         recent = recent[-max(requests, ENOUGH) :]
         if len(recent) < ENOUGH:
             return None

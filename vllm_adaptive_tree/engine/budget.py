@@ -62,7 +62,9 @@ class BatchBudget:
         carried them, -1 behind."""
         paths = nodes.tolist()
         for calibration, greedy in zip(self.controller.calibrations, (False, True), strict=True):
-            value, depth, accepted = [], [], []
+            value: list[float] = []
+            depth: list[int] = []
+            accepted: list[bool] = []
             for row, draft in drafts.items():
                 if (draft.root is not None) == greedy:
                     path = set(paths[row])

@@ -1,7 +1,7 @@
 """Drafted trees between two steps, with the laws from which their nodes were drawn."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,8 +11,7 @@ from vllm_adaptive_tree.proposers.base import law
 from vllm_adaptive_tree.trees import TokenTree
 
 
-@dataclass(frozen=True, slots=True)
-class Draft:
+class Draft(NamedTuple):
     """One request's tree. Entry 0 of the lists is the root, entry 1 + i node i."""
 
     tree: TokenTree
@@ -22,16 +21,15 @@ class Draft:
     temperature: float
     initial: int = 0  # how many of the first nodes the target drew
     hidden: Tensor | None = None  # [inner nodes, H] of the draft model, where a recorder asks for them
-    value: list[float] = field(default_factory=list)  # of each node, where there is a budget
+    value: Sequence[float] = ()  # of each node, where there is a budget
     root: Tensor | None = None  # [V] logits at the root of a greedy request, where there is a budget
 
     def prefix(self, length: int) -> "Draft":
         return self.worth(self.value, self.root, length)
 
-    def worth(self, value: list[float], root: Tensor | None, length: int) -> "Draft":
+    def worth(self, value: Sequence[float], root: Tensor | None, length: int) -> "Draft":
         """The first `length` nodes, with these in place of `value` and `root`."""
-        return replace(
-            self,
+        return self._replace(
             tree=self.tree.prefix(length),
             row=self.row[: 1 + length],
             drawn=self.drawn[: 1 + length],
@@ -45,8 +43,7 @@ class Draft:
         nodes = self.tree.first_path()
         entries = [0, *(1 + node for node in nodes)]
         tree = TokenTree.chain([self.tree.tokens[node] for node in nodes])
-        return replace(
-            self,
+        return self._replace(
             tree=tree,
             row=[self.row[at] for at in entries],
             drawn=[self.drawn[at] for at in entries],

@@ -67,7 +67,7 @@ class TokenTree:
         return path[::-1]
 
     def prefix(self, length: int) -> "TokenTree":
-        return TokenTree(self.tokens[:length], self.parents[:length])
+        return self if length >= len(self) else TokenTree(self.tokens[:length], self.parents[:length])
 
     def first_path(self) -> list[int]:
         """The nodes of the chain that starts at the root and always goes into the child revealed first."""
