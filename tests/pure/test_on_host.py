@@ -69,6 +69,12 @@ def test_of_equals_the_parent_stays_in_front(short, monkeypatch):
     assert tree.parent.tolist() == [[-1, 0, 1]]
 
 
+def test_of_equal_siblings_the_smaller_token_comes_first():
+    model = ToyLM(torch.zeros(101, 100))
+    tree = both([model], nodes=6, max_depth=1, threshold=0.0)[1].tree
+    assert tree.tokens.tolist() == [[0, 1, 2, 3, 4, 5]]
+
+
 def test_others_are_left_as_they_are():
     proposer = Eagle2(max_depth=3, top_k=2)
     assert on_host.on_host(proposer) is proposer

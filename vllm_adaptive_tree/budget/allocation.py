@@ -45,7 +45,9 @@ def allocate(
     value = np.minimum.accumulate(values.numpy().astype(np.float64), axis=1).T.ravel()
     order = np.argsort(-value, kind="stable")  # by value, ties by place in the list, then by request: never by token
     value = value[order]
-    gain = np.cumsum(np.append(requests, value))  # [1 + R * N]
+    gain = np.full(1 + len(value), float(requests))
+    np.cumsum(value, out=gain[1:])
+    gain[1:] += requests
     whole = np.arange(rows + requests, rows + requests + len(gain))
     seconds = (verify.hull() if sampled else verify).at(whole) + spent
     if sampled:

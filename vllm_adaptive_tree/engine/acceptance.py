@@ -22,7 +22,6 @@ class Requests(NamedTuple):
 
     own: Tensor  # bool: walk with the target's own draws, whatever the rule
     greedy: Tensor  # bool: those draws are its best token
-    limit: Tensor  # the most tokens to emit
     seed: Tensor
     position: Tensor  # of the root
 
@@ -33,11 +32,21 @@ class Outcome(NamedTuple):
     initial: Tensor | None  # [R, W]: with target initialisation the first layer of the next tree, -1 where it has none
 
 
-def accept(pair: Pair, target: Target, step: Verification, drafts: dict[int, Draft], requests: Requests) -> Outcome:
-    """Walk every tree of the step, by `target_only` or by the rule of the pair."""
+def accept(
+    pair: Pair,
+    target: Target,
+    step: Verification,
+    drafts: dict[int, Draft],
+    limit: list[int],
+    known: Callable[[], Requests],
+) -> Outcome:
+    """Walk every tree of the step, by `target_only` or by the rule of the pair.
+
+    `limit` [R]: the most tokens to emit; `known`: what a draw has to know of the requests.
+    """
     if pair.init_width == 1 and (best := target.best()) is not None:
-        return Outcome(_along(best, target.first.tolist(), step, requests.limit.tolist()), None, None)
-    tree = step.batch()
+        return Outcome(_along(best, target.first.tolist(), step, limit), None, None)
+    tree, requests, most = step.batch(), known(), torch.tensor(limit)
     rule = _Rule(pair, tree, max((one.widest for one in step.trees.values()), default=1), target, drafts, requests)
     by_target, own, forced = bool(requests.own.all()), requests.own, None
     if pair.init_width > 1:  # the longest of several walks; the last one below only repeats it
@@ -73,7 +82,7 @@ def accept(pair: Pair, target: Target, step: Verification, drafts: dict[int, Dra
         if output.logprobs_tensors is not None:
             logprobs.append(output.logprobs_tensors)
         level += 1
-        goes_on = level < requests.limit
+        goes_on = level < most
         if forced is not None and level < forced.tokens.shape[1]:
             goes_on &= own | (forced.tokens[:, level] >= 0)
         return output.sampled_token_ids[:, 0].long(), goes_on

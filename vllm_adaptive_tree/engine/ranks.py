@@ -1,5 +1,6 @@
 """Tensor-parallel ranks agree by construction: rank 0 decides, the others read its decision."""
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -26,8 +27,8 @@ def agree(frontier: Frontier, growing: Tensor) -> tuple[Frontier, bool]:
     if get_tp_group().world_size > 1:
         tokens, parent = from_rank_0(torch.stack(frontier))
         frontier = Frontier(tokens, parent)
-    used = frontier.tokens.amax(0).tolist()
-    width = max((column for column, token in enumerate(used, start=1) if token >= 0), default=0)
+    used = np.flatnonzero((frontier.tokens.numpy() >= 0).any(axis=0))
+    width = int(used[-1]) + 1 if len(used) else 0
     return Frontier(frontier.tokens[:, :width], frontier.parent[:, :width]), width > 0
 
 

@@ -185,7 +185,9 @@ class TreeModelRunner(CPUModelRunner):
         assert step is not None
         with self.clock.phase("accept"):
             target = Target(self.sampler, self.input_batch.sampling_metadata, logits, step)
-            accepted, logprobs, self.initial = accept(self.pair, target, step, self.scheduled, self._requests(step))
+            accepted, logprobs, self.initial = accept(
+                self.pair, target, step, self.scheduled, self._limits(step), lambda: self._requests(step)
+            )
             tokens, nodes = accepted_from_rank_0(accepted, step.levels)
             if self.initial is not None:
                 tokens = tokens.masked_fill(held(tokens), -1)
@@ -197,17 +199,19 @@ class TreeModelRunner(CPUModelRunner):
             self.recorder.see(self.scheduled, [self.requests[name] for name in self.input_batch.req_ids], nodes, target)
         return SamplerOutput(sampled_token_ids=tokens.int(), logprobs_tensors=logprobs)
 
-    def _requests(self, step: Verification) -> Requests:
+    def _limits(self, step: Verification) -> list[int]:
+        """Stop at the token that reaches `min_tokens`: the sampler lifts its ban on stop tokens between steps only."""
         states = [self.requests[request] for request in self.input_batch.req_ids]
-        sampling = [state.sampling_params for state in states]
+        missing = [state.sampling_params.min_tokens - len(state.output_token_ids) for state in states]
+        return [tokens if tokens > 0 else step.levels + 1 for tokens in missing]
+
+    def _requests(self, step: Verification) -> Requests:
+        sampling = [self.requests[request].sampling_params for request in self.input_batch.req_ids]
         by_target = self.pair.rule is RULES["target_only"]
         auto = self.options.rejection_sample_method == "auto"
-        # Stop at the token that reaches `min_tokens`: the sampler lifts its ban on stop tokens between steps only.
-        missing = [one.min_tokens - len(state.output_token_ids) for one, state in zip(sampling, states, strict=True)]
         return Requests(
             own=torch.tensor([by_target or _greedy(one) or (auto and one.seed is not None) for one in sampling]),
             greedy=torch.tensor([_greedy(one) for one in sampling]),
-            limit=torch.tensor([tokens if tokens > 0 else step.levels + 1 for tokens in missing]),
             seed=self._seeds(self.input_batch.req_ids),
             position=torch.tensor(step.computed),
         )

@@ -42,10 +42,14 @@ class Verification:
 
     def write_positions(self, positions: Tensor) -> None:
         """position = root position + depth, in vLLM's flat buffer; slots stay linear."""
+        rows: list[int] = []
+        values: list[int] = []
         for request in self.branching:
-            first = self.row_start[request] + 1
-            depths = torch.tensor(self.depths[request])
-            positions[first : first + len(depths)] = self.computed[request] + depths
+            first, root = self.row_start[request] + 1, self.computed[request]
+            rows += range(first, first + len(self.depths[request]))
+            values += [root + depth for depth in self.depths[request]]
+        if rows:
+            positions[rows] = torch.tensor(values, dtype=positions.dtype)
 
     def row_of(self, request: int, node: int) -> int:
         """Row of a node in the flat batch; -1 is the root."""
