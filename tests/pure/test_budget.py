@@ -715,6 +715,13 @@ def test_a_level_that_begins_to_pay_is_found():
     assert deep(controller, 0.95, 0.02, 400)[-2] == 8
 
 
+def test_a_level_that_seldom_paid_is_found_by_a_few_trials():
+    """Each stands for the steps between them; as one of many, the same takes hundreds of steps."""
+    controller = Controller(costs((1, 1.0), (100, 1.001)), sampled=False)
+    assert deep(controller, 0.3, 0.2, 1000)[-1] < 3
+    assert deep(controller, 0.95, 0.02, 4 * EVERY)[-1] == 8
+
+
 def test_the_threshold_is_a_levels_cost_at_the_best_rate():
     controller = Controller(costs((1, 1.0), (100, 1.0)), sampled=False)
     assert controller.threshold(1, 1) == 0, "every level pays until it is known what one costs"

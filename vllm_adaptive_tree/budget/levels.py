@@ -22,6 +22,8 @@ class Levels:
         self.worth = [0.0] * DEPTHS  # tokens that each depth brought, less what it cost in tokens
         self.judged = [0] * DEPTHS
         self.steps = 0
+        self.usual = 0
+        """Levels of this step and of those around it; what is drafted below them stands for `EVERY` steps."""
         self.deeper = True
         """Whether this step drafts levels that may not pay."""
 
@@ -31,12 +33,14 @@ class Levels:
         self.deeper = first or again
         self.steps += 1
         worth = list(accumulate(self.worth))
-        most = 1 + worth.index(max(worth)) + DEEPER * again
+        self.usual = 1 + worth.index(max(worth))
+        most = self.usual + DEEPER * again
         return ALL if first or most >= DEPTHS else most  # the last depth stands for all below it
 
     def observe(self, tokens: Sequence[float], cost: Sequence[float], drafted: int) -> None:
         """What each depth was expected to bring and what it cost in tokens, both [DEPTHS]; levels `drafted`."""
         for place in range(min(drafted, DEPTHS)):
             self.judged[place] += 1
-            weight = max(STEP, 1 / self.judged[place])  # at first the plain average
+            weight = STEP if place < self.usual else 1 - (1 - STEP) ** EVERY
+            weight = max(weight, 1 / self.judged[place])  # at first the plain average
             self.worth[place] += weight * (tokens[place] - cost[place] - self.worth[place])
