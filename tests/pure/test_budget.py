@@ -715,11 +715,28 @@ def test_a_level_that_begins_to_pay_is_found():
     assert deep(controller, 0.95, 0.02, 400)[-2] == 8
 
 
+@pytest.mark.parametrize(("sibling", "best"), [(0.45, 1), (0.1, 2)])
+def test_a_level_pays_by_what_its_nodes_bring_beyond_those_in_whose_rows_they_stand(sibling, best):
+    """Four requests, rows for eight nodes: each may have a second level, or a sibling that is drafted in any case."""
+    controller = Controller(costs((1, 1.0), (12, 1.001), (13, 3.0), (40, 9.0)), sampled=False)
+    taken = []
+    for _ in range(3 * EVERY):
+        levels = min(2, controller.depth(4))
+        value, depth = torch.tensor([0.5, 0.47, sibling]), torch.tensor([1, 2, 1])
+        value = value.masked_fill(depth > levels, 0.0).sort(descending=True, stable=True)
+        for _ in range(levels - 1):
+            controller.drafted(4, 0.05)
+        controller.share(value.values.expand(4, 3), depth[value.indices].expand(4, 3), 0.05 * levels, levels=levels - 1)
+        taken.append(levels)
+    usual = [levels for n, levels in enumerate(taken) if n > EVERY and n % EVERY]
+    assert set(usual) == {best}
+
+
 def test_a_level_that_seldom_paid_is_found_by_a_few_trials():
     """Each stands for the steps between them; as one of many, the same takes hundreds of steps."""
     controller = Controller(costs((1, 1.0), (100, 1.001)), sampled=False)
     assert deep(controller, 0.3, 0.2, 1000)[-1] < 3
-    assert deep(controller, 0.95, 0.02, 4 * EVERY)[-1] == 8
+    assert deep(controller, 0.95, 0.02, 5 * EVERY)[-1] == 8
 
 
 def test_the_threshold_is_a_levels_cost_at_the_best_rate():

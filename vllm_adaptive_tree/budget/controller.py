@@ -178,8 +178,30 @@ class Controller:
         besides = 0.0 if judged or size.drafting is None else max(0.0, spent - size.drafting)
         size.besides += PATIENCE * (besides - size.besides)
         if judged:
-            self._judge(size, requests, _taken(chance, depth, kept), spent, levels)
+            self._judge(size, requests, _taken(chance, kept), spent)
+            if size.levels.judges and levels:
+                size.levels.observe(self._rates(everyone, depth, spent, size.level, levels))
         return kept
+
+    def _rates(self, chance: Tensor, depth: Tensor, spent: float, level: float, levels: int) -> list[float]:
+        """Tokens per second of a step, had it drafted none of its `levels` below the roots', one, .., all of them.
+
+        Args:
+            chance: [R, N], requests without a tree included, behind the others.
+            depth: [T, N] of the T trees.
+            spent: seconds of drafting in which all levels were drafted, of `level` seconds each.
+        """
+        falling = chance.cummin(1).values
+        rates = []
+        for below in range(levels + 1):
+            known = falling.clone()
+            known[: len(depth)].masked_fill_(depth > 1 + below, 0.0)
+            known = known.sort(1, descending=True).values
+            seconds = self.overhead + max(0.0, spent - (levels - below) * level)
+            brought = _taken(known, allocate(known, verify=self.verify, spent=seconds, sampled=self.sampled))
+            requests = len(chance)
+            rates.append((requests + sum(brought)) / (self.verify.cost(requests + len(brought)) + seconds))
+        return rates
 
     def share_beside(self, value: Tensor, depth: Tensor, rows: int, *, greedy: Tensor | None = None) -> Tensor:
         """How many nodes of each tree to verify in a step that also reads prompts, [R].
@@ -206,19 +228,12 @@ class Controller:
             return certain(value, depth)
         return torch.where(greedy[:, None], certain(value, depth), sampled(value, depth))
 
-    def _judge(self, size: Size, requests: int, taken: list[tuple[float, int]], spent: float, levels: int) -> None:
-        """`taken`: chance and depth of every node that is verified."""
+    def _judge(self, size: Size, requests: int, taken: list[float], spent: float) -> None:
+        """`taken`: the chance of every node that is verified."""
         without, within = (self.verify.cost(rows) + self.overhead for rows in (requests, requests + len(taken)))
-        row = (within - without) / max(1, len(taken))
-        brought, seconds = [0.0] * DEPTHS, [0.0, *[size.level] * (DEPTHS - 1)]
-        for chance, depth in taken:
-            place = min(depth, DEPTHS) - 1
-            brought[place] += chance
-            seconds[place] += row
-        tokens = requests + sum(brought)
+        tokens = requests + sum(taken)
         rate = tokens / (within + spent)
         size.rate += (STEP if size.rate else 1) * (rate - size.rate)
-        size.levels.observe(brought, [size.rate * one for one in seconds], levels + 1)
         if size.drafting is None:
             size.drafting = spent
         if size.levels.deeper:
@@ -254,11 +269,11 @@ class Controller:
         size.level += (STEP if size.level else 1) * (min(seconds, 4 * size.level or seconds) - size.level)
 
 
-def _taken(chance: Tensor, depth: Tensor, kept: Tensor) -> list[tuple[float, int]]:
-    """Chance and depth of the first `kept` [R] nodes of each list [R, N]; none counts for more than one before it."""
-    taken: list[tuple[float, int]] = []
-    for chances, depths, count in zip(chance.tolist(), depth.tolist(), kept.tolist(), strict=True):
-        taken += zip(accumulate(chances[:count], min), depths, strict=False)
+def _taken(chance: Tensor, kept: Tensor) -> list[float]:
+    """The chances of the first `kept` [R] nodes of each list [R, N]; none counts for more than one before it."""
+    taken: list[float] = []
+    for chances, count in zip(chance.tolist(), kept.tolist(), strict=True):
+        taken += accumulate(chances[:count], min)
     return taken
 
 
