@@ -63,6 +63,15 @@ def allocate(
     return torch.from_numpy(np.bincount(order[:size] % requests, minlength=requests))
 
 
+def outcome(values: Tensor, *, verify: Curve, spent: float, sampled: bool) -> tuple[float, float]:
+    """Tokens and seconds of a step that allocates these nodes [R, N], in any order; as in `allocate`."""
+    falling = values.sort(1, descending=True).values
+    kept = allocate(falling, verify=verify, spent=spent, sampled=sampled)
+    taken = torch.arange(falling.shape[1]) < kept[:, None]
+    requests = len(values)
+    return requests + float(falling[taken].sum()), verify.cost(requests + int(kept.sum())) + spent
+
+
 def best(values: Tensor, room: Tensor, most: int) -> Tensor:
     """`most` nodes of all trees by decreasing value, ties by place in the list, then by request: how many of each, [R].
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from vllm_adaptive_tree.budget.allocation import allocate
+from vllm_adaptive_tree.budget.allocation import allocate, outcome
 from vllm_adaptive_tree.budget.calibration import DEPTHS, Calibration
 from vllm_adaptive_tree.budget.costs import Costs
 from vllm_adaptive_tree.budget.curve import Curve
@@ -196,11 +196,9 @@ class Controller:
         for below in range(levels + 1):
             known = falling.clone()
             known[: len(depth)].masked_fill_(depth > 1 + below, 0.0)
-            known = known.sort(1, descending=True).values
-            seconds = self.overhead + max(0.0, spent - (levels - below) * level)
-            brought = _taken(known, allocate(known, verify=self.verify, spent=seconds, sampled=self.sampled))
-            requests = len(chance)
-            rates.append((requests + sum(brought)) / (self.verify.cost(requests + len(brought)) + seconds))
+            drafting = max(0.0, spent - (levels - below) * level)
+            tokens, seconds = outcome(known, verify=self.verify, spent=self.overhead + drafting, sampled=self.sampled)
+            rates.append(tokens / seconds)
         return rates
 
     def share_beside(self, value: Tensor, depth: Tensor, rows: int, *, greedy: Tensor | None = None) -> Tensor:

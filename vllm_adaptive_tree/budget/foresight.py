@@ -2,10 +2,9 @@ from collections import deque
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from vllm_adaptive_tree.budget.allocation import allocate
+from vllm_adaptive_tree.budget.allocation import outcome
 from vllm_adaptive_tree.budget.curve import Curve
 
 TREES, RECENT = 64, 512
@@ -56,8 +55,7 @@ class Foresight:
 
     def _rate(self, chance: Tensor, requests: int, verify: Curve, spent: float) -> float:
         tokens = seconds = 0.0
-        for batch in chance.sort(1, descending=True).values.split(requests):
-            kept = allocate(batch, verify=verify, spent=spent, sampled=self.sampled)
-            tokens += requests + float(pad(batch.cumsum(1), (1, 0)).gather(1, kept[:, None]).sum())
-            seconds += verify.cost(requests + int(kept.sum())) + spent
+        for batch in chance.split(requests):
+            more, longer = outcome(batch, verify=verify, spent=spent, sampled=self.sampled)
+            tokens, seconds = tokens + more, seconds + longer
         return tokens / seconds
