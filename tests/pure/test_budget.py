@@ -1,6 +1,7 @@
 """The budget: cost curves, calibration, and how a batch shares its nodes."""
 
 import json
+import math
 import random
 from collections.abc import Callable
 from itertools import pairwise
@@ -748,6 +749,30 @@ def test_the_threshold_is_a_levels_cost_at_the_best_rate():
     assert size.rate == pytest.approx(
         max(sum(0.5**k for k in range(d + 1)) / (1 + 0.1 * d) for d in range(1, 8)), rel=0.1
     )
+
+
+def test_nodes_that_a_batch_would_not_verify_get_no_children():
+    """The floor lies below the least value that recent steps kept, and is that of batches of this size."""
+    controller = Controller(costs((1, 1.0), (100, 4.0)), sampled=False)
+    assert controller.floor(4) == -math.inf, "not known yet"
+    value, depth = torch.tensor([0.8, 0.4, 0.01]).expand(4, 3), torch.arange(1, 4).expand(4, 3)
+    assert controller.share(value, depth, 0.1).tolist() == [2] * 4
+    assert math.exp(controller.floor(4)) == pytest.approx(0.2)
+    assert controller.floor(1) == -math.inf
+    for _ in range(50):
+        controller.share(value / 2, depth, 0.1)
+    assert 0.05 < math.exp(controller.floor(4)) < 0.15
+    controller.share(value * 1e-9, depth, 0.1)
+    assert math.exp(controller.floor(4)) > 0.05, "nothing was kept, so nothing was learned"
+    assert Controller(Costs(FREE), sampled=False, most=4).floor(4) == -math.inf
+
+
+def test_the_first_forward_of_so_many_rows_says_nothing():
+    controller = Controller(costs((1, 1.0), (100, 1.0)), sampled=False)
+    controller.observe(4, 0, 9.0, 0.1)
+    assert controller.verify.cost(4) == 1.0
+    controller.observe(4, 0, 9.0, 0.1)
+    assert controller.verify.cost(4) > 1.0
 
 
 def test_one_long_pause_between_steps_is_not_believed():

@@ -24,8 +24,10 @@ class Wide(ToyDrafter):
 
 def both(models, **options):
     """The proposals of OPT-Tree on any device and on the host."""
-    limits = {name: options.pop(name) for name in ("max_depth", "threshold")}
+    limits, floor = {name: options.pop(name) for name in ("max_depth", "threshold")}, options.pop("floor", -torch.inf)
     proposers = OptTree(**limits), on_host.on_host(OptTree(**limits))
+    for one in proposers:
+        one.floor = floor
     assert type(proposers[1]) is on_host.OptTreeOnHost
     return [grow(one, models, drafter=Wide(models), agree=as_the_engine, **options) for one in proposers]
 
@@ -48,6 +50,16 @@ def test_the_same_trees(size, nodes, threshold, short, monkeypatch):
         generic, compiled = both(models, **limits)
         assert_same(compiled, generic)
         assert (compiled.tree.tokens >= 0).any()
+
+
+@pytest.mark.parametrize("floor", [-0.5, -1.5, -3.0])
+def test_the_same_trees_above_a_floor(floor):
+    models = [ToyLM.random(33, 2, seed=seed, scale=3.0, dtype=torch.float32) for seed in range(10)]
+    limits = {"nodes": 16, "max_depth": 5, "threshold": 0.0}
+    generic, compiled = both(models, **limits, floor=floor)
+    assert_same(compiled, generic)
+    whole = both(models, **limits)[1]
+    assert (compiled.read >= 0).sum() < (whole.read >= 0).sum()
 
 
 def test_banned_tokens_are_no_candidates():

@@ -6,10 +6,10 @@ from itertools import product
 import pytest
 import torch
 
-from vllm_adaptive_tree.proposers import Frontier
+from vllm_adaptive_tree.proposers import Frontier, OptTree
 from vllm_adaptive_tree.trees import TreeBatch
 
-from .toys import Path, ToyDrafter, ToyLM, grow_trees, on_host, paths
+from .toys import Path, ToyDrafter, ToyLM, grow_trees, on_host, paths, propose
 
 BRUTE_FORCE = [*product([2, 3], [1, 2, 3, 4], [1, 2, 3]), (2, 5, 5), (3, 4, 4)]
 
@@ -218,6 +218,23 @@ def test_nodes_whose_children_cannot_enter_are_not_read():
         drafter = ToyDrafter([ToyLM(logits)])
         grow_trees([ToyLM(logits)], nodes=3, max_depth=2, drafter=drafter, agree=cut_to_used_width)
         assert drafter.widths == widths
+
+
+@pytest.mark.parametrize("probability", [0.02, 0.1, 0.4])
+def test_above_a_floor_the_tree_is_the_same(probability):
+    """And nothing below it is read."""
+    models = models_of(vocabulary=3, depth=5)
+    whole = grow_trees(models, nodes=16, max_depth=5)
+    proposer = OptTree(max_depth=5, threshold=0.0)
+    proposer.floor = math.log(probability)
+    found = propose(proposer, ToyDrafter(models), nodes=16)
+    above = [tree.log_weight > proposer.floor for tree in (whole, found.tree)]
+    for r in range(len(models)):
+        trees = [
+            on_host(tree)[r].prefix(int(most[r].sum())) for tree, most in zip((whole, found.tree), above, strict=True)
+        ]
+        assert trees[0] == trees[1]
+    assert not (found.read >= 0)[~above[1]].any()
 
 
 def test_agree_ends_the_growth():

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from vllm_adaptive_tree.budget.allocation import allocate, outcome
+from vllm_adaptive_tree.budget.allocation import LEAST, allocate, outcome
 from vllm_adaptive_tree.budget.calibration import DEPTHS, Calibration
 from vllm_adaptive_tree.budget.costs import Costs
 from vllm_adaptive_tree.budget.curve import Curve
@@ -23,6 +23,8 @@ TRIAL = 12
 """Steps after which that is judged."""
 MARGIN = 0.05
 """Of tokens per second, in logs: what drafts have to bring, because costs are known no better."""
+SLACK = 0.5
+"""Of the least value that is verified: what is worth less has no children drafted."""
 REST, LONGEST_REST = 64, 2048
 """Steps without drafts, which are tokens of every request: after the first loss, and after the last of many."""
 
@@ -45,6 +47,8 @@ class Size:
         self.level = level
         """Seconds of a draft level."""
         self.levels = Levels()
+        self.least: float | None = None
+        """Log of the least value that a step verifies, averaged."""
         self.rest = 0
         """Steps without drafts that are left."""
         self.last_rest = REST // 2
@@ -74,6 +78,8 @@ class Controller:
         self.taken = 0.0, 0.0
         self.mix = 0
         """Which requests this step has: 0 sampled ones, 2 greedy ones, 1 both."""
+        self.met: set[int] = set()
+        """Rows of the forwards so far: the first of so many also makes the kernels for them."""
         self.elsewhere = self.reading = 0.0
         """Seconds of a step besides drafts and the forward, and of reading the contexts in the last step."""
         self.sizes: dict[tuple[int, int], Size] = {}
@@ -143,6 +149,12 @@ class Controller:
         size = self.of(requests)
         return size.level * size.rate / trees
 
+    def floor(self, requests: int) -> float:
+        """Log value up to which a node's children are not worth drafting: no child is worth more than its parent, and
+        the batch verifies none of so little."""
+        least = None if self.most is not None else self.of(requests).least
+        return -math.inf if least is None else least + math.log(SLACK)
+
     def share(
         self,
         value: Tensor,
@@ -175,6 +187,10 @@ class Controller:
         usual = (size.drafting or 0.0) if self.sampled else spent
         everyone = pad(chance, (0, 0, 0, others)) if others else chance
         kept = allocate(everyone, verify=self.verify, spent=usual + self.overhead, sampled=self.sampled)[:trees]
+        verified = value[torch.arange(value.shape[1]) < kept[:, None]]
+        if len(verified):
+            least = math.log(max(float(verified.min()), LEAST))
+            size.least = least if size.least is None else size.least + STEP * (least - size.least)
         besides = 0.0 if judged or size.drafting is None else max(0.0, spent - size.drafting)
         size.besides += PATIENCE * (besides - size.besides)
         if judged:
@@ -258,7 +274,9 @@ class Controller:
     def observe(self, rows: int, context: int, forward: float, elsewhere: float) -> None:
         """A step of `rows` rows behind `context` tokens of all requests took these seconds."""
         self.reading = min(context * self.costs.context, forward / 2)
-        self.verify.observe(rows, forward - self.reading)
+        if rows in self.met:
+            self.verify.observe(rows, forward - self.reading)
+        self.met.add(rows)
         self.elsewhere += STEP * (min(elsewhere, 4 * self.elsewhere or elsewhere) - self.elsewhere)
 
     def drafted(self, requests: int, seconds: float) -> None:

@@ -33,8 +33,8 @@ class BatchBudget:
         steers: bool = False,
         sharpening: Sharpening | None = None,
     ):
-        """`steers`: the proposer's threshold is the controller's. `sharpening`: fits the draft temperature of greedy
-        requests."""
+        """`steers`: the proposer's threshold and floor are the controller's. `sharpening`: fits the draft temperature
+        of greedy requests."""
         self.sharpening = sharpening
         self.pauses = Pauses()
         self.controller, self.proposer, self.clock, self.steers = controller, proposer, clock, steers
@@ -89,6 +89,7 @@ class BatchBudget:
         most = number_from_rank_0(self.controller.depth(trees + others))
         if self.steers:
             self.proposer.threshold = self.controller.threshold(trees + others, trees)
+            self.proposer.floor = self.controller.floor(trees + others)
         levels = 1
 
         def agreed(frontier: Frontier, growing: Tensor) -> tuple[Frontier, bool]:

@@ -68,7 +68,7 @@ class OptTreeOnHost(OptTree):
         trees, most = (growth.nodes, growth.value), growth.value.shape[1]
         nodes, value, front, path = map(np.empty_like, (*trees, growth.nodes[:2], growth.value))
         grown = nodes, value, front, path
-        place = (float(self.threshold), level, growth.first, first)
+        place = (float(self.threshold), float(self.floor), level, growth.first, first)
         if law.numel() <= SHORT:
             _grow(law.contiguous().numpy(), growth.path, trees, grown, place)
         else:
@@ -94,10 +94,11 @@ def on_host(proposer: Any) -> Any:
 
 
 # Signatures: compiled when this is imported, not within a step. `trees` are those so far, `grown` the first four of
-# `Grown`, to be filled, and `place` is (threshold, level, number of the frontier's first column, that of the next one).
+# `Grown`, to be filled, and `place` is (threshold, floor, level, number of the frontier's first column, and of the
+# next one's).
 _TREES = "Tuple((int64[:, :, ::1], float32[:, ::1]))"
 _GROWN = "Tuple((int64[:, :, ::1], float32[:, ::1], int64[:, :, ::1], float32[:, ::1]))"
-_PLACE = "Tuple((float64, int64, int64, int64))"
+_PLACE = "Tuple((float64, float64, int64, int64, int64))"
 
 
 @njit
@@ -134,7 +135,7 @@ def _settle(r, found, value, token, column, trees, grown, place):  # type: ignor
     """Tree r and its frontier, from the `found` largest candidates of a level, by value. Of two equals the older comes
     first, so parents come first."""
     (nodes, best), (after, value_after, front, path) = trees, grown
-    threshold, level, above, first = place
+    threshold, floor, level, above, first = place
     n, old, new, gain = best.shape[1], 0, 0, 0.0
     slot = np.empty(n, np.int64)  # of each candidate in the tree
     for at in range(n):
@@ -150,8 +151,9 @@ def _settle(r, found, value, token, column, trees, grown, place):  # type: ignor
             slot[new] = at
             new += 1
         gain += math.exp(value_after[r, at]) - math.exp(best[r, at])
+    least = max(value_after[r, n - 1], floor)
     for at in range(n):
-        if gain > threshold and at < new and value[at] > value_after[r, n - 1]:
+        if gain > threshold and at < new and value[at] > least:
             after[NUMBER, r, slot[at]] = first + at
             front[TOKEN, r, at], front[PARENT, r, at], path[r, at] = token[at], above + column[at], value[at]
         else:

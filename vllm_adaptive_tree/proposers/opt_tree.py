@@ -1,5 +1,7 @@
 """OPT-Tree: the draft tree with the largest expected acceptance (Wang et al., arXiv 2406.17276, Algorithm 1)."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -21,6 +23,8 @@ class OptTree(BestFirst):
     def __init__(self, *, max_depth: int, threshold: float):
         self.max_depth = max_depth
         self.threshold = threshold
+        self.floor = -math.inf
+        """Log path probability up to which no node is expanded: a budget would not keep what comes of it."""
         self.kind: Kind = "one_hot"
         self.most_children = 1 << 30  # as many as the budget allows
 
@@ -31,7 +35,7 @@ class OptTree(BestFirst):
         return Candidates(token, column, value, value, min(growth.nodes, law.shape[-1]))
 
     def expand(self, level: Level, worst: Tensor, gain: Tensor) -> Tensor:
-        return (level.path > worst) & (gain > self.threshold)[:, None]
+        return (level.path > worst.clamp(min=self.floor)) & (gain > self.threshold)[:, None]
 
 
 def top_children(law: Tensor, path: Tensor, most: int) -> Candidates:
