@@ -161,6 +161,10 @@ def test_every_round_has_prompts_of_its_own(concurrency, count):
     assert len({*first, *second}) == 2 * count
 
 
+def test_more_waves_are_more_requests():
+    assert len(loads.load([str(number) for number in range(200)], 32, 1, waves=5)) == 160
+
+
 def test_a_phase_of_a_swing_begins_with_its_own_prompts():
     prompts = [str(number) for number in range(400)]
     phases = [list(islice(loads.phase_prompts(prompts, 32, phase), 450)) for phase in (0, 1, 5)]
@@ -437,10 +441,12 @@ def test_tables_and_json_say_the_same(tmp_path):
         "eager": False,
         "threads": "2",
         "max_tokens": 48,
+        "waves": 12,
         "enlarged": {"parameters": 500_000_000},
     }
     text = tables.markdown(settings, tables.tables(found, []), tables.notes(found), {"stage": "it did not start"})
     assert "enlarged to 500,000,000 parameters without a change of its function" in text
+    assert "48 new tokens per request, 12 requests for each that runs at a time." in text
     assert "| tree | 123.0 [123.0, 123.0] | 1.23 [1.23, 1.23] | 1.12 [1.12, 1.12] (chain 3) |" in text
     assert "Did not run: stage: it did not start" in text
     report = json.loads(json.dumps(results.to_json(settings, found, [], {})))

@@ -29,9 +29,9 @@ def standard() -> tuple[str, ...]:
     return (*PROMPTS, *found)[:MOST]
 
 
-def load(prompts: Sequence[str], concurrency: int, number: int) -> list[str]:
-    """The prompts of round `number` (the warm-up is 0), of which `concurrency` run at a time."""
-    count = max(FEWEST, concurrency, min(WAVES * concurrency, ENOUGH))
+def load(prompts: Sequence[str], concurrency: int, number: int, waves: int | None = None) -> list[str]:
+    """The prompts of round `number` (the warm-up is 0), of which `concurrency` run at a time; `waves` so many."""
+    count = max(FEWEST, concurrency, min(WAVES * concurrency, ENOUGH)) if waves is None else waves * concurrency
     return [prompts[(number * count + index) % len(prompts)] for index in range(count)]
 
 

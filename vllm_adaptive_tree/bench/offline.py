@@ -34,6 +34,7 @@ class Setup:
     max_tokens: int  # new tokens of a request, exactly
     swing_seconds: float  # of one phase
     prompts: tuple[str, ...]
+    waves: int | None = None  # requests of a round for each that runs at a time, where it is not the default
 
     def arguments(self) -> dict[str, Any]:
         """Of vLLM's engine; every round shall do the same work, so no prefix is cached."""
@@ -75,7 +76,7 @@ class Offline:
         if cell.place == "swing":
             found = self._swing(cell, number)
         else:
-            found = self._steady(cell, load(self.setup.prompts, cell.concurrency, number))
+            found = self._steady(cell, load(self.setup.prompts, cell.concurrency, number, self.setup.waves))
         return replace(found, repaired=self.repaired and cell.sampled)
 
     def _steady(self, cell: Cell, prompts: Sequence[str]) -> Measurement:

@@ -47,7 +47,7 @@ class Server:
             raise
 
     def measure(self, cell: Cell, number: int) -> Measurement:
-        prompts = load(self.setup.prompts, cell.concurrency, number)
+        prompts = load(self.setup.prompts, cell.concurrency, number, self.setup.waves)
         before, others = self._counters(), Others([*self._family(), os.getpid()])
         requests, seconds = asyncio.run(self._ask(prompts, cell.concurrency))
         busy = others.cores()

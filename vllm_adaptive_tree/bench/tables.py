@@ -70,10 +70,11 @@ def headline(settings: Mapping[str, Any]) -> str:
     target = f"`{settings['model']}`"
     if enlarged:
         target += f", enlarged to {enlarged['parameters']:,} parameters without a change of its function"
+    waves = f", {settings['waves']} requests for each that runs at a time" if settings.get("waves") else ""
     return (
         f"Target {target}; draft `{settings['draft']}`; {settings['dtype']}, "
         f"{'eager' if settings['eager'] else 'compiled'}; {settings['threads']} threads; {settings['max_tokens']} new "
-        f"tokens per request."
+        f"tokens per request{waves}."
     )
 
 

@@ -82,6 +82,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rounds", type=_rounds, default=ENOUGH, help=f"of every cell, {ENOUGH} at least")
     parser.add_argument(
+        "--waves",
+        type=positive,
+        metavar="N",
+        help="requests of a round for each that runs at a time (default: 3; 64 in all are enough)",
+    )
+    parser.add_argument(
         "--max-tokens", type=positive, default=48, help="new tokens of a request (default: %(default)s)"
     )
     parser.add_argument(
@@ -192,6 +198,7 @@ def setup_of(options: argparse.Namespace, target: str, cells: list[Cell], compar
         max_tokens=options.max_tokens,
         swing_seconds=options.swing_seconds,
         prompts=options.prompts or standard(),
+        waves=options.waves,
     )
 
 
@@ -264,6 +271,7 @@ def settings_of(options: argparse.Namespace) -> dict[str, Any]:
         "sampled": options.sampled,
         "server": options.server,
         "swing": options.swing and [options.swing, options.swing_seconds],
+        "waves": options.waves,
         "max_tokens": options.max_tokens,
         "max_model_len": options.max_model_len,
         "prompts": checksum(options.prompts) if options.prompts else "standard library",
