@@ -60,6 +60,7 @@ def test_auto_measures_or_reads_the_costs(engines: Engines, plain: list[Any], tm
         assert_identical(plain[:1], generate(llm, PROMPTS[:1], [parameters(0)]))
         drafted = metric(llm, "spec_decode_num_draft_tokens") / max(1, metric(llm, "spec_decode_num_drafts"))
         assert fewest <= drafted <= most
+    assert runner_of(llm).proposer.floor > float("-inf"), "nobody told it what the batch verifies"
 
 
 def test_a_file_that_is_no_profile(engines: Engines, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.engines import DRAFT, TARGET
-from vllm_adaptive_tree.bench.loads import FEWEST, WAVES, standard
+from vllm_adaptive_tree.bench.loads import standard
 from vllm_adaptive_tree.bench.offline import Setup
 from vllm_adaptive_tree.bench.plan import BASE, Cell, Config
 from vllm_adaptive_tree.bench.process import EngineProcess
@@ -15,11 +15,13 @@ from vllm_adaptive_tree.bench.rounds import Store
 from vllm_adaptive_tree.bench.server import Server
 from vllm_adaptive_tree.cli.main import main
 
-TOKENS, REQUESTS = 6, max(FEWEST, 2 * WAVES)
+TOKENS, WAVES = 6, 2
+REQUESTS = 2 * WAVES
 FIXED = {"method": "opt_tree", "num_speculative_tokens": 6, "tree": {"threshold": 0, "budget": 12}}
 CONFIG = f"fixed={json.dumps(FIXED)}"
 SMALL = ["--methods", "", "--config", CONFIG, "--chains", "", "--concurrency", "2", "--sampled", "", "--server", ""]
 SMALL += ["--eager", "--dtype", "float32", "--max-tokens", str(TOKENS), "--max-model-len", "256"]
+SMALL += ["--waves", str(WAVES)]
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +70,7 @@ def test_other_arguments_are_refused(out: Path, capsys: pytest.CaptureFixture[st
 
 @pytest.fixture
 def setup() -> Setup:
-    return Setup(TARGET, "float32", True, 256, 2, 512, TOKENS, 1.0, standard())
+    return Setup(TARGET, "float32", True, 256, 2, 512, TOKENS, 1.0, standard(), WAVES)
 
 
 @pytest.fixture
