@@ -1,16 +1,15 @@
-"""Which vLLM this release was built against."""
+"""Outside the supported window a tree method is refused."""
 
 import vllm
 
-SUPPORTED = "0.32"
-"""The supported window: every 0.32.x."""
+from vllm_adaptive_tree.versions import is_supported, window
 
 
 def require_supported_vllm() -> None:
     """Raise RuntimeError, with the version to install, outside the supported window."""
-    if vllm.__version__.split("+")[0].split(".")[:2] != SUPPORTED.split("."):
+    if not is_supported(vllm.__version__):
         raise RuntimeError(
-            f"vllm-adaptive-tree supports vLLM {SUPPORTED}.*, and this is vLLM {vllm.__version__}. Install "
+            f"vllm-adaptive-tree supports vLLM {window()}, and this is vLLM {vllm.__version__}. Install "
             f"'vllm-adaptive-tree[cuda]' or 'vllm-adaptive-tree[cpu]' for a matching one, or remove the tree method "
             "from speculative_config."
         )
