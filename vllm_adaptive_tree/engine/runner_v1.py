@@ -26,13 +26,14 @@ from vllm_adaptive_tree.engine.coverage import Coverage
 from vllm_adaptive_tree.engine.cpu_attention import CPUTrees
 from vllm_adaptive_tree.engine.drafter import CatchUp, ModelDrafter, TimedDrafter
 from vllm_adaptive_tree.engine.drafts import Draft, to_drafts
+from vllm_adaptive_tree.engine.kinds import draws_from_target, has_grammar, is_greedy
 from vllm_adaptive_tree.engine.metrics import step_figures
 from vllm_adaptive_tree.engine.patches import swapped
 from vllm_adaptive_tree.engine.ranks import accepted_from_rank_0, agree, proposal_from_rank_0
 from vllm_adaptive_tree.engine.recorder import Recorder
 from vllm_adaptive_tree.engine.scratch import ScratchBlocks
 from vllm_adaptive_tree.engine.share import nodes_per_request
-from vllm_adaptive_tree.engine.target import GREEDY, Target
+from vllm_adaptive_tree.engine.target import Target
 from vllm_adaptive_tree.engine.thinking_budget import ThinkingBudgets
 from vllm_adaptive_tree.engine.translate import tree_options
 from vllm_adaptive_tree.engine.verification import Verification
@@ -58,6 +59,7 @@ class TreeModelRunner(CPUModelRunner):
         self.speculative_config.disable_padded_drafter_batch = True
         self.drafts: dict[str, Draft] = {}  # drafted, not yet scheduled
         self.scheduled: dict[int, Draft] = {}  # of this step, by row
+        self.judged: dict[int, Draft] = {}  # the same with what a grammar has refused: to the budget, not accepted
         self.seeds: dict[str, int] = {}  # of requests that brought none
         tree = self.options.tree
         self.steering = isinstance(tree, DySpecOptions) and tree.mode == "threshold" and tree.threshold == "auto"
@@ -93,10 +95,10 @@ class TreeModelRunner(CPUModelRunner):
 
     def _affordable(self, scheduled: SchedulerOutput) -> SchedulerOutput:
         """Fewer nodes where a step also reads prompts, of which no tree knew. To the scheduler, with its own list, the
-        others are rejected. A structured request keeps all: its grammar was asked about each."""
+        others are rejected. A request with a grammar keeps all: the grammar was asked about each."""
         spec, rows = scheduled.scheduled_spec_decode_tokens, scheduled.num_scheduled_tokens
         decoding = len(rows) + sum(map(len, spec.values()))
-        free = [name for name in spec if self.requests[name].sampling_params.structured_outputs is None]
+        free = [name for name in spec if not has_grammar(self.requests[name].sampling_params)]
         if self.budget is None or not free or scheduled.total_num_scheduled_tokens == decoding:
             return scheduled
         drafts = [self.drafts[name].prefix(len(spec[name])) for name in free]
@@ -115,15 +117,16 @@ class TreeModelRunner(CPUModelRunner):
         if self.budget is not None:
             self.budget.begin_step()
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
-        for request in (*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())):
-            self.drafts.pop(request, None)
-        for request in scheduler_output.finished_req_ids:
-            self.seeds.pop(request, None)
-        if self.budget is not None:
-            self.budget.pauses.forget(scheduler_output.finished_req_ids)
+        drafts = {request: self.drafts.pop(request, None) for request in scheduler_output.num_scheduled_tokens}
+        row = self.input_batch.req_id_to_index
         self.scheduled = {
-            self.input_batch.req_id_to_index[request]: _scheduled(self.drafts.pop(request, None), tokens, request)
+            row[request]: _scheduled(drafts[request], tokens, request)
             for request, tokens in scheduler_output.scheduled_spec_decode_tokens.items()
+        }
+        self.judged = self.scheduled | {
+            row[request]: draft
+            for request, draft in drafts.items()
+            if draft is not None and has_grammar(self.requests[request].sampling_params)
         }
         trees = {row: draft.tree for row, draft in self.scheduled.items()}
         counts = num_scheduled_tokens.tolist()
@@ -194,7 +197,7 @@ class TreeModelRunner(CPUModelRunner):
         with self.clock.phase("commit"):
             commit(step, nodes, self.compilation_config.static_forward_context)
         if self.budget is not None:
-            self.budget.verified(self.scheduled, tokens, nodes)
+            self.budget.verified(self.judged, tokens, nodes)
         if self.recorder is not None:
             self.recorder.see(self.scheduled, [self.requests[name] for name in self.input_batch.req_ids], nodes, target)
         return SamplerOutput(sampled_token_ids=tokens.int(), logprobs_tensors=logprobs)
@@ -207,11 +210,9 @@ class TreeModelRunner(CPUModelRunner):
 
     def _requests(self, step: Verification) -> Requests:
         sampling = [self.requests[request].sampling_params for request in self.input_batch.req_ids]
-        by_target = self.pair.rule is RULES["target_only"]
-        auto = self.options.rejection_sample_method == "auto"
         return Requests(
-            own=torch.tensor([by_target or _greedy(one) or (auto and one.seed is not None) for one in sampling]),
-            greedy=torch.tensor([_greedy(one) for one in sampling]),
+            own=torch.tensor([draws_from_target(one, self.pair, self.options) for one in sampling]),
+            greedy=torch.tensor([is_greedy(one) for one in sampling]),
             seed=self._seeds(self.input_batch.req_ids),
             position=torch.tensor(step.computed),
         )
@@ -235,7 +236,7 @@ class TreeModelRunner(CPUModelRunner):
         requests = self.input_batch.req_ids
         room = self.scheduler_config.max_num_batched_tokens
         nodes = nodes_per_request(running=len(requests), nodes=self.num_spec_tokens, room=room)
-        greedy = [_greedy(self.requests[name].sampling_params) for name in requests]
+        greedy = [is_greedy(self.requests[name].sampling_params) for name in requests]
         drafting = [True] * len(requests) if self.budget is None else self.budget.drafting(requests, greedy)
         with self.clock.phase("draft"):
             news = [
@@ -254,13 +255,13 @@ class TreeModelRunner(CPUModelRunner):
         others = sum(item.rooted for item in news) - len(rooted)
         names = [requests[item.row] for item in rooted]
         sampling = [self.requests[name].sampling_params for name in names]
-        wanted = [0.0 if _greedy(one) else one.temperature for one in sampling]
+        wanted = [0.0 if is_greedy(one) else one.temperature for one in sampling]
         fitted = GREEDY_DRAFT_TEMPERATURE if self.budget is None else self.budget.greedy_temperature
         temperature = torch.tensor([draft_temperature(self.options, one, fitted) for one in wanted])
         position = torch.tensor([item.start + len(item.tokens) - 1 for item in rooted])
         request = Request(
             temperature=temperature,
-            greedy=torch.tensor([_greedy(one) for one in sampling]),
+            greedy=torch.tensor([is_greedy(one) for one in sampling]),
             noise=KeyedNoise(self._seeds(names), position, purpose=0),
             initial=None if self.initial is None else self.initial[[item.row for item in rooted]],
         )
@@ -278,15 +279,20 @@ class TreeModelRunner(CPUModelRunner):
                 agree=agree if self.budget is None else self.budget.limited(agree, len(rooted), others),
                 keep=levels.append if self.recorder or self.pair.rule is not RULES["target_only"] else lambda _: None,
             )
-            drafts = to_drafts(proposal_from_rank_0(proposal), levels, temperature, request.initial, hidden)
+            proposal = proposal_from_rank_0(proposal)
+            drafts = to_drafts(proposal, levels, temperature, request.initial, hidden)
+            grammar = [has_grammar(one) for one in sampling]
+            if any(grammar):
+                tree = proposal.tree.first_paths(torch.tensor(grammar), self.proposer.max_depth)
+                proposal = proposal._replace(tree=tree)
+                drafts = [one.first_path() if alone else one for one, alone in zip(drafts, grammar, strict=True)]
         with self.clock.phase("tree"):  # once more: the budget reads what the trees have cost
             if self.budget is not None:
                 roots = [logits if one == 0 else None for one, logits in zip(wanted, rows.logits[:, 0], strict=True)]
                 prompts = self.input_batch.num_prompt_tokens
                 usual = items == [one for one in news if drafting[one.row] and one.start >= prompts[one.row]]
                 drafts = self.budget.cut(names, drafts, proposal, roots, drafter.levels, others=others, judged=usual)
-            for name, one, draft in zip(names, sampling, drafts, strict=True):
-                self.drafts[name] = draft if one.structured_outputs is None else draft.first_path()
+            self.drafts.update(zip(names, drafts, strict=True))
         if self.steering:
             self.proposer.steer(sum(len(draft.tree) for draft in drafts) / (nodes * len(drafts)))
         self._end_step()
@@ -338,10 +344,6 @@ def _all_processors(vllm_config: Any, *args: Any) -> Any:
     plain = copy.copy(vllm_config)
     plain.speculative_config = None
     return build_logitsprocs(plain, *args)
-
-
-def _greedy(sampling: Any) -> bool:
-    return sampling.temperature < GREEDY
 
 
 def _scheduled(draft: Draft | None, tokens: list[int], request: str) -> Draft:

@@ -47,7 +47,7 @@ class TreeModelRunnerV2(ModelRunner):
         self.metadata: dict[str, Any] = {}
         self.slots: dict[str, Tensor] = {}
         self.figures = Figures()
-        self.kinds = Kinds(vllm_config.scheduler_config.max_num_seqs)
+        self.kinds = Kinds(vllm_config.scheduler_config.max_num_seqs, self.pair, self.options)
         with swapped(model_runner, "init_speculator", self._speculator):
             super().__init__(vllm_config, device)
 
@@ -87,7 +87,6 @@ class TreeModelRunnerV2(ModelRunner):
             self.pair,
             levels=min(self.pair.proposer.max_depth, nodes),
             nodes=nodes,
-            auto=self.options.rejection_sample_method == "auto",
             kinds=self.kinds,
         )
         self.native_metadata = self.model_state.prepare_attn

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -10,7 +9,7 @@ from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
-from vllm_adaptive_tree.acceptance import RULES, Accepted
+from vllm_adaptive_tree.acceptance import Accepted
 from vllm_adaptive_tree.engine.v2.acceptance import accept
 from vllm_adaptive_tree.engine.v2.fused import keyed_noise
 from vllm_adaptive_tree.engine.v2.kinds import Kinds
@@ -25,14 +24,13 @@ class TreeSampler:
 
     enable_adaptive_verification = False  # vLLM asks
 
-    def __init__(self, sampler: Any, pair: Pair, *, levels: int, nodes: int, auto: bool, kinds: Kinds):
+    def __init__(self, sampler: Any, pair: Pair, *, levels: int, nodes: int, kinds: Kinds):
         """
         Args:
             sampler: vLLM's Sampler of this runner.
             levels: the largest depth of a tree.
-            auto: requests with a seed of their own take vLLM's draws.
         """
-        self.sampler, self.pair, self.levels, self.nodes, self.auto = sampler, pair, levels, nodes, auto
+        self.sampler, self.pair, self.levels, self.nodes = sampler, pair, levels, nodes
         self.kinds = kinds
         self.step: Verification | None = None
         self.accepted: Accepted | None = None
@@ -52,7 +50,8 @@ class TreeSampler:
         target = Target(self.sampler, logits, batch, step.tree, self.levels)
         tree = step.tree if invalid_drafts is None else _without(step.tree, invalid_drafts, target.root)
         noise = keyed_noise(states.seeds.gpu[batch.idx_mapping], step.root, purpose=1)
-        accepted = accept(self.pair, target, tree, step.laws, noise, self._own(batch), levels=self.levels)
+        own = self.kinds.own[batch.idx_mapping_np]
+        accepted = accept(self.pair, target, tree, step.laws, noise, own, levels=self.levels)
         self.accepted = accepted
         count, rejected = get_num_sampled_and_rejected(
             (accepted.tokens >= 0).sum(1).int(),
@@ -69,15 +68,6 @@ class TreeSampler:
             num_rejected=rejected,
             sampling_mask_tensors=None,
         )
-
-    def _own(self, batch: Any) -> np.ndarray:
-        """Requests that walk with the target's draws. So do those with a grammar: what it refuses is taken out of their
-        trees, and no rule could tell that from a child that was never drawn."""
-        requests, states = batch.idx_mapping_np, self.sampler.sampling_states
-        own: np.ndarray = self.kinds.greedy[requests] | self.kinds.structured[requests]
-        if self.auto:
-            own |= states.seeds_set[requests]
-        return own | (self.pair.rule is RULES["target_only"])
 
 
 def _without(tree: TreeBatch, invalid: Tensor, root: Tensor) -> TreeBatch:

@@ -129,9 +129,9 @@ class TreeSpeculator(RestingSpeculator):
         if self.late is not None:
             limit = async_tensor_h2d(np.where(self.late, 0, self.num_speculative_steps), device=self.device)
             proposal = proposal._replace(tree=proposal.tree.cut(limit))
-        structured = self.kinds.structured[batch.idx_mapping_np]
-        if structured.any():
-            chains = async_tensor_h2d(structured, device=self.device)
+        grammar = self.kinds.grammar[batch.idx_mapping_np]
+        if grammar.any():
+            chains = async_tensor_h2d(grammar, device=self.device)
             proposal = proposal._replace(tree=proposal.tree.first_paths(chains, self.pair.proposer.max_depth))
         sharpens = self.budget is not None and self.budget.sharpening is not None
         roots = self.roots.logits[:, 0] if sharpens else None
