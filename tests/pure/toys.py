@@ -306,12 +306,14 @@ def stacked(drafts: Sequence[Drafts]) -> Drafts:
     return Drafts(torch.cat(weight), torch.cat(group), tree, torch.cat(q), torch.cat(drawn), max(most))
 
 
-def cut(drafts: Drafts, length: int, group: int = 0) -> Drafts:
-    kept = pad(torch.arange(drafts.tree.tokens.shape[1]) < length, (1, 0), value=True)
+def cut(drafts: Drafts, length: int | Tensor, group: int = 0) -> Drafts:
+    """The first `length` nodes of every tree, [W] if it is not the same for all."""
+    limit = torch.as_tensor(length).expand(len(drafts.group))
+    kept = pad(torch.arange(drafts.tree.tokens.shape[1]) < limit[:, None], (1, 0), value=True)
     return drafts._replace(
         group=drafts.group + group,
-        tree=drafts.tree.cut(torch.full_like(drafts.group, length)),
-        q=drafts.q * kept[:, None],
+        tree=drafts.tree.cut(limit),
+        q=drafts.q * kept[..., None],
         drawn=drafts.drawn * kept,
     )
 
