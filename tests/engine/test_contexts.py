@@ -126,6 +126,17 @@ def test_nothing_is_kept_before_the_first_second_level() -> None:
     assert not kept.layers
 
 
+def test_another_request_may_have_an_old_name() -> None:
+    kept, caches = KeptContexts(), [Cache(name) for name in LAYERS]
+    for requests in (["7", "8"], ["7"]):
+        kept.follow(requests)
+        items = [(row, name, 20, 22) for row, name in enumerate(requests)]
+        read(kept, items)
+        check(kept, caches, items, [2, 2])
+        kept.forget({"7"})
+    assert [cache.gathered for cache in caches] == [3, 3], "the new one's first 20 tokens are its own"
+
+
 def test_memory_shrinks_behind_a_burst() -> None:
     kept, caches = KeptContexts(), [Cache(name) for name in LAYERS]
     many = [str(one) for one in range(1, 33)]

@@ -61,7 +61,7 @@ def test_a_later_request_finds_the_gap_in_the_blocks_that_it_shares():
     it.added(1, [3, 1, 7], 8)  # while the first one runs
     assert it.gaps(numbers(1), numbers(8)) == [Gap(0, 2, 8)]
     it.read(1, 2, 8, whole=True)
-    it.gone([0])
+    it.gone(0)
     it.added(2, [3, 1, 4, 9], 12)  # and after it has ended
     assert it.gaps(numbers(2), numbers(12)) == [Gap(0, 8, 12)]
 
@@ -70,7 +70,7 @@ def test_blocks_that_change_hands_begin_anew():
     it = unread()
     it.added(0, [3, 1], 0)
     it.skipped(numbers(0), numbers(0), numbers(7))
-    it.gone([0])
+    it.gone(0)
     it.added(0, [1, 3], 0)
     assert it.gaps(numbers(0), numbers(7)) == []
     it.extended(0, [2])

@@ -1,6 +1,6 @@
 """Where the levels of a drafted tree find their contexts: kept from step to step, or collected in each."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -59,6 +59,12 @@ class KeptContexts:
             for whole in self.layers.values():
                 whole[:, to] = whole[:, of]
         self.requests, self.length = list(requests), length
+
+    def forget(self, requests: Collection[str]) -> None:
+        """They have ended; another one may have their name."""
+        for row, name in enumerate(self.requests):
+            if name in requests:
+                self.requests[row], self.length[row] = None, 0
 
     def places(self, row: np.ndarray, position: np.ndarray, spans: Sequence[tuple[int, int, int]]) -> Tensor | None:
         """Where the tokens [T] of the next forward go, int64; None: nowhere yet.

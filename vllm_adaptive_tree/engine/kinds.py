@@ -21,9 +21,9 @@ def has_grammar(sampling: Any) -> bool:
 def draws_from_target(sampling: Any, pair: Pair, options: TreeOptions) -> bool:
     """Whether it walks with the target's own draws, whatever the rule of the pair.
 
-    Greedy requests do, and those with a seed of their own under `auto`. So do those with a grammar: the scheduler takes
-    what the grammar refuses out of a tree, and no rule can tell a child that was taken out, with p = 0, from one that was
-    never drawn.
+    Greedy requests do, and those with a seed of their own under `auto`. So do those with a grammar: the scheduler cuts
+    a drafted path where the grammar refuses it, and no rule can tell a child that was cut, with p = 0, from one that
+    was never drawn.
     """
     return (
         pair.rule is RULES["target_only"]

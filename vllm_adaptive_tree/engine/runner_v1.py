@@ -88,6 +88,20 @@ class TreeModelRunner(CPUModelRunner):
         for name, layer in self.compilation_config.static_forward_context.items():
             support.check_packing(name, layer)
 
+    # -- requests that leave
+
+    def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
+        """vLLM drops its own here, in steps without a token too. A name may come back in the same step."""
+        finished = scheduler_output.finished_req_ids
+        for request in (*finished, *(scheduler_output.preempted_req_ids or ())):
+            self.drafts.pop(request, None)
+        for request in finished:
+            self.seeds.pop(request, None)
+        self.drafter.contexts.forget(finished)
+        if self.budget is not None:
+            self.budget.pauses.forget(finished)
+        return super()._update_states(scheduler_output)
+
     # -- verify: the trees of this step, their positions, their mask
 
     def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
@@ -164,6 +178,7 @@ class TreeModelRunner(CPUModelRunner):
         with self._only_seeds_that_count():
             output = super().sample_tokens(grammar_output)
         step, self.step = self.step, None
+        self.scheduled, self.judged, self.initial = {}, {}, None
         if sampling and step is not None:
             counts = (0.0, 0.0) if self.budget is None else self.budget.controller.take()
             output.ec_connector_output = step_figures(

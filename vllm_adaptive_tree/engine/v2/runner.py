@@ -92,12 +92,13 @@ class TreeModelRunnerV2(ModelRunner):
         self.native_metadata = self.model_state.prepare_attn
         self.model_state.prepare_attn = self._metadata
 
-    def finish_requests(self, scheduler_output: Any) -> None:
-        if self.unread is not None:
-            done = {*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())}
-            index = self.req_states.req_id_to_index
-            self.unread.gone([index[request] for request in done if request in index])
-        super().finish_requests(scheduler_output)
+    def _remove_request(self, req_id: str) -> bool:
+        """Of a request that has ended, is preempted, or comes again with more input."""
+        index = self.req_states.req_id_to_index.get(req_id)
+        if index is not None and self.unread is not None:
+            self.unread.gone(index)
+        removed: bool = super()._remove_request(req_id)
+        return removed
 
     def add_requests(self, scheduler_output: Any) -> None:
         super().add_requests(scheduler_output)

@@ -46,9 +46,10 @@ class Unread:
         self.blocks[request] += blocks
         self.coverage.renew(blocks)
 
-    def gone(self, requests: list[int]) -> None:
-        """Their blocks stay, or go to others."""
-        self.settle(np.array(requests, dtype=np.int64))
+    def gone(self, request: int) -> None:
+        """Its blocks stay, or go to others."""
+        self.settle(np.array([request]))
+        self.blocks[request], self.behind[request] = [], False
 
     def skipped(self, requests: np.ndarray, computed: np.ndarray, scheduled: np.ndarray) -> None:
         """A step of `scheduled` tokens behind the `computed` ones, all [R], which the draft does not read."""

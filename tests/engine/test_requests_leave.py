@@ -1,0 +1,128 @@
+"""What the worker keeps of a request goes with it: served one by one, aborted, preempted, or called by an old name."""
+
+import asyncio
+import json
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+
+from tests.engine.engines import DRAFT, PROMPTS, TARGET, V2, Engines, metric, runner_of
+from vllm_adaptive_tree.engine.drafts import Draft
+
+NAME = "leaving-"
+REQUESTS = 200
+KEPT = {"unread.blocks"} if V2 else {"drafts", "seeds", "budget.pauses.lost", "drafter.contexts.requests"}
+VLLMS_OWN = {"requests", "_draft_token_req_ids"}  # the latter of the last step that drafted
+
+
+def held(worker: Any) -> list[str]:
+    """Where the runner, and what of ours hangs on it, keeps a request's name, tree or blocks."""
+    found: set[str] = set()
+    seen: set[int] = set()
+
+    def walk(thing: Any, path: str) -> None:
+        if isinstance(thing, str):
+            if thing.startswith(NAME):
+                found.add(path)
+        elif isinstance(thing, Draft):
+            found.add(path)
+        elif id(thing) not in seen:
+            seen.add(id(thing))
+            if isinstance(thing, dict):
+                walk([*thing, *thing.values()], path)
+            elif isinstance(thing, list | tuple | set | deque):
+                for one in thing:
+                    walk(one, path)
+            elif type(thing).__module__.startswith("vllm_adaptive_tree"):
+                for name, one in vars(thing).items():
+                    walk(one, f"{path}.{name}".removeprefix("."))
+
+    runner = worker.model_runner
+    walk(runner, "")
+    if V2 and any(runner.unread.blocks):
+        found.add("unread.blocks")
+    return sorted(found - VLLMS_OWN)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> dict[str, Any]:
+    """Drawn trees whose laws are kept, without a seed, under a budget that always drafts."""
+    file = tmp_path / "costs.json"
+    file.write_text(json.dumps({"verify": {"rows": [1, 1000], "seconds": [0.5, 0.5]}}))
+    tree = {"budget": "auto", "cost_profile": str(file)}
+    return {"method": "dyspec", "model": DRAFT, "num_speculative_tokens": 8, "tree": tree}
+
+
+def sampled(tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True)
+
+
+@pytest.mark.skipif(V2, reason="the engine's own process has no interpreter")
+def test_one_by_one_through_a_server_s_engine(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # a function for the worker
+
+    async def held_by(engine: Any, *, when_idle: bool) -> set[str]:
+        """`when_idle`: the step that tells the worker of the last request's end may still come."""
+        for _ in range(100):
+            (found,) = await engine.collective_rpc(held)
+            if not (when_idle and found):
+                break
+            await asyncio.sleep(0.02)
+        return set(found)
+
+    async def run() -> None:
+        arguments = AsyncEngineArgs(
+            model=TARGET, dtype="float32", enforce_eager=True, max_model_len=512, speculative_config=config
+        )
+        engine = AsyncLLM.from_engine_args(arguments)
+        try:
+            for i in range(REQUESTS):
+                async for _ in engine.generate(PROMPTS[i % 16], sampled(3), request_id=f"{NAME}{i}"):
+                    pass
+            assert await held_by(engine, when_idle=True) == set()
+            aborted = engine.generate(PROMPTS[0], sampled(480), request_id=f"{NAME}aborted")
+            for _ in range(2):
+                await anext(aborted)
+            assert await held_by(engine, when_idle=False) >= KEPT
+            await aborted.aclose()
+            assert await held_by(engine, when_idle=True) == set()
+        finally:
+            engine.shutdown()
+
+    asyncio.run(run())
+
+
+def test_aborted_preempted_and_called_by_an_old_name(
+    engines: Engines, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this process, with steps until the engine core has nothing left to say, as its own loop would take them."""
+    monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "1")
+    llm = engines.start(config, max_model_len=320, max_num_batched_tokens=64, num_gpu_blocks_override=8 if V2 else 24)
+    engine, runner = llm.llm_engine, runner_of(llm)
+    worker = engine.engine_core.engine_core.model_executor.driver_worker
+    scheduler = engine.engine_core.engine_core.scheduler
+    count, tokens = (4, 40) if V2 else (16, 40)
+    names = {f"{NAME}{i}": PROMPTS[i] for i in range(count)}
+    for name, prompt in names.items():
+        engine.add_request(name, prompt, sampled(tokens))
+    found: set[str] = set()
+    step = 0
+    while scheduler.has_requests():
+        engine.step()
+        step += 1
+        found |= set(held(worker))
+        if not V2:
+            running = {request.request_id for request in scheduler.running}
+            assert runner.drafts.keys() <= running, "a request that does not run has a tree"
+        if step == 6:  # ends and comes back before the worker hears of either
+            engine.abort_request([f"{NAME}1"], internal=False)
+            engine.add_request(f"{NAME}1", PROMPTS[5], sampled(tokens))
+    assert metric(llm, "num_preemptions") > 0
+    assert found >= KEPT
+    assert held(worker) == []
