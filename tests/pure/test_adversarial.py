@@ -42,7 +42,7 @@ HISTORIES = 1 + 3 + 9 + 27  # of models of three tokens and three levels
 
 
 def adversaries(stride: int) -> Models:
-    """As many pairs of models as pairs of laws: pair i has pair of laws i at the root, i + stride * h behind history h."""
+    """A pair of models for each pair of laws i: i at the root, i + stride * h behind history h."""
     laws = torch.tensor(PAIRS, dtype=torch.float64)  # [P, 2, V]
     which = (torch.arange(len(PAIRS))[:, None] + stride * torch.arange(HISTORIES)) % len(PAIRS)
     draft, target = ([ToyLM(one) for one in laws[which, side].log()] for side in (0, 1))
