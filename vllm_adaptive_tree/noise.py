@@ -63,7 +63,7 @@ class KeyedNoise:
     def choose(self, law: Tensor) -> Tensor:
         sums = chunk_sums(law)
         chunk, _, at = self._draw(law, sums, sums.new_empty(*sums.shape[:-1], 0, dtype=torch.int64))
-        return (chunk * CHUNK + at)[..., 0]
+        return (chunk * CHUNK + at)[..., 0].clamp_(max=law.shape[-1] - 1)  # of nothing, or of NaN, the last token
 
     def draw_without_replacement(self, law: Tensor, k: int) -> Tensor:
         sums = chunk_sums(law)
@@ -72,7 +72,7 @@ class KeyedNoise:
         for i in range(k):
             chunk, entries, at = self._draw(law, sums, drawn[..., :i])
             token = chunk * CHUNK + at
-            drawn[..., i : i + 1] = token.masked_fill_(sums.sum(-1, keepdim=True) <= nothing, -1)
+            drawn[..., i : i + 1] = token.masked_fill_(~(sums.sum(-1, keepdim=True) > nothing), -1)
             sums.scatter_(-1, chunk, entries.scatter_(-1, at, 0.0).sum(-1, keepdim=True))
         return drawn
 

@@ -38,7 +38,7 @@ class PathDrafter:
 
 def last_logits(model: Any, sequence: list[int]) -> Tensor:
     """[V] float32"""
-    with torch.inference_mode():
+    with torch.no_grad():
         logits: Tensor = model(torch.tensor([sequence])).logits[0, -1].float()
     return logits
 

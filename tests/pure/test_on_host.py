@@ -72,6 +72,21 @@ def test_banned_tokens_are_no_candidates():
 
 
 @pytest.mark.parametrize("short", [on_host.SHORT, 0])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_the_same_trees_where_rows_are_dead(value, short, monkeypatch):
+    monkeypatch.setattr(on_host, "SHORT", short)
+    models = [ToyLM.random(33, 2, seed=seed, scale=3.0, dtype=torch.float32) for seed in range(10)]
+    for number, model in enumerate(models):
+        best = int(model.logits[0].argmax())
+        model.logits[[0, 1 + best, 1 + best, 20, -1][number % 5]] = value
+    generic, compiled = both(models, nodes=16, max_depth=4, threshold=0.0)
+    assert_same(compiled, generic)
+    empty = (compiled.tree.tokens < 0).all(1)
+    assert empty.tolist() == [True, False, False, False, False] * 2
+    assert (compiled.drawn[:, 0] > 0).tolist() == (~empty).tolist()
+
+
+@pytest.mark.parametrize("short", [on_host.SHORT, 0])
 def test_of_equals_the_parent_stays_in_front(short, monkeypatch):
     """A certain draft: every path has probability 1."""
     monkeypatch.setattr(on_host, "SHORT", short)

@@ -45,9 +45,9 @@ class Calibration:
         self.chance[end] = self.chance[end - 1]
 
     def __call__(self, value: Tensor, depth: Tensor) -> Tensor:
-        """The chance [...] that a node of this value and depth (1: below the root) is accepted."""
+        """The chance [...] that a node of this value and depth (1: below the root) is accepted; 0 for a NaN."""
         one = value.numpy()
-        place = SCALE * np.log(np.minimum(np.maximum(one, LOWEST), 1).astype(np.float64)) + OFFSET
+        place = SCALE * np.log(np.minimum(np.fmax(one, LOWEST), 1).astype(np.float64)) + OFFSET
         left = place.astype(np.int64)
         cell = left + ROW * np.minimum(depth.numpy(), DEPTHS)
         low = self._low[cell]
@@ -58,7 +58,7 @@ class Calibration:
         """Nodes [M] that were verified, and which of them were accepted."""
         new: dict[int, list[bool]] = {}
         for one, level, hit in zip(value, depth, accepted, strict=True):
-            place = SCALE * math.log(min(max(one, LOWEST), 1)) + OFFSET
+            place = SCALE * math.log(min(max(LOWEST, one), 1)) + OFFSET
             left, row = int(place), min(level, DEPTHS) * ROW
             if one > 0:  # as in a call
                 low, high = self.chance[row + left : row + left + 2]

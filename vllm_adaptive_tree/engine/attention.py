@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from vllm_adaptive_tree.attention.cpu import attend, context_bias
-from vllm_adaptive_tree.engine.contexts import KeptContexts, OpenContexts, PagedContexts
+from vllm_adaptive_tree.engine.contexts import KeptContexts, OpenContexts, PagedContexts, copy_finite
 from vllm_adaptive_tree.trees import SlicedMask
 
 
@@ -93,7 +93,7 @@ class DraftKeys:
         if opened is None:
             opened = self.scratch[layer.layer_name] = self.contexts.open(layer, kv_cache)
         for whole, new in zip(opened, (key, value), strict=True):
-            whole[:, :, start:end] = self.trees.pad(new).transpose(1, 2)
+            copy_finite(whole[:, :, start:end], self.trees.pad(new).transpose(1, 2))
         return opened
 
     def _widen(self, room: int) -> None:

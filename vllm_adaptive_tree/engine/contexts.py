@@ -16,6 +16,12 @@ SPARE = 4
 LARGE = 1 << 14
 
 
+def copy_finite(into: Tensor, new: Tensor) -> None:
+    """`new` into `into`, 0 where it is not finite: a key or value that a mask hides must be a number, since the
+    weight 0 times NaN is NaN."""
+    torch.nan_to_num(new.to(into.dtype), nan=0.0, posinf=0.0, neginf=0.0, out=into)
+
+
 class PagedContexts:
     """Copied out of the paged cache in this step."""
 
@@ -28,8 +34,12 @@ class PagedContexts:
 
     def open(self, layer: Any, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """Key and value [R, Hkv, room + width, D] float32 of a layer, zero in the room."""
-        key, value = layer.impl.gather(layer, kv_cache, self.block_table)
-        return tuple(torch.nn.functional.pad(part, (0, 0, self.room, 0)) for part in (key, value))  # type: ignore[return-value]
+        parts = []
+        for part in layer.impl.gather(layer, kv_cache, self.block_table):
+            requests, heads, width, size = part.shape
+            parts.append(whole := part.new_zeros(requests, heads, self.room + width, size))
+            copy_finite(whole[:, :, self.room :], part)  # behind a context, blocks hold what others left there
+        return parts[0], parts[1]
 
 
 class KeptContexts:
@@ -83,7 +93,9 @@ class KeptContexts:
     def write(self, layer: str, places: Tensor, key: Tensor, value: Tensor) -> None:
         """key, value [T or more, Hkv, D] of the tokens at `places`."""
         for whole, new in zip(self.layers[layer], (key, value), strict=True):
-            whole.flatten(0, 1).index_copy_(0, places, new[: len(places)].float())
+            read = new[: len(places)]
+            copy_finite(finite := read.new_empty(read.shape, dtype=whole.dtype), read)
+            whole.flatten(0, 1).index_copy_(0, places, finite)
 
     def of(self, rows: list[int], ends: list[int], block_table: Tensor) -> "OpenContexts":
         """The contexts of these rows for one step, each as long as `ends`; `block_table`: [R, blocks]."""
@@ -134,7 +146,7 @@ class OpenContexts:
                 row, end = self.rows[at], self.ends[at]
                 kept.length[row] = end
                 for whole, part in zip(kept.layers[name], (key, value), strict=True):
-                    whole[row, kept.room : kept.room + end] = part[:, :end].transpose(0, 1)
+                    copy_finite(whole[row, kept.room : kept.room + end], part[:, :end].transpose(0, 1))
         whole = kept.layers[name][:, :, : kept.room + self.width]
         whole = whole[:, : len(self.rows)] if self.rows == list(range(len(self.rows))) else whole[:, self.rows]
         key, value = whole.transpose(2, 3).unbind()

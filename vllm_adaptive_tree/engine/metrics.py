@@ -18,16 +18,17 @@ SECONDS = "vllm:adaptive_tree_phase_seconds"
 NODES = "vllm:adaptive_tree_nodes"
 EXPECTED = "vllm:adaptive_tree_expected_tokens"
 OBSERVED = "vllm:adaptive_tree_observed_tokens"
+DEAD = "vllm:adaptive_tree_dead_draft_rows"
 BUCKETS = [0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0]
 
 
 def step_figures(
-    seconds: Mapping[str, float], depths: Iterable[int], expected: float, observed: float
+    seconds: Mapping[str, float], depths: Iterable[int], expected: float, observed: float, *, dead: int
 ) -> ECConnectorOutput:
-    """`seconds` of every phase since the last call, how many nodes of each of the `depths` were verified, and how many
-    of them the budget expected to be accepted and saw accepted."""
+    """`seconds` of every phase since the last call, how many nodes of each of the `depths` were verified, how many of
+    them the budget expected to be accepted and saw accepted, and how many rows of the draft were `dead`."""
     nodes = {str(depth): count for depth, count in Counter(depths).items()}
-    figures = {"seconds": dict(seconds), "nodes": nodes, "expected": expected, "observed": observed}
+    figures = {"seconds": dict(seconds), "nodes": nodes, "expected": expected, "observed": observed, "dead": dead}
     return ECConnectorOutput(ec_connector_stats=ECConnectorStats({KEY: figures}))
 
 
@@ -53,13 +54,15 @@ class TreeProm(ECConnectorPromMetrics):
             documentation="Draft nodes verified, by depth in the tree (1: below the root).",
             labelnames=[*labelnames, "depth"],
         )
-        self.expected, self.observed = (
-            metric_types[PromCounter](
-                name=name, documentation=f"{what}, where there is a budget.", labelnames=labelnames
-            )
+        self.expected, self.observed, self.dead = (
+            metric_types[PromCounter](name=name, documentation=what, labelnames=labelnames)
             for name, what in (
-                (EXPECTED, "Verified draft nodes that the budget expected to be accepted"),
-                (OBSERVED, "Those that were accepted"),
+                (EXPECTED, "Verified draft nodes that the budget expected to be accepted, where there is a budget."),
+                (OBSERVED, "Those that were accepted, where there is a budget."),
+                (
+                    DEAD,
+                    "Rows of draft logits that give no law (NaN, +Inf, or -Inf throughout); nothing is drafted there.",
+                ),
             )
         )
 
@@ -72,3 +75,4 @@ class TreeProm(ECConnectorPromMetrics):
             self.nodes.labels(*labels, depth).inc(count)
         self.expected.labels(*labels).inc(figures["expected"])
         self.observed.labels(*labels).inc(figures["observed"])
+        self.dead.labels(*labels).inc(figures["dead"])

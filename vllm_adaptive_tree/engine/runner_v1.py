@@ -69,6 +69,7 @@ class TreeModelRunner(CPUModelRunner):
         self.clock = PhaseClock()
         self.budget: BatchBudget | None = None
         self.coverage = Coverage(0, 1)
+        self.dead = 0  # rows of the draft in this step
         self.scratch = ScratchBlocks(0)
         self.recorder: Recorder | None = None
 
@@ -182,8 +183,9 @@ class TreeModelRunner(CPUModelRunner):
         if sampling and step is not None:
             counts = (0.0, 0.0) if self.budget is None else self.budget.controller.take()
             output.ec_connector_output = step_figures(
-                self.clock.take(), chain.from_iterable(step.depths.values()), *counts
+                self.clock.take(), chain.from_iterable(step.depths.values()), *counts, dead=self.dead
             )
+            self.dead = 0
         return output
 
     @contextmanager
@@ -280,7 +282,7 @@ class TreeModelRunner(CPUModelRunner):
             noise=KeyedNoise(self._seeds(names), position, purpose=0),
             initial=None if self.initial is None else self.initial[[item.row for item in rooted]],
         )
-        levels: list[Tensor] = []
+        levels, dead = list[Tensor](), list[Tensor]()
         hidden: list[Any] = [rows.hidden] if self.recorder is not None and self.recorder.reads_hidden else []
         drafter = TimedDrafter(self.drafter, self.clock, hidden)
         with self.clock.phase("tree"):
@@ -293,7 +295,9 @@ class TreeModelRunner(CPUModelRunner):
                 request=request,
                 agree=agree if self.budget is None else self.budget.limited(agree, len(rooted), others),
                 keep=levels.append if self.recorder or self.pair.rule is not RULES["target_only"] else lambda _: None,
+                lost=dead.append,
             )
+            self.dead += int(torch.cat(dead, 1).sum())
             proposal = proposal_from_rank_0(proposal)
             drafts = to_drafts(proposal, levels, temperature, request.initial, hidden)
             grammar = [has_grammar(one) for one in sampling]

@@ -27,8 +27,8 @@ class Gate(nn.Module):
         self.layers = nn.Sequential(*layers, nn.Linear(inputs, 1))
 
     def forward(self, features: Tensor) -> Tensor:
-        """[..., inputs] -> [...], between 0 and 1."""
-        out: Tensor = self.layers(features.float())[..., 0].sigmoid()
+        """[..., inputs] -> [...], between 0 and 1; 0 where features that are not finite give no number."""
+        out: Tensor = self.layers(features.float())[..., 0].sigmoid().nan_to_num(0.0)
         return out
 
     def save(self, file: Path, about: Mapping[str, Any]) -> None:

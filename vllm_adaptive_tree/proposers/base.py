@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 from vllm_adaptive_tree.acceptance import Kind
 from vllm_adaptive_tree.noise import Noise
 from vllm_adaptive_tree.trees import TreeBatch
+from vllm_adaptive_tree.trees.tree_batch import EMPTY
 
 MOST_COLUMNS = 1 << 32
 
@@ -30,7 +31,7 @@ class Proposal(NamedTuple):
     """R finished trees, and what an acceptance rule has to know of how their nodes were drawn."""
 
     tree: TreeBatch
-    read: Tensor  # [R, N]: the drafter's number of each node, counted as in `Frontier`; -1: never read
+    read: Tensor  # [R, N]: the drafter's number of each node, counted as in `Frontier`; -1: never read, or a dead row
     drawn: Tensor  # [R, N + 1]: how many children the root (first) and each node were to get
 
     def padded(self, nodes: int) -> "Proposal":
@@ -50,10 +51,15 @@ class Request(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What the draft model said of one level of nodes."""
+    """What the draft model said of one level of nodes.
 
-    logits: Tensor  # [R, W, V]
+    A row is dead if it gives no law: it holds NaN or +Inf, or -Inf throughout. `draft_tree` finds such rows. Behind a
+    dead row nothing is revealed: the node gets no children, and counts as never read.
+    """
+
+    logits: Tensor  # [R, W, V]; a drafter's may be written to
     hidden: Tensor | None = None  # [R, W, H]: its last hidden states, from a drafter that has them
+    dead: Tensor | None = None  # [R, W] bool, filled in by `draft_tree`; the logits of such a row are all 0 then
 
 
 class Drafter(Protocol):
@@ -76,7 +82,7 @@ class Proposer(Protocol):
     """The most children of a node."""
 
     def begin(self, rows: Rows, *, nodes: int, request: Request) -> Any:
-        """Layer 1 from the roots' rows (W = 1); at most `nodes` nodes a tree."""
+        """Layer 1 from the roots' rows (W = 1); at most `nodes` nodes a tree. None below a dead row, here and later."""
         ...
 
     def growing(self, growth: Any) -> Tensor:
@@ -104,12 +110,16 @@ def draft_tree(
     request: Request,
     agree: Callable[[Frontier, Tensor], tuple[Frontier, bool]] = lambda frontier, growing: (frontier, True),
     keep: Callable[[Tensor], None] = lambda logits: None,
+    lost: Callable[[Tensor], None] = lambda dead: None,
 ) -> Proposal:
     """Grow one tree per request from the roots' rows (W = 1).
 
     `agree` may read `growing` [R] to end the growth early, may cut the frontier's unused columns, and makes every rank
-    read the same frontier. `keep` is given the logits [R, W, V] of every level, the root's first.
+    read the same frontier. `keep` is given the logits [R, W, V] of every level, the root's first, 0 in dead rows;
+    `lost` which nodes [R, W] bool had a dead row.
     """
+    rows, dead = _finite(rows, request.temperature)
+    lost(dead)
     keep(rows.logits)
     growth = proposer.begin(rows, nodes=nodes, request=request)
     for _ in range(proposer.max_depth - 1):
@@ -117,9 +127,21 @@ def draft_tree(
         if not more or frontier.tokens.shape[1] == 0:
             break
         rows, state = drafter.grow(frontier.tokens, frontier.parent, state)
+        rows, dead = _finite(rows, request.temperature)
+        lost(dead & (frontier.tokens != EMPTY))
         keep(rows.logits)
         growth = proposer.extend(growth, rows)
     return proposer.finish(growth)
+
+
+def _finite(rows: Rows, temperature: Tensor) -> tuple[Rows, Tensor]:
+    """The rows, the logits of dead ones 0 in place, and which are dead [R, W]; `temperature` [R]."""
+    logits = rows.logits
+    dead = (logits.amax(-1) / temperature[:, None]).isfinite().logical_not_()  # NaN anywhere is the maximum
+    # On a CPU a look costs nothing, and writing to no row as much as a softmax of all.
+    if dead.device.type != "cpu" or dead.numpy().any():
+        logits.masked_fill_(dead[..., None], 0.0)
+    return rows._replace(dead=dead), dead
 
 
 def places(level: int, logits: Tensor) -> Tensor:

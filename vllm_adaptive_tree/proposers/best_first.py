@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from vllm_adaptive_tree.proposers.base import Frontier, Proposal, Request, Rows
 from vllm_adaptive_tree.trees import TreeBatch
@@ -96,7 +95,7 @@ class BestFirst:
         empty = Level(nothing, zeros, zeros, value, value)
         front = Front(nothing[:, :1], zeros[:, :1], root)
         growth = Growth((empty,), (nothing,), value, root[:, 0], nothing[:, :0], front, 0, 0, request)
-        return self._grown(growth, logits)
+        return self._grown(growth, rows)
 
     def growing(self, growth: Growth) -> Tensor:
         if growth.level >= self.max_depth:
@@ -107,11 +106,18 @@ class BestFirst:
         return Frontier(growth.front.tokens, growth.front.parent)
 
     def extend(self, growth: Growth, rows: Rows) -> Growth:
-        number = growth.expand.cumsum(1).add_(growth.first - 1).masked_fill_(~growth.expand, -1)
-        return self._grown(growth._replace(read=(*growth.read, number)), rows.logits)
+        assert rows.dead is not None
+        column = growth.expand.cumsum(1).sub_(1)
+        dead = rows.dead.gather(1, column.clamp(0, rows.dead.shape[1] - 1))
+        number = column.add_(growth.first).masked_fill_(dead.logical_or_(~growth.expand), -1)
+        return self._grown(growth._replace(read=(*growth.read, number)), rows)
 
-    def _grown(self, growth: Growth, logits: Tensor) -> Growth:
-        """One level more, from the rows of the frontier."""
+    def _grown(self, growth: Growth, rows: Rows) -> Growth:
+        """One level more, from the rows of the frontier; columns of dead ones count as unused."""
+        logits, dead = rows.logits, rows.dead
+        assert dead is not None
+        known = growth.front.path[:, : dead.shape[1]].masked_fill(dead, -torch.inf)
+        growth = growth._replace(front=growth.front._replace(path=known))
         tokens, above, value, path, drawn = self.candidates(growth, logits)
         depth = torch.full_like(tokens, len(growth.levels))
         level = Level(tokens, above + growth.first, depth, value, path)
@@ -142,7 +148,8 @@ class BestFirst:
         slot = torch.full((len(keep), growth.first + 1), -1, device=keep.device)  # of each number; the root has none
         slot.scatter_(1, read % (growth.first + 1), slots)  # nodes that were not read share the last place
         tree = TreeBatch(token, slot.gather(1, above), deep, value[:, : growth.nodes])
-        return Proposal(tree, read, pad((read >= 0) * growth.drawn, (1, 0), value=growth.drawn))
+        rooted = value[:, :1] > -torch.inf  # a dead root has no children
+        return Proposal(tree, read, torch.cat([rooted, read >= 0], 1) * growth.drawn)
 
 
 def ranked(candidates: Candidates, nodes: int) -> Candidates:

@@ -63,18 +63,20 @@ class OptTreeOnHost(OptTree):
         return Frontier(*torch.from_numpy(growth.front))
 
     def extend(self, growth: Any, rows: Rows) -> Any:
+        assert rows.dead is not None
         law = log_law(rows.logits, growth.request.temperature[:, None]).float()  # [R, W, V]
+        above = growth.path[:, : law.shape[1]]
+        above = np.where(rows.dead.numpy(), np.float32(-np.inf), above)  # columns of dead rows count as unused
         first, level = growth.first + law.shape[1], growth.level + 1
         trees, most = (growth.nodes, growth.value), growth.value.shape[1]
         nodes, value, front, path = map(np.empty_like, (*trees, growth.nodes[:2], growth.value))
         grown = nodes, value, front, path
         place = (float(self.threshold), float(self.floor), level, growth.first, first)
         if law.numel() <= SHORT:
-            _grow(law.contiguous().numpy(), growth.path, trees, grown, place)
+            _grow(law.contiguous().numpy(), above, trees, grown, place)
         else:
-            above = torch.from_numpy(growth.path)[:, : law.shape[1]]
-            found, column, token = (one.contiguous().numpy() for one in largest(law, above, most))
-            _grow_by(found, token, column, trees, grown, place)
+            found, column, token = (one.contiguous().numpy() for one in largest(law, torch.from_numpy(above), most))
+            _grow_by(found, token, column, above, trees, grown, place)
         return Grown(*grown, level, first, min(most, law.shape[-1]), growth.request)
 
     def finish(self, growth: Any) -> Proposal:
@@ -131,9 +133,9 @@ def _largest(law, path, value, token, column):  # type: ignore[no-untyped-def]
 
 
 @njit
-def _settle(r, found, value, token, column, trees, grown, place):  # type: ignore[no-untyped-def]
+def _settle(r, found, value, token, column, known, trees, grown, place):  # type: ignore[no-untyped-def]
     """Tree r and its frontier, from the `found` largest candidates of a level, by value. Of two equals the older comes
-    first, so parents come first."""
+    first, so parents come first. `known`: path [W] of the last frontier, -inf: a dead row, which has no number."""
     (nodes, best), (after, value_after, front, path) = trees, grown
     threshold, floor, level, above, first = place
     n, old, new, gain = best.shape[1], 0, 0, 0.0
@@ -143,6 +145,9 @@ def _settle(r, found, value, token, column, trees, grown, place):  # type: ignor
             value_after[r, at] = best[r, old]
             for row in range(4):
                 after[row, r, at] = nodes[row, r, old]
+            read = nodes[NUMBER, r, old] - above
+            if 0 <= read < len(known) and known[read] == -np.inf:
+                after[NUMBER, r, at] = -1
             old += 1
         else:
             value_after[r, at] = value[new]
@@ -162,27 +167,28 @@ def _settle(r, found, value, token, column, trees, grown, place):  # type: ignor
 
 @njit(f"(float32[:, :, ::1], float32[:, ::1], {_TREES}, {_GROWN}, {_PLACE})")
 def _grow(law, path, trees, grown, place):  # type: ignore[no-untyped-def]
-    """One level more from the log law [R, W, V] and the log path probabilities [R, W or more] of a frontier."""
+    """One level more from the log law [R, W, V] and the log path probabilities [R, W] of a frontier."""
     n = trees[1].shape[1]
     value, token, column = np.empty(n, np.float32), np.empty(n, np.int64), np.empty(n, np.int64)
     for r in range(len(law)):
         found = _largest(law[r], path[r], value, token, column)
-        _settle(r, found, value, token, column, trees, grown, place)
+        _settle(r, found, value, token, column, path[r], trees, grown, place)
 
 
-@njit(f"(float32[:, ::1], int64[:, ::1], int64[:, ::1], {_TREES}, {_GROWN}, {_PLACE})")
-def _grow_by(value, token, column, trees, grown, place):  # type: ignore[no-untyped-def]
+@njit(f"(float32[:, ::1], int64[:, ::1], int64[:, ::1], float32[:, ::1], {_TREES}, {_GROWN}, {_PLACE})")
+def _grow_by(value, token, column, path, trees, grown, place):  # type: ignore[no-untyped-def]
     """The same from the candidates [R, C] themselves, by value."""
     for r in range(len(value)):
         found = 0
         while found < value.shape[1] and value[r, found] > -np.inf:
             found += 1
-        _settle(r, found, value[r], token[r], column[r], trees, grown, place)
+        _settle(r, found, value[r], token[r], column[r], path[r], trees, grown, place)
 
 
 @njit("(int64[:, :, ::1], int64, int64[:, ::1], int64[:, ::1], int64[:, ::1])")
 def _finish(nodes, first, parent, read, drawn):  # type: ignore[no-untyped-def]
-    """Parents as slots of the tree; numbers from `first` on were never read, and their nodes get no children."""
+    """Parents as slots of the tree; numbers from `first` on were never read, and their nodes get no children. Nor does
+    the root of an empty tree: its row was dead."""
     slot = np.empty(max(first, 1), np.int64)
     for r in range(len(parent)):
         slot[0] = -1
@@ -194,3 +200,5 @@ def _finish(nodes, first, parent, read, drawn):  # type: ignore[no-untyped-def]
             else:
                 read[r, at], drawn[r, 1 + at] = -1, 0
             parent[r, at] = slot[nodes[PARENT, r, at]]
+        if nodes[TOKEN, r, 0] < 0:
+            drawn[r, 0] = 0

@@ -82,14 +82,15 @@ class StaticTree:
         width = logits.shape[1]
         inner = level.inner[:width]
         number = growth.numbers + torch.arange(width, device=logits.device).expand(len(logits), width)
-        there = growth.going[:, None].expand(number.shape)
+        given = _given(request.initial, growth)
+        assert rows.dead is not None
+        there = growth.going[:, None] & (~rows.dead | given[:, None])
         if growth.level:
             there = there & (growth.tokens.index_select(1, inner) != EMPTY)
         q = law(logits, request.temperature[:, None])  # [R, W, V]
         fanout = level.fanout[:width].expand(number.shape)
         noise = request.noise.at(places(growth.level, logits))
         drawn = draw_children(self.kind, q, fanout, level.most, noise, request.greedy)  # [R, W, K]
-        given = _given(request.initial, growth)
         if request.initial is not None and growth.level == 0:
             drawn = torch.where(given[:, None, None], request.initial[:, None, : drawn.shape[2]], drawn)
         drawn = drawn.masked_fill(~there[:, :, None], EMPTY)

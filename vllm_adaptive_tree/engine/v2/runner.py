@@ -176,6 +176,9 @@ class TreeModelRunnerV2(ModelRunner):
     def sample_tokens(self, grammar_output: Any) -> Any:
         sampling = self.execute_model_state is not None
         output = super().sample_tokens(grammar_output)
+        dead, self.speculator.dead = self.speculator.dead, None
+        if dead is not None:
+            self.figures.drafted(dead)
         if sampling and output is not None:
             controller = None if self.budget is None else self.budget.controller
             figures = self.figures.take(*((0.0, 0.0) if controller is None else controller.take()))

@@ -44,6 +44,7 @@ class TreeSpeculator(RestingSpeculator):
         self.drafts = Drafts(self.max_num_reqs, self.num_speculative_steps, device)
         self.longest = 0  # rows of a request in the first forward, at most
         self.forwards = 0  # of the draft behind the roots', for the last trees
+        self.dead: Tensor | None = None  # rows of the last trees, until someone takes the figure
 
     def sample_draft(self, hidden_states: Tensor, *rest: Any, **_: Any) -> Tensor:
         """vLLM asks for the first token of a chain; what it says there is the law at the root."""
@@ -110,7 +111,7 @@ class TreeSpeculator(RestingSpeculator):
         fitted = GREEDY_DRAFT_TEMPERATURE if self.budget is None else self.budget.greedy_temperature
         certain = draft_temperature(self.options, 0.0, fitted)
         shaping = torch.where(greedy, certain, temperature if self.follows else self.random)
-        levels: list[Tensor] = []
+        levels, dead = list[Tensor](), list[Tensor]()
         self.forwards = 0
 
         def agree(frontier: Frontier, growing: Tensor) -> tuple[Frontier, bool]:
@@ -125,7 +126,9 @@ class TreeSpeculator(RestingSpeculator):
             request=Request(shaping, greedy, keyed_noise(seed, root, purpose=0)),
             agree=agree,
             keep=levels.append if self.pair.rule is not RULES["target_only"] else lambda _: None,
+            lost=dead.append,
         ).padded(self.num_speculative_steps)
+        self.dead = torch.cat(dead, 1).sum()
         if self.late is not None:
             limit = async_tensor_h2d(np.where(self.late, 0, self.num_speculative_steps), device=self.device)
             proposal = proposal._replace(tree=proposal.tree.cut(limit))
