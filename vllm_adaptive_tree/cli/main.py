@@ -1,5 +1,4 @@
-"""The command line: one module of this folder per command, with `add_arguments(parser)` and `run(options)`; `serve`
-hands its arguments to vLLM as they are."""
+"""The command line: one module of this folder per command, with `add_arguments(parser)` and `run(options)`."""
 
 import argparse
 import sys
@@ -17,26 +16,26 @@ COMMANDS = {
     "enlarge": "a model of the same function and a larger cost, for measuring",
     "train-gate": "train C2T's classifier or MCSD's decision models for a pair",
 }
-EXTRAS = {  # what brings a package that a command needs
-    "vllm": "cpu' or 'vllm-adaptive-tree[cuda]",
-    "aiohttp": "bench",
-    "prometheus_client": "bench",
-    "psutil": "bench",
-    "rich": "bench",
-    "tqdm": "bench",
-    "transformers": "bench",
+EXTRAS = {  # package -> what brings it, where a command needs it and it is missing
+    "vllm": ("cpu", "cuda"),
+    "aiohttp": ("bench",),
+    "prometheus_client": ("bench",),
+    "psutil": ("bench",),
+    "rich": ("bench", "demo"),
+    "tqdm": ("bench", "demo"),
+    "transformers": ("bench",),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else list(arguments)
-    try:
+    try:  # `serve` hands its arguments to vLLM as they are
         return serve.run(given[1:]) if given[:1] == ["serve"] else _run(given)
     except ModuleNotFoundError as error:
-        extra = EXTRAS.get((error.name or "").split(".")[0])
-        if extra is None:
+        if error.name not in EXTRAS:
             raise
-        print(f"error: {error}: pip install 'vllm-adaptive-tree[{extra}]'", file=sys.stderr)
+        extras = " or ".join(f"'vllm-adaptive-tree[{extra}]'" for extra in EXTRAS[error.name])
+        print(f"error: {error.name} is not installed: pip install {extras}", file=sys.stderr)
         return 1
 
 
