@@ -32,5 +32,11 @@ $(READY): requirements/cpu.txt requirements/dev.txt pyproject.toml
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation -e .
 	touch $@
 
+.PHONY: wheels
+wheels:  # dist/: the plugin, and the pair that it is tried with
+	rm -rf build packaging/demo-pair/build dist/vllm_adaptive_tree*.whl
+	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir dist . ./packaging/demo-pair
+
 clean:
+	rm -rf dist packaging/demo-pair/build packaging/demo-pair/*.egg-info
 	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -192,8 +192,8 @@ def shown(model: str) -> str:
 def _model(text: str) -> str:
     if Path(text).parent == PAIR and not Path(text).is_dir():
         raise argparse.ArgumentTypeError(
-            "the bundled pair is missing: train it with `python examples/train_demo_pair.py --out "
-            "vllm_adaptive_tree/demo_pair`, or name both models"
+            "the bundled pair is a package of its own and is not installed: pip install 'vllm-adaptive-tree[demo]', or "
+            "name both models"
         )
     return text
 

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from vllm_adaptive_tree.cli import serve
 from vllm_adaptive_tree.version import __version__
 
 COMMANDS = {
@@ -15,9 +16,30 @@ COMMANDS = {
     "enlarge": "a model of the same function and a larger cost, for measuring",
     "train-gate": "train C2T's classifier or MCSD's decision models for a pair",
 }
+EXTRAS = {  # package -> what brings it, where a command needs it and it is missing
+    "vllm": ("cpu", "cuda"),
+    "aiohttp": ("bench",),
+    "prometheus_client": ("bench",),
+    "psutil": ("bench",),
+    "rich": ("bench", "demo"),
+    "tqdm": ("bench", "demo"),
+    "transformers": ("bench",),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    try:  # `serve` hands its arguments to vLLM as they are
+        return serve.run(given[1:]) if given[:1] == ["serve"] else _run(given)
+    except ModuleNotFoundError as error:
+        if error.name not in EXTRAS:
+            raise
+        extras = " or ".join(f"'vllm-adaptive-tree[{extra}]'" for extra in EXTRAS[error.name])
+        print(f"error: {error.name} is not installed: pip install {extras}", file=sys.stderr)
+        return 1
+
+
+def _run(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="vllm-adaptive-tree", description="Tree speculative decoding for stock vLLM.")
     parser.add_argument("--version", action="version", version=__version__)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -26,6 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         subparser = subparsers.add_parser(name, help=summary, description=command.__doc__)
         command.add_arguments(subparser)
         subparser.set_defaults(run=command.run)
+    subparsers.add_parser("serve", help="vLLM's own server: the arguments of `vllm serve`")
     options = parser.parse_args(arguments)
     code: int = options.run(options)
     return code

@@ -1,0 +1,59 @@
+"""What `pyproject.toml` declares, and what of it is installed here."""
+
+import tomllib
+from collections.abc import Iterable
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[2]
+BASE = ""
+"""The name under which the dependencies without an extra go."""
+
+
+@cache
+def project() -> dict[str, Any]:
+    found: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return found
+
+
+@cache
+def declared(extra: str) -> tuple[Requirement, ...]:
+    """The requirements of one extra, or of `BASE`, that apply to this machine."""
+    lines = project()["optional-dependencies"][extra] if extra else project()["dependencies"]
+    return tuple(found for found in map(Requirement, lines) if not found.marker or found.marker.evaluate())
+
+
+def closure(requirements: Iterable[Requirement]) -> frozenset[str]:
+    """Names of the distributions that these bring, as far as they are installed here."""
+    found: set[tuple[str, str]] = set()
+    names = set()
+    pending = [*requirements]
+    while pending:
+        requirement = pending.pop()
+        name = canonicalize_name(requirement.name)
+        for extra in ("", *requirement.extras):
+            if (name, extra) in found:
+                continue
+            found.add((name, extra))
+            try:
+                lines = metadata.requires(name) or []
+            except metadata.PackageNotFoundError:
+                continue
+            names.add(name)
+            needed = map(Requirement, lines)
+            pending += [each for each in needed if not each.marker or each.marker.evaluate({"extra": extra})]
+    return frozenset(names)
+
+
+@cache
+def distributions() -> dict[str, set[str]]:
+    """Top-level package -> names of the distributions that install it."""
+    return {
+        package: {canonicalize_name(name) for name in names}
+        for package, names in metadata.packages_distributions().items()
+    }

