@@ -217,7 +217,7 @@ def test_no_option_is_left_unchecked():
 @EVERY_METHOD
 @pytest.mark.parametrize("value", ["model", "eagle", None])
 def test_the_checkpoint_tells_the_kind_of_draft(method, value):
-    with pytest.raises(ValueError, match=r"\['draft'\] means nothing yet: .*independent model.* its checkpoint; remove"):
+    with pytest.raises(ValueError, match=r"\['draft'\] means nothing yet: .*independent model.*checkpoint; remove"):
         parsed(method, {"draft": value})
 
 

@@ -163,9 +163,7 @@ class TreeModelRunner(CPUModelRunner):
         step, self.step = self.step, None
         if sampling and step is not None:
             counts = (0.0, 0.0) if self.budget is None else self.budget.controller.take()
-            output.ec_connector_output = step_figures(
-                self.clock.take(), chain.from_iterable(step.depths.values()), *counts
-            )
+            output.cudagraph_stats = step_figures(self.clock.take(), chain.from_iterable(step.depths.values()), *counts)
         return output
 
     @contextmanager
