@@ -53,10 +53,19 @@ def built(*flags: str) -> dict[str, Any]:
         "worker": config.parallel_config.worker_cls,
         "draft": [spec.method, spec.model, spec.num_speculative_tokens],
         "options": config.additional_config,
-        "marked": getattr(spec, "_adaptive_tree", False),
+        "marked": bool(getattr(spec, "_adaptive_tree", False)),
         "hash": config.compute_hash(),
         "min_p": min_p,
     }
+
+
+def misspelt() -> str:
+    """What a method that nobody knows is answered."""
+    try:
+        config_of("--speculative-config", json.dumps(TREE_CONFIG | {"method": "opttree"}))
+    except ValueError as error:
+        return str(error)
+    return "built"
 
 
 def generated(speculative_config: dict[str, Any]) -> dict[str, Any]:
@@ -83,36 +92,38 @@ def stock() -> dict[str, Any]:
         "flags": built(*TREE),
         "tree": built(*json_flag),
         "chain": built(*CHAIN),
+        "misspelt": misspelt(),
         "generated": generated(WHOLE),
     }
 
 
 def patched() -> dict[str, Any]:
     import vllm
-    from vllm.distributed.ec_transfer.ec_connector.metrics import ECConnectorLogging, ECConnectorProm
     from vllm.engine.arg_utils import EngineArgs
     from vllm.sampling_params import SamplingParams
+    from vllm.v1.metrics.loggers import PrometheusStatLogger
 
-    from vllm_adaptive_tree.engine.metrics import KEY
+    from vllm_adaptive_tree.engine.patches import install
     from vllm_adaptive_tree.engine.plugin import register
 
     names = [
         (EngineArgs, "create_engine_config"),
         (SamplingParams, "_validate_spec_decode"),
-        (ECConnectorProm, "__init__"),
-        (ECConnectorLogging, "observe"),
+        (PrometheusStatLogger, "__init__"),
+        (PrometheusStatLogger, "record"),
     ]
     found = {
         "flags": built(*TREE),
         "mixed": built(*TREE[2:], "--speculative-config", '{"method": "opt_tree", "tree": {"max_depth": 4}}'),
         "unknown": built("--spec-method", "no_such_method"),
         "chain": built(*CHAIN),
+        "misspelt": misspelt(),
         "generated": generated(WHOLE),
     }
-    before = [vars(owner)[name] for owner, name in names]  # vLLM's own: no plugin has run
+    before = [vars(owner)[name] for owner, name in names]  # vLLM's own, though a tree method has run
     assert all(function.__code__.co_filename.startswith(str(Path(vllm.__file__).parent)) for function in before)
-    ECConnectorLogging(None).observe({KEY: {}})  # what the log of a server would read
     register()
+    install()
     assert [vars(owner)[name] for owner, name in names] == before
     return {**found, "vllm": vllm.__file__}
 
@@ -200,6 +211,8 @@ def test_generates_without_the_plugin(plugin_route: dict[str, Any], source_route
 
 def test_vllm_own_methods_stay(plugin_route: dict[str, Any], source_route: dict[str, Any]) -> None:
     assert source_route["unknown"] == {"refused": "by argparse"}
+    assert source_route["misspelt"] == plugin_route["misspelt"]
+    assert "did you mean 'opt_tree'?" in source_route["misspelt"]
     assert source_route["chain"] == plugin_route["chain"]
     assert source_route["chain"]["min_p"] == "refused"
     assert not source_route["chain"]["marked"]

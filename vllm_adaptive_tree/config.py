@@ -117,6 +117,11 @@ def _tree_options(tree: Any, method: str) -> tuple[MethodOptions, dict[str, Any]
     cls = OPTIONS.get(method, MethodOptions)
     known = tuple(one.name for one in fields(cls))
     rest = {}
+    if "draft" in given:
+        raise ValueError(
+            "speculative_config['tree']['draft'] means nothing yet: this release drafts with an independent model, "
+            "told by its checkpoint; remove the key"
+        )
     for key, value in given.items():
         if key not in known and method in OPTIONS:
             raise ValueError(

@@ -58,8 +58,6 @@ def _threshold(default: Any, what: str) -> Any:
 class MethodOptions:
     """Options of all methods."""
 
-    draft: Literal["model"] | None = None
-    """Kind of the draft; None: told apart by the checkpoint's architectures."""
     allow_lossy: bool = _flag(default=False)
     """Let a proposer be verified by a rule that changes the target's law."""
     budget: int | str | None = option(
@@ -72,13 +70,6 @@ class MethodOptions:
     """JSON file of measured costs for `budget` "auto": read if it is there, written if not."""
 
     def __post_init__(self) -> None:
-        if self.draft in ("eagle", "eagle3", "mtp"):
-            raise ValueError(
-                f"speculative_config['tree']['draft']: {self.draft!r} heads are not supported yet; "
-                "use an independent draft model and 'model'"
-            )
-        if self.draft not in (None, "model"):
-            raise ValueError(f"speculative_config['tree']['draft'] must be 'model', got {self.draft!r}")
         for one in fields(self):
             value = getattr(self, one.name)
             if "check" in one.metadata and not one.metadata["check"](value):

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 
 from tests.engine.engines import DRAFT, PROMPTS, TARGET, Engines, generate, runner_of, tree
+from vllm_adaptive_tree import registry
 from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.engine import support, translate
 from vllm_adaptive_tree.engine.translate import tree_options
@@ -107,8 +109,7 @@ def test_a_plain_draft_is_a_plain_draft_whatever_its_path(name: str, tmp_path: P
         ({"tree": {"threshold": float("nan")}}, ["threshold"]),
         ({"tree": {"threshold": "high"}}, ["threshold", "'auto'"]),
         ({"tree": {"draft_temperature": 0}}, ["draft_temperature", "above 0"]),
-        ({"tree": {"draft": "eagle"}}, ["draft", "not supported yet"]),
-        ({"tree": {"draft": "best"}}, ["draft", "'model'"]),
+        ({"tree": {"draft": "eagle"}}, ["draft", "independent model", "its checkpoint"]),
         ({"kv_cache_dtype": "fp8"}, ["kv_cache_dtype", "auto"]),
         ({"draft_tensor_parallel_size": 2}, ["draft_tensor_parallel_size"]),
     ],
@@ -218,6 +219,7 @@ def test_an_illegal_pair_that_is_asked_for_runs_and_is_logged(spec: Any, monkeyp
         ({"enable_lora": True}, ["enable_lora"]),
         ({"data_parallel_size": 2}, ["data_parallel_size"]),
         ({"enable_prompt_embeds": True}, ["enable_prompt_embeds"]),
+        ({"cudagraph_metrics": True}, ["cudagraph_metrics", "remove it"]),
         ({"kv_cache_dtype": "fp8"}, ["kv_cache_dtype"]),
         ({"worker_cls": "some.Worker"}, ["worker_cls"]),
         ({"logits_processors": ["some.Processor"]}, ["logits_processors"]),
@@ -289,6 +291,37 @@ def test_targets_outside_the_allow_list(tmp_path: Path, engines: Engines) -> Non
         support.check_packing("layer.0", type("Layer", (), {"isa": "neon"})())
     with pytest.raises(ValueError, match="Linear"):
         support.check_layer("layer.0", type("Linear", (), {})())
+
+
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [
+        ("opttree", ["did you mean 'opt_tree'?", "dyspec", "mcsd", "fan"]),
+        ("eagle-2", ["did you mean 'eagle2'?"]),
+        ("ngrm", ["did you mean 'ngram'?"]),  # one of vLLM's
+        ("best", ["knows 'best'; Tree methods: opt_tree"]),
+    ],
+)
+def test_a_method_that_nobody_knows(method: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry._registered["proposer"], "fan", "some.module:Fan")
+    with pytest.raises(ValueError, match=r"speculative_config\['method'\]: neither vLLM nor") as error:
+        build({**tree(12), "method": method})
+    assert all(word in str(error.value) for word in words)
+    assert "draft_model" in str(error.value.__cause__), "vLLM's own message lists vLLM's own methods"
+
+
+def test_methods_of_vllm_are_its_own_business() -> None:
+    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
+    assert build(ngram).speculative_config.method == "ngram"
+    chain = {"model": DRAFT, "num_speculative_tokens": 3}
+    assert build({**chain, "method": None}).speculative_config.method == "draft_model"
+    with pytest.raises(ValidationError, match="num_speculative_tokens") as error:
+        build({**chain, "method": "draft_model", "num_speculative_tokens": "many"})
+    assert error.value.__cause__ is None
+    with pytest.raises(ValidationError, match="method"):
+        build({**chain, "method": 3})
+    with pytest.raises(ValueError, match="'opt_tree' is a tree method: give it as speculative_config="):
+        build(None, spec_method="opt_tree", spec_model=DRAFT, spec_tokens=3)
 
 
 @pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.0"])

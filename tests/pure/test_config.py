@@ -9,7 +9,7 @@ import pytest
 
 from vllm_adaptive_tree.config import METHODS, OUR_KEYS, VLLM_KEYS, TreeOptions, is_tree_method
 
-ALL = {"draft": None, "allow_lossy": False, "budget": "auto", "cost_profile": None}
+ALL = {"allow_lossy": False, "budget": "auto", "cost_profile": None}
 SHAPED = {**ALL, "children": None}
 DEFAULTS = {
     "opt_tree": {**ALL, "max_depth": 10, "threshold": None, "draft_temperature": "auto"},
@@ -23,7 +23,7 @@ DEFAULTS = {
     "mcsd": {**SHAPED, "shape": (4, 2, 2, 1), "init_width": 1} | {"stop": "none", "stop_threshold": 0.4, "gate": None},
 }
 OTHER_VALUES = {  # of every option another legal value
-    "opt_tree": {"max_depth": 3, "threshold": "auto", "draft_temperature": 1.5, "draft": "model", "allow_lossy": True}
+    "opt_tree": {"max_depth": 3, "threshold": "auto", "draft_temperature": 1.5, "allow_lossy": True}
     | {"budget": None, "cost_profile": "costs.json"},
     "dyspec": {"mode": "heap", "threshold": 0, "draft_temperature": 1, "max_children": 4, "max_depth": 5},
     "c2t": {"beta": 1, "top_k": 4, "entropy_top": 10, "max_depth": 3}
@@ -215,14 +215,10 @@ def test_no_option_is_left_unchecked():
 
 
 @EVERY_METHOD
-def test_the_kind_of_draft(method):
-    assert parsed(method, {"draft": "model"}).tree.draft == "model"
-    for head in ("eagle", "eagle3", "mtp"):
-        with pytest.raises(ValueError, match=rf"\['draft'\]: '{head}' heads are not supported yet; use an independent"):
-            parsed(method, {"draft": head})
-    for value in ("ngram", 3, ["model"]):
-        with pytest.raises(ValueError, match=r"\['draft'\] must be 'model', got"):
-            parsed(method, {"draft": value})
+@pytest.mark.parametrize("value", ["model", "eagle", None])
+def test_the_checkpoint_tells_the_kind_of_draft(method, value):
+    with pytest.raises(ValueError, match=r"\['draft'\] means nothing yet: .*independent model.*checkpoint; remove"):
+        parsed(method, {"draft": value})
 
 
 @pytest.mark.parametrize(

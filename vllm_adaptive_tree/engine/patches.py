@@ -1,13 +1,28 @@
 """Everything this project changes in vLLM by replacing a function. The ledger with reasons: `patches/README.md`."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import wraps
 from types import ModuleType
 from typing import Any
 
+from vllm_adaptive_tree.engine.version_gate import require_supported_vllm
+
 MARK = "_adaptive_tree"
-"""On a wrapped function: it is ours. On a SpeculativeConfig: it came from a tree method (it survives pickling)."""
+"""On a wrapped function: it is ours. On a SpeculativeConfig: a `mark.Mark`, it came from a tree method."""
+
+
+def install() -> None:
+    """Prepare this process for the configuration of a tree method; idempotent.
+
+    Raises:
+        RuntimeError: outside the supported window, or where vLLM lacks something that a tree method needs.
+    """
+    require_supported_vllm()
+    with missing_symbols_named():
+        patch_validate_spec_decode()
+        patch_prometheus_logger()
 
 
 def patch_create_engine_config() -> None:
@@ -18,22 +33,30 @@ def patch_create_engine_config() -> None:
     """
     from vllm.engine.arg_utils import EngineArgs
 
-    from vllm_adaptive_tree.config import is_tree_method
+    _wrap_create_engine_config(EngineArgs)
 
-    original = EngineArgs.create_engine_config
+
+def refuse_tree_methods() -> None:
+    """The same outside the supported window, where a tree method is refused with the version to install; imports
+    nothing, and does nothing where `EngineArgs` is not as we know it."""
+    args = getattr(sys.modules.get("vllm.engine.arg_utils"), "EngineArgs", None)
+    if isinstance(args, type) and callable(vars(args).get("create_engine_config")):
+        _wrap_create_engine_config(args)
+
+
+def _wrap_create_engine_config(engine_args: Any) -> None:
+    original = engine_args.create_engine_config
     if getattr(original, MARK, False):
         return
 
     @wraps(original)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_tree_method(self.speculative_config):
-            return original(self, *args, **kwargs)
-        from vllm_adaptive_tree.engine.translate import create_tree_engine_config
+        from vllm_adaptive_tree.engine import asked
 
-        return create_tree_engine_config(self, original, *args, **kwargs)
+        return asked.create_engine_config(self, original, *args, **kwargs)
 
     setattr(create_engine_config, MARK, True)
-    EngineArgs.create_engine_config = create_engine_config
+    engine_args.create_engine_config = create_engine_config
 
 
 def patch_validate_spec_decode() -> None:
@@ -54,31 +77,45 @@ def patch_validate_spec_decode() -> None:
     SamplingParams._validate_spec_decode = validate
 
 
-def patch_connector_metrics() -> None:
-    """Wrap the front end's readers of encoder-cache connector statistics, in which the figures of our steps travel."""
-    from prometheus_client import Counter, Gauge, Histogram
-    from vllm.distributed.ec_transfer.ec_connector.metrics import ECConnectorLogging, ECConnectorProm
+def patch_prometheus_logger() -> None:
+    """Wrap `PrometheusStatLogger`: beside its own metrics it has those of our steps, of its own classes."""
+    from vllm.v1.metrics.loggers import PrometheusStatLogger
 
-    from vllm_adaptive_tree.engine.metrics import KEY, TreeProm
+    from vllm_adaptive_tree.engine.metrics import add_tree_metrics, record_tree_metrics
 
-    original, original_observe = ECConnectorProm.__init__, ECConnectorLogging.observe
+    original, original_record = PrometheusStatLogger.__init__, PrometheusStatLogger.record
     if getattr(original, MARK, False):
         return
 
     @wraps(original)
-    def init(self: Any, vllm_config: Any, labelnames: list[str], values: dict[int, list[object]]) -> None:
-        original(self, vllm_config, labelnames, values)
+    def init(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, vllm_config, *args, **kwargs)
         if getattr(vllm_config.speculative_config, MARK, False):
-            types = {Gauge: self._gauge_cls, Counter: self._counter_cls, Histogram: self._histogram_cls}
-            self.prom_metrics = TreeProm(vllm_config, types, labelnames, values)
+            add_tree_metrics(self)
 
-    @wraps(original_observe)
-    def observe(self: Any, transfer_stats_data: dict[str, Any]) -> None:
-        if KEY not in transfer_stats_data:  # a connector's own; vLLM fails here without a connector
-            original_observe(self, transfer_stats_data)
+    @wraps(original_record)
+    def record(
+        self: Any, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
+    ) -> None:
+        original_record(self, scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
+        record_tree_metrics(self, scheduler_stats, engine_idx)
 
     setattr(init, MARK, True)
-    ECConnectorProm.__init__, ECConnectorLogging.observe = init, observe
+    PrometheusStatLogger.__init__, PrometheusStatLogger.record = init, record
+
+
+@contextmanager
+def missing_symbols_named() -> Iterator[None]:
+    """Where vLLM lacks a symbol: RuntimeError that names it."""
+    try:
+        yield
+    except (ImportError, AttributeError) as error:
+        import vllm
+
+        raise RuntimeError(
+            f"vllm-adaptive-tree cannot serve a tree method in this vLLM {vllm.__version__}, which is not as released: "
+            f"{error}. Install an unmodified vLLM, or remove the tree method from speculative_config."
+        ) from error
 
 
 @contextmanager

@@ -1,10 +1,28 @@
 """The entry point that vLLM calls in each of its processes (group `vllm.general_plugins`)."""
 
+import logging
+
+logger = logging.getLogger(f"vllm.{__name__}")  # a release that we do not know may have no `init_logger`
+
 
 def register() -> None:
-    """Teach vLLM to translate our methods. Until one is asked for, nothing else changes."""
-    from vllm_adaptive_tree.engine import patches
+    """Let vLLM recognise our methods: one wrapped function. Until a method is asked for, nothing else changes.
 
-    patches.patch_create_engine_config()
-    patches.patch_validate_spec_decode()
-    patches.patch_connector_metrics()
+    Never raises: vLLM catches nothing here, and this runs for users who have not asked for us. Outside the supported
+    window nothing of vLLM is imported beyond its version.
+    """
+    version = "unknown"
+    try:
+        import vllm
+
+        from vllm_adaptive_tree.engine import patches
+        from vllm_adaptive_tree.versions import is_supported, window
+
+        version = vllm.__version__
+        if is_supported(version):
+            patches.patch_create_engine_config()
+        else:
+            logger.info("vllm-adaptive-tree supports vLLM %s; in vLLM %s it does nothing", window(), version)
+            patches.refuse_tree_methods()
+    except Exception as error:
+        logger.warning("vllm-adaptive-tree does nothing in this vLLM %s: %s", version, error)

@@ -182,7 +182,7 @@ class TreeModelRunner(CPUModelRunner):
         self.scheduled, self.judged, self.initial = {}, {}, None
         if sampling and step is not None:
             counts = (0.0, 0.0) if self.budget is None else self.budget.controller.take()
-            output.ec_connector_output = step_figures(
+            output.cudagraph_stats = step_figures(
                 self.clock.take(), chain.from_iterable(step.depths.values()), *counts, dead=self.dead
             )
             self.dead = 0

@@ -5,6 +5,7 @@ from typing import Any
 
 from vllm_adaptive_tree.attention.cpu import PACKINGS
 from vllm_adaptive_tree.config import TreeOptions
+from vllm_adaptive_tree.engine.checkpoint import tensor_names, why_a_head
 from vllm_adaptive_tree.proposers import Mcsd
 
 UNTESTED = "VLLM_ADAPTIVE_TREE_UNTESTED_GPU"
@@ -27,6 +28,7 @@ UNSUPPORTED_ARGUMENTS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("spec_model", (None,), "give 'model' inside --speculative-config"),
     ("spec_tokens", (None,), "give 'num_speculative_tokens' inside --speculative-config"),
     ("enable_dbo", (False, None), "remove it"),
+    ("cudagraph_metrics", (False, None), "remove it: the figures of trees travel in its place"),
 )
 
 
@@ -65,10 +67,11 @@ def check_draft(args: Any, draft: str, revision: str | None) -> None:
     head = hasattr(config, "speculators_model_type") or any(
         name in architecture.lower() for architecture in architectures for name in HEAD_ARCHITECTURES
     )
-    if head:
+    why = ", ".join(architectures) if head else why_a_head(tensor_names(draft, revision) or ())
+    if why is not None:
         raise ValueError(
-            f"speculative_config['model']: {draft!r} is a draft head ({', '.join(architectures)}); this release drafts "
-            "with an independent model that shares the target's vocabulary"
+            f"speculative_config['model']: {draft!r} is a draft head ({why}); this release drafts with an independent "
+            "model that shares the target's vocabulary"
         )
     target = get_config(args.model, args.trust_remote_code, revision=args.revision)
     sizes = [part.get_text_config().vocab_size for part in (config, target)]

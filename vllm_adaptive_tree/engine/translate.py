@@ -13,9 +13,9 @@ from vllm.platforms import current_platform
 
 from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.engine import support
+from vllm_adaptive_tree.engine.mark import installed
 from vllm_adaptive_tree.engine.patches import MARK
 from vllm_adaptive_tree.engine.share import schedule
-from vllm_adaptive_tree.engine.version_gate import require_supported_vllm
 from vllm_adaptive_tree.method_options import shipped
 from vllm_adaptive_tree.methods import fitting, resolve
 
@@ -38,7 +38,7 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
         ValueError: for anything in the request that this release cannot serve, with the key and the remedy.
         RuntimeError: for a vLLM outside the supported window.
     """
-    require_supported_vllm()
+    mark = installed()
     options, vllm_keys = TreeOptions.parse(args.speculative_config)
     pair = resolve(options)
     options = fitting(options, pair.proposer)
@@ -61,7 +61,7 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
         config = original(args, *rest, **kwargs)
         config.speculative_config.model = vllm_keys["model"]
         config.speculative_config.draft_model_config.model = vllm_keys["model"]
-    setattr(config.speculative_config, MARK, True)
+    setattr(config.speculative_config, MARK, mark)
     support.check_config(config, options)
     if config.use_v2_model_runner:
         scheduler = config.scheduler_config

@@ -182,5 +182,5 @@ class TreeModelRunnerV2(ModelRunner):
         if sampling and output is not None:
             controller = None if self.budget is None else self.budget.controller
             figures = self.figures.take(*((0.0, 0.0) if controller is None else controller.take()))
-            getattr(output, "model_runner_output", output).ec_connector_output = figures
+            getattr(output, "model_runner_output", output).cudagraph_stats = figures
         return output

@@ -1,0 +1,58 @@
+"""Whose method a user asks for: ours, vLLM's, or nobody's."""
+
+import difflib
+from collections.abc import Callable
+from typing import Any, get_args
+
+from vllm_adaptive_tree import registry
+from vllm_adaptive_tree.config import METHODS, is_tree_method
+from vllm_adaptive_tree.engine.patches import install, missing_symbols_named
+
+
+def create_engine_config(args: Any, original: Callable[..., Any], *rest: Any, **kwargs: Any) -> Any:
+    """What the wrapped `EngineArgs.create_engine_config` does; `original` is vLLM's, `args` an EngineArgs.
+
+    Raises:
+        ValueError: for a tree method that this release cannot serve as asked, and for a method that nobody knows.
+        RuntimeError: for a tree method in a vLLM that this release does not support.
+    """
+    if is_tree_method(args.speculative_config):
+        install()
+        with missing_symbols_named():
+            from vllm_adaptive_tree.engine.translate import create_tree_engine_config
+        return create_tree_engine_config(args, original, *rest, **kwargs)
+    try:
+        return original(args, *rest, **kwargs)
+    except ValueError as error:
+        method = _refused_method(error)
+        if method is None:
+            raise
+        raise ValueError(_unknown(method)) from error
+
+
+def _refused_method(error: ValueError) -> str | None:
+    """The method that vLLM's check of `SpeculativeConfig` has refused, if it is that which failed."""
+    for one in error.errors() if hasattr(error, "errors") else ():
+        if one["loc"] == ("method",) and isinstance(one["input"], str):
+            return one["input"]
+    return None
+
+
+def _unknown(method: str) -> str:
+    ours = (*METHODS, *registry.names("proposer"))
+    if method in ours:
+        return f"{method!r} is a tree method: give it as speculative_config={{'method': {method!r}, ...}}"
+    closest = difflib.get_close_matches(method, (*ours, *_methods_of_vllm()), n=1)
+    hint = f"did you mean {closest[0]!r}? " if closest else ""
+    return (
+        f"speculative_config['method']: neither vLLM nor vllm-adaptive-tree knows {method!r}; {hint}"
+        f"Tree methods: {', '.join(ours)}"
+    )
+
+
+def _methods_of_vllm() -> tuple[str, ...]:
+    try:
+        from vllm.config.speculative import SpeculativeMethod
+    except ImportError:  # outside the supported window it may be elsewhere
+        return ()
+    return get_args(SpeculativeMethod)
