@@ -249,7 +249,9 @@ def test_a_draft_with_another_vocabulary(tmp_path: Path) -> None:
     assert "speculative_config['model']" in str(error.value)
 
 
-@pytest.mark.parametrize("architecture", ["EagleLlamaForCausalLM", "LlamaForCausalLMEagle3", "DeepSeekMTPModel"])
+@pytest.mark.parametrize(
+    "architecture", ["EagleLlamaForCausalLM", "LlamaForCausalLMEagle3", "DeepSeekMTPModel", "Qwen3XPressModel"]
+)
 def test_heads_are_refused(architecture: str, tmp_path: Path) -> None:
     draft = edited(DRAFT, tmp_path, architectures=[architecture])
     with pytest.raises(ValueError, match="draft head") as error:

@@ -1,8 +1,8 @@
 """A vLLM release that has no CPU build: its Python over the compiled parts of the installed one.
 
-The overlay is a virtual environment of its own, so every process that its interpreter starts has it, whatever becomes of
-PYTHONPATH. It holds the release's `vllm`, metadata that makes vLLM choose its CPU platform, and the packages that the
-release requires and the installed environment lacks; all else is the installed environment's.
+The overlay is a virtual environment of its own, so every process that its interpreter starts has it, whatever becomes
+of PYTHONPATH. It holds the release's `vllm`, metadata that makes vLLM choose its CPU platform, and the packages that
+the release requires and the installed environment lacks; all else is the installed environment's.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Run by `python -m tests.next` alone: that it is the other release which is tested, in every process and on both runners."""
+"""For `python -m tests.next`: the release that it names is what runs, in every process and on both model runners."""
 
 import os
 from typing import Any

@@ -9,7 +9,7 @@ from vllm_adaptive_tree.proposers import Mcsd
 
 UNTESTED = "VLLM_ADAPTIVE_TREE_UNTESTED_GPU"
 
-HEAD_ARCHITECTURES = ("eagle", "mtp", "medusa", "dflash", "dspark", "mlpspeculator")
+HEAD_ARCHITECTURES = ("eagle", "mtp", "medusa", "dflash", "dspark", "xpress", "mlpspeculator")
 
 UNSUPPORTED_ARGUMENTS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     # attribute of EngineArgs, what it may be, what to do

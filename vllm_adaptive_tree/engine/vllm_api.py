@@ -10,6 +10,6 @@ ADMITTED = "num_admitted_draft_tokens" in {field.name for field in fields(InputB
 
 
 def reallocated(first_logits: Tensor, query_start_loc: Tensor, nodes: int) -> tuple[Any, ...]:
-    """What `reallocate_drafts` of an adaptive verification gives vLLM; from 0.33 on also the nodes of each request on the
-    host, for a sampler that is sharded over ranks: none here, where that is refused."""
+    """What vLLM unpacks from `reallocate_drafts`. From 0.33 on the last is a copy of each request's nodes on the host,
+    for a sampler that is sharded over ranks: None, because such samplers are refused."""
     return (first_logits, query_start_loc, nodes, None) if ADMITTED else (first_logits, query_start_loc, nodes)
