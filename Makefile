@@ -1,13 +1,14 @@
-# make demo   the main job on the bundled pair: no speculation, vLLM's chain, OPT-Tree
-# make test   ruff, mypy, pytest
-# Both create .venv with everything pinned; a machine without a GPU gets vLLM's CPU build.
+# make demo        the main job on the bundled pair: no speculation, vLLM's chain, OPT-Tree
+# make test        ruff, mypy, pytest
+# make test-next   the engine tests on the newest supported vLLM; SHORT=1: a cut of them
+# They create .venv with everything pinned; a machine without a GPU gets vLLM's CPU build.
 
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: demo test setup clean
+.PHONY: demo test test-next setup clean
 
 demo: setup
 	$(BIN)/vllm-adaptive-tree demo
@@ -18,12 +19,15 @@ test: setup
 	$(BIN)/mypy
 	$(BIN)/pytest -n 2 --dist loadfile --durations=30
 
+test-next: setup
+	$(BIN)/python -m tests.next $(if $(SHORT),--short)
+
 setup: $(READY)
 
 $(READY): requirements/cpu.txt requirements/dev.txt pyproject.toml
 	$(PYTHON) -m venv .venv
 	@if command -v nvidia-smi >/dev/null; then \
-		$(BIN)/pip install --quiet 'vllm==0.32.*'; \
+		$(BIN)/pip install --quiet -e '.[cuda]'; \
 	else \
 		$(BIN)/pip install --quiet --no-deps -r requirements/cpu.txt || \
 		$(BIN)/pip install --quiet --no-deps -r requirements/cpu.txt --extra-index-url $(TORCH_CPU_INDEX); \
@@ -39,4 +43,4 @@ wheels:  # dist/: the plugin, and the pair that it is tried with
 
 clean:
 	rm -rf dist packaging/demo-pair/build packaging/demo-pair/*.egg-info
-	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .next build *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -1,4 +1,4 @@
-"""`patches/vllm-0.32.diff` on a mirror of the installed vLLM, in processes that load no plugin."""
+"""The diff of the installed vLLM, from `patches/`, on a mirror of it, in processes that load no plugin."""
 
 import importlib.util
 import json
@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parent.parent
-DIFF = ROOT / "patches" / "vllm-0.32.diff"
 TARGET, DRAFT = (str(ROOT / "vllm_adaptive_tree" / "demo_pair" / name) for name in ("target", "draft"))
 
 TREE_CONFIG = {"method": "opt_tree", "model": DRAFT, "num_speculative_tokens": 12}
@@ -167,16 +166,21 @@ def run(call: str, first: str = "", **environment: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that holds the patched `vllm`."""
+    import vllm
+
+    from tests.next.diff import diff
+
     spec = importlib.util.find_spec("vllm")
     assert spec is not None
     assert spec.origin is not None
     installed = Path(spec.origin).parent
+    changes = diff(vllm.__version__)
     folder = tmp_path_factory.mktemp("source")
-    touched = {installed.parent / name for name in re.findall(r"^--- a/(\S+)$", DIFF.read_text(), re.MULTILINE)}
+    touched = {installed.parent / name for name in re.findall(r"^--- a/(\S+)$", changes.read_text(), re.MULTILINE)}
     assert touched
     mirror(installed, folder / "vllm", touched)
     subprocess.run(["git", "init", "-q"], cwd=folder, check=True)  # else paths count from a repository above
-    applied = subprocess.run(["git", "apply", str(DIFF)], cwd=folder, capture_output=True, text=True)
+    applied = subprocess.run(["git", "apply", str(changes)], cwd=folder, capture_output=True, text=True)
     assert applied.returncode == 0, applied.stderr
     return folder
 

@@ -9,7 +9,7 @@ from vllm_adaptive_tree.acceptance import RULES
 from vllm_adaptive_tree.method_options import OPTIONS, MethodOptions, OptTreeOptions
 
 METHODS = tuple(OPTIONS)
-VLLM_RULES = ("standard", "synthetic", "block")
+VLLM_RULES = ("standard", "synthetic", "block", "fly")
 
 VLLM_KEYS = (
     "revision",

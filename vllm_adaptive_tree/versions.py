@@ -1,14 +1,20 @@
-"""Which vLLM releases this one supports: the one table that the gate, the extras, the tests and the docs read."""
+"""Which vLLM releases are supported: the one table that the gate, the extras, the tests and the docs follow."""
 
-SUPPORTED = ("0.32",)
-"""Every patch release of these minors."""
+SUPPORTED = {"0.32": "0.32.0", "0.33": "0.33.0"}
+"""Minor -> the release of it that the tests run with. Every patch release of these minors is let through."""
+
+
+def minor(version: str) -> str:
+    """The minor, "0.32", of "0.32.1+cpu"."""
+    return ".".join(version.split("+")[0].split(".")[:2])
 
 
 def is_supported(version: str) -> bool:
     """Whether vLLM `version` ("0.32.0", "0.32.1+cpu") lies in the supported window."""
-    return ".".join(version.split("+")[0].split(".")[:2]) in SUPPORTED
+    return minor(version) in SUPPORTED
 
 
 def window() -> str:
-    """For messages: "0.32.*"."""
-    return ", ".join(f"{minor}.*" for minor in SUPPORTED)
+    """For messages and docs: "0.32 and 0.33"."""
+    *others, last = SUPPORTED
+    return f"{', '.join(others)} and {last}" if others else last

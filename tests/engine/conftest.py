@@ -23,8 +23,12 @@ os.environ.update(
 from collections.abc import Iterator
 
 import pytest
+import vllm
 
 from tests.engine.engines import Engines
+
+# `python -m tests.next` tests another release than the installed one.
+assert vllm.__version__ == os.environ.get("TESTED_VLLM", vllm.__version__), f"this is vLLM {vllm.__version__}"
 
 
 @pytest.fixture(scope="module")

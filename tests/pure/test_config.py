@@ -153,6 +153,7 @@ def test_the_budget_of_a_batch():
         ({"rejection_sample_method": "standard"}, r"'standard' is vLLM's rule.*remove the key or use one of auto"),
         ({"rejection_sample_method": "synthetic"}, r"'synthetic' is vLLM's rule"),
         ({"rejection_sample_method": "block"}, r"'block' is vLLM's rule"),
+        ({"rejection_sample_method": "fly"}, r"'fly' is vLLM's rule"),
     ],
 )
 def test_bad_keys(change, message):

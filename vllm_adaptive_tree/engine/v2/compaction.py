@@ -11,6 +11,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm_adaptive_tree.budget import best
 from vllm_adaptive_tree.engine.v2.budget import BatchBudget, place_values
 from vllm_adaptive_tree.engine.v2.drafts import Drafts
+from vllm_adaptive_tree.engine.vllm_api import reallocated
 
 
 class Compaction:
@@ -52,7 +53,7 @@ class Compaction:
         taken = inside & (np.cumsum(inside).reshape(inside.shape) <= self.nodes)
         return self.others + taken.sum(0).astype(np.int32), cu_num_logits_np
 
-    def reallocate_drafts(self, req_ids: list[str], idx_mapping: Tensor) -> tuple[Tensor, Tensor, int]:
+    def reallocate_drafts(self, req_ids: list[str], idx_mapping: Tensor) -> tuple[Any, ...]:
         """The step itself: first row of each request's logits, first of its rows (both [R + 1] and more), nodes."""
         device = idx_mapping.device
         requests = len(req_ids)
@@ -65,7 +66,7 @@ class Compaction:
         others = async_tensor_h2d(self.others, device=device)
         torch.cumsum(kept + others, 0, out=self.query_start_loc[1 : requests + 1])
         self.query_start_loc[requests + 1 :].fill_(int(self.others.sum()) + self.nodes)
-        return logits, self.query_start_loc, self.nodes
+        return reallocated(logits, self.query_start_loc, self.nodes)
 
     def _values(self, request: Tensor) -> Tensor:
         place = self.drafts.place[request]

@@ -1,0 +1,45 @@
+"""The tests on the newest supported vLLM release, where it is not the installed one (`overlay.py`).
+
+python -m tests.next            all engine tests, the laws too
+python -m tests.next --short    identity, a law, scheduling, the server, the diff for source builds, both model runners
+python -m tests.next ARGUMENT.. what pytest makes of the arguments
+"""
+
+import os
+import subprocess
+import sys
+
+from tests.next.overlay import ROOT, installed, interpreter
+from vllm_adaptive_tree.versions import SUPPORTED, minor
+
+RELEASE = list(SUPPORTED.values())[-1]
+SHORT = [
+    "tests/next",
+    "tests/engine/test_identity.py",
+    "tests/engine/test_law.py::test_tokens_follow_the_target_s_law[dyspec, rrsw]",
+    "tests/engine/test_scheduling.py",
+    "tests/engine/test_server.py",
+    "tests/test_patches.py",
+]
+EVERY = ["-m", "slow or not slow"]
+WHOLE = ["-k", "not (test_whole or test_more)", "tests/next", "tests/engine", "tests/test_patches.py"]
+
+
+def main(arguments: list[str]) -> int:
+    try:
+        name, version = installed()
+        if minor(version) == minor(RELEASE):
+            print(f"{name} {version} is installed; `make test` tests it")
+            return 0
+        python = interpreter(RELEASE)
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
+        return 2
+    chosen: dict[tuple[str, ...], list[str]] = {(): [*EVERY, *WHOLE], ("--short",): [*EVERY, *SHORT]}
+    command = [str(python), "-m", "pytest", "-p", "no:cacheprovider", "-n", "2", "--dist", "loadfile", "--durations=10"]
+    command += chosen.get(tuple(arguments), arguments)
+    return subprocess.run(command, cwd=ROOT, env={**os.environ, "TESTED_VLLM": RELEASE}).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
