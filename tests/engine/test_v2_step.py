@@ -261,8 +261,8 @@ class Launches:
 @pytest.mark.parametrize(
     ("method", "rule", "options"),
     [
-        ("dyspec", "traversal", {"max_children": 3, "max_depth": 3}),
-        ("dyspec", "rrsw", {"max_children": 3, "max_depth": 3}),
+        ("dyspec", "traversal", {"threshold": 0.1, "max_children": 3, "max_depth": 3}),
+        ("dyspec", "rrsw", {"threshold": 0.1, "max_children": 3, "max_depth": 3}),
         ("static_tree", "rrs", {"shape": [2, 1], "children": "iid"}),
     ],
 )

@@ -98,10 +98,9 @@ class CostProfile:
         self.due = time.monotonic() + EVERY
 
     @classmethod
-    def of(cls, file: str | None, key: Mapping[str, Any]) -> "CostProfile | None":
-        """The one that `cost_profile` asks for. Raises ValueError where a named one cannot be written."""
-        if file is None:
-            return None
+    def of(cls, file: str, key: Mapping[str, Any]) -> "CostProfile | None":
+        """The one that `cost_profile` asks for; None where vLLM's cache folder cannot be written. Raises ValueError
+        where a named one cannot."""
         check_folder(file)
         if file != "auto":
             return cls(Path(file).expanduser(), key)

@@ -44,7 +44,9 @@ def settle(runner: Any, rank: int, measures: Measures) -> None:
         logger.info("tree threshold 'auto': %.3f tokens per level, measured", steering.proposer.threshold)
     if tree.budget != "auto":
         return
-    profile = CostProfile.of(tree.cost_profile, key_of(runner.vllm_config, runner.options)) if rank == 0 else None
+    profile = None
+    if rank == 0 and tree.cost_profile is not None:
+        profile = CostProfile.of(tree.cost_profile, key_of(runner.vllm_config, runner.options))
     found = object_from_rank_0(None if profile is None else profile.read())
     learning = None
     if found is not None:
@@ -53,7 +55,7 @@ def settle(runner: Any, rank: int, measures: Measures) -> None:
         except Exception as error:  # whatever somebody has written there
             if profile is not None:
                 profile.reject(error)
-    source = f"from {tree.cost_profile}"
+    source = "as an earlier process left them"
     if learning is None:
         learning, source = _new(runner, measures.measured_costs(runner, nodes)), "measured"
     logger.info("tree budget 'auto': %s, %s", source, learning.controller.costs)
