@@ -66,8 +66,13 @@ class MethodOptions:
         "'auto' or a whole number of at least 1",
     )
     """Nodes of the whole batch in a step; "auto": as many as pay by measured cost; None: all of every tree."""
-    cost_profile: str | None = _file()
-    """JSON file of measured costs for `budget` "auto": read if it is there, written if not."""
+    cost_profile: str | None = option(
+        "auto",
+        lambda value: value is None or (isinstance(value, str) and bool(value)),
+        "the path of a file, 'auto' or null",
+    )
+    """JSON file of what `budget` "auto" has measured and learnt, from process to process; "auto": one in vLLM's cache
+    folder for each pair, machine and method; None: nothing is kept."""
 
     def __post_init__(self) -> None:
         for one in fields(self):

@@ -9,7 +9,14 @@ from vllm_adaptive_tree import registry
 from vllm_adaptive_tree.acceptance import RULES, Kind, Rule, common_kind, legal_rules
 from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.gates.mlp import Gate
-from vllm_adaptive_tree.method_options import CHILDREN, ShapedOptions, readable, shipped
+from vllm_adaptive_tree.method_options import (
+    CHILDREN,
+    DySpecOptions,
+    OptTreeOptions,
+    ShapedOptions,
+    readable,
+    shipped,
+)
 from vllm_adaptive_tree.proposers import C2T, DySpec, Eagle2, Mcsd, OptTree, Proposer, StaticTree, sequoia_shape
 from vllm_adaptive_tree.proposers.mcsd import FEATURES
 from vllm_adaptive_tree.trees import Shape
@@ -32,6 +39,34 @@ class Pair(NamedTuple):
     @property
     def lossless(self) -> bool:
         return self.loss is None
+
+
+class Steered(NamedTuple):
+    """Which options the engine sets by what it measures, on every model runner; all else is as the user wrote it."""
+
+    measured: bool = False
+    """OPT-Tree's threshold: once, by what a draft level costs in target forwards."""
+    price: bool = False
+    """OPT-Tree's threshold and floor: in every step, by what the budget's time is worth."""
+    fill: bool = False
+    """DySpec's threshold: between steps, so that trees fill their share of the node budget."""
+    temperature: bool = False
+    """The draft temperature of greedy requests: between steps, by what the target takes."""
+
+
+def steered(options: TreeOptions) -> Steered:
+    tree, auto = options.tree, options.tree.budget == "auto"
+    match tree:
+        case OptTreeOptions():
+            return Steered(
+                measured=tree.threshold == "auto",
+                price=tree.threshold is None and auto,
+                temperature=tree.draft_temperature == "auto" and auto,
+            )
+        case DySpecOptions():
+            return Steered(fill=tree.mode == "threshold" and tree.threshold == "auto")
+        case _:
+            return Steered()
 
 
 def resolve(options: TreeOptions) -> Pair:
@@ -115,10 +150,9 @@ def build_proposer(options: TreeOptions) -> Proposer:
     proposer: Proposer
     match options.method:
         case "opt_tree":
-            # "auto" is measured once the models are loaded, and the budget's moves; until then every level pays.
-            measured = tree.threshold == "auto" or (tree.threshold is None and tree.budget == "auto")
+            found = steered(options)  # until it is set, every level pays
             threshold = THRESHOLD if tree.threshold is None else tree.threshold
-            proposer = OptTree(max_depth=tree.max_depth, threshold=0 if measured else threshold)
+            proposer = OptTree(max_depth=tree.max_depth, threshold=0 if found.measured or found.price else threshold)
         case "dyspec":
             threshold = 1 / nodes if tree.threshold == "auto" else tree.threshold
             proposer = DySpec(

@@ -1,9 +1,11 @@
 import gc
+import importlib
 import os
 from pathlib import Path
 from typing import Any
 
 import vllm_adaptive_tree
+from vllm_adaptive_tree.method_options import OPTIONS
 from vllm_adaptive_tree.trees import TokenTree
 
 V2 = os.environ.get("MODEL_RUNNER", "v1") != "v1"
@@ -45,6 +47,9 @@ class Engines:
         from vllm import LLM
 
         self.shutdown()
+        if speculative_config is not None and speculative_config["method"] in OPTIONS:  # cold, unless a test says more
+            kept = {"cost_profile": None, **speculative_config.get("tree", {})}
+            speculative_config = {**speculative_config, "tree": kept}
         defaults = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "block_size": 32}
         arguments = {"model": TARGET, **defaults, **arguments}
         self.llm = LLM(speculative_config=speculative_config, disable_log_stats=False, **arguments)
@@ -60,6 +65,15 @@ class Engines:
 def runner_of(llm: Any) -> Any:
     """The model runner of an engine in this process."""
     return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
+def set_costs(monkeypatch: Any, **costs: Any) -> None:
+    """Let the next engines of this process measure these: "verify" and "draft" as curves' JSON, "context"."""
+    from vllm_adaptive_tree.budget import Costs
+
+    module = importlib.import_module(f"vllm_adaptive_tree.engine.{'v2.' if V2 else ''}profile")
+    found = {"draft": None, "context": 0.0, **costs}
+    monkeypatch.setattr(module, "measured_costs", lambda *_: Costs.from_json(found))
 
 
 def metric(llm: Any, name: str) -> float:

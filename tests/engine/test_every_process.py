@@ -21,6 +21,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from tests.engine.engines import DRAFT, PROMPTS, TARGET, V2, Engines, generate, tree
 from vllm_adaptive_tree.engine.mark import Mark
 from vllm_adaptive_tree.engine.metrics import NODES, step_figures
+from vllm_adaptive_tree.versions import window
 
 ENGINE = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "block_size": 32}
 PARAMS: list[dict[str, Any]] = [

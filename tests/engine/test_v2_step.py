@@ -1,9 +1,7 @@
 """A step on Model Runner V2: nothing waits for the device, and the rows that run are those that the host can afford."""
 
-import json
 import os
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +19,7 @@ from tests.engine.engines import (
     generate,
     metric,
     runner_of,
+    set_costs,
     tree,
 )
 from tests.pure.test_no_host_sync import NoHostSync
@@ -78,7 +77,6 @@ def test_a_fixed_budget(engines: Engines, plain: list[Any], method: str, monkeyp
 def test_auto_follows_the_costs(
     engines: Engines,
     plain: list[Any],
-    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     slope: float,
     fewest: int,
@@ -86,11 +84,10 @@ def test_auto_follows_the_costs(
 ) -> None:
     """Rows that cost a second each are not worth a node, and such a batch runs one row a request; rows that cost
     nothing are all taken."""
-    file = tmp_path / "costs.json"
     draft = {"rows": [1, 12], "seconds": [1e-9, 1e-9]}
     verify = {"rows": [1, 1000], "seconds": [0.5, 0.5 + 999 * slope]}
-    file.write_text(json.dumps({"verify": verify, "draft": draft}))
-    llm = engines.start(tree(12, budget="auto", cost_profile=str(file)))
+    set_costs(monkeypatch, verify=verify, draft=draft)
+    llm = engines.start(tree(12, budget="auto"))
     runner_of(llm).budget.live = False
     rows = Rows(llm, monkeypatch)
     assert_identical(plain, generate(llm, BATCH, parameters()))
@@ -141,13 +138,10 @@ def test_auto_measures(engines: Engines, plain: list[Any]) -> None:
     assert budget.sharpening.temperature != GREEDY_DRAFT_TEMPERATURE
 
 
-def test_a_draft_that_rests_reads_nothing_and_catches_up(
-    engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_draft_that_rests_reads_nothing_and_catches_up(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole requests and parts of others pass without it, also those whose blocks a later request shares."""
-    file = tmp_path / "costs.json"
-    file.write_text(json.dumps({"verify": {"rows": [1, 1000], "seconds": [0.5, 0.5 + 1e-6]}}))
-    config = tree(4, budget="auto", max_depth=2, draft_temperature=1, cost_profile=str(file))
+    set_costs(monkeypatch, verify={"rows": [1, 1000], "seconds": [0.5, 0.5 + 1e-6]})
+    config = tree(4, budget="auto", max_depth=2, draft_temperature=1)
     llm = engines.start(config, max_num_batched_tokens=40)
     runner, steps = runner_of(llm), 0
     cycle, resting = 1, 0  # of so many steps, the first so many
@@ -267,8 +261,8 @@ class Launches:
 @pytest.mark.parametrize(
     ("method", "rule", "options"),
     [
-        ("dyspec", "traversal", {"max_children": 3, "max_depth": 3}),
-        ("dyspec", "rrsw", {"max_children": 3, "max_depth": 3}),
+        ("dyspec", "traversal", {"threshold": 0.1, "max_children": 3, "max_depth": 3}),
+        ("dyspec", "rrsw", {"threshold": 0.1, "max_children": 3, "max_depth": 3}),
         ("static_tree", "rrs", {"shape": [2, 1], "children": "iid"}),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 
 from vllm_adaptive_tree.config import METHODS, OUR_KEYS, VLLM_KEYS, TreeOptions, is_tree_method
 
-ALL = {"allow_lossy": False, "budget": "auto", "cost_profile": None}
+ALL = {"allow_lossy": False, "budget": "auto", "cost_profile": "auto"}
 SHAPED = {**ALL, "children": None}
 DEFAULTS = {
     "opt_tree": {**ALL, "max_depth": 10, "threshold": None, "draft_temperature": "auto"},

@@ -4,20 +4,23 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from vllm_adaptive_tree.bench.loads import standard
 from vllm_adaptive_tree.bench.offline import Offline, Setup
 from vllm_adaptive_tree.bench.plan import Cell, Config
 from vllm_adaptive_tree.bench.results import FORWARDS
+from vllm_adaptive_tree.budget import Curve
+from vllm_adaptive_tree.budget.curve import profiled_rows
 from vllm_adaptive_tree.cli.arguments import new_file, positive
 from vllm_adaptive_tree.cli.enlarge import parameters
 from vllm_adaptive_tree.files import write_whole
 
 MOST = 576
 TOKENS = 32
-LEVELS = 5  # timed, of each size
+ROUNDS, SECONDS = 5, 60.0  # of timing all sizes, at most
 
 
 def rows_up_to(most: int) -> list[int]:
@@ -39,7 +42,8 @@ def roofline(
 
 def measured(model: str, draft: str, dtype: str, most: int) -> dict[str, Any]:
     """Seconds of a target forward and of a draft level by rows, behind an empty context; and the rest of a step."""
-    from vllm_adaptive_tree.engine.profile import _draft_level, _median_seconds, verification_curve
+    from vllm_adaptive_tree.engine.measuring import fastest
+    from vllm_adaptive_tree.engine.profile import draft_level, target_forward
 
     speculation = {"method": "opt_tree", "model": draft, "num_speculative_tokens": 16, "tree": {"threshold": 0}}
     setup = Setup(model, dtype, False, 1024, 32, most, TOKENS, 1.0, standard())
@@ -48,18 +52,13 @@ def measured(model: str, draft: str, dtype: str, most: int) -> dict[str, Any]:
     offline.measure(cell, 0)
     found = offline.measure(cell, 1)
     runner = offline.engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-    verify = verification_curve(runner, most).to_json()
-    rows = rows_up_to(most)
-    levels = [_median_seconds(_level(_draft_level, runner.drafter, count), LEVELS) for count in rows]
+    rows, counts = rows_up_to(most), profiled_rows(most)
+    verify = fastest([partial(target_forward, runner, count) for count in counts], rounds=ROUNDS, seconds=SECONDS)
+    levels = fastest([partial(draft_level, runner.drafter, count) for count in rows], rounds=ROUNDS, seconds=SECONDS)
     offline.engine.engine_core.shutdown()
     rest = found.seconds - sum(found.phases[name] for name in FORWARDS)
-    return {"verify": verify, "draft": {"rows": rows, "seconds": levels}, "step": rest / found.steps}
-
-
-def _level(
-    prepare: Callable[[Any, int], Callable[[], Any]], drafter: Any, rows: int
-) -> Callable[[], Callable[[], Any]]:
-    return lambda: prepare(drafter, rows)
+    curves = {"verify": Curve(counts[: len(verify)], verify), "draft": Curve(rows[: len(levels)], levels)}
+    return {**{name: one.to_json() for name, one in curves.items()}, "step": rest / found.steps}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

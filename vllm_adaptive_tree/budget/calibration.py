@@ -1,10 +1,13 @@
 import math
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from vllm_adaptive_tree.budget.reading import member, numbers, short
 
 DEPTHS, BINS = 16, 24
 LOWEST = 1e-4
@@ -71,6 +74,20 @@ class Calibration:
             self.observed += sum(hits)
         for level in {cell // ROW for cell in new}:
             self._settle(level)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"hits": short(self.hits), "trials": short(self.trials)}
+
+    def restore(self, data: Any) -> None:
+        """What `to_json` gave. Raises ValueError, and changes nothing, where `data` is something else."""
+        count = len(self.hits)
+        trials = numbers(member(data, "trials"), count, least=1e-3)
+        hits = numbers(member(data, "hits"), count)
+        if any(hit > 1.001 * trial for hit, trial in zip(hits, trials, strict=True)):  # six digits were written
+            raise ValueError("more nodes were accepted than verified")
+        self.hits, self.trials = array("d", hits), array("d", trials)
+        for depth in range(1, 1 + DEPTHS):
+            self._settle(depth)
 
 
 def _rising(hits: Sequence[float], trials: Sequence[float]) -> list[float]:

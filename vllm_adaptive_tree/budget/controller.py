@@ -3,6 +3,8 @@
 import math
 from collections.abc import Sequence
 from itertools import accumulate
+from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +15,9 @@ from vllm_adaptive_tree.budget.calibration import DEPTHS, Calibration
 from vllm_adaptive_tree.budget.costs import Costs
 from vllm_adaptive_tree.budget.curve import Curve
 from vllm_adaptive_tree.budget.foresight import Foresight
-from vllm_adaptive_tree.budget.levels import ALL, Levels
+from vllm_adaptive_tree.budget.levels import ALL
+from vllm_adaptive_tree.budget.reading import member, number, short
+from vllm_adaptive_tree.budget.size import LONGEST_REST, REST, Size
 
 STEP = 0.2
 """Weight of the newest step in a running average."""
@@ -25,40 +29,8 @@ MARGIN = 0.05
 """Of tokens per second, in logs: what drafts have to bring, because costs are known no better."""
 SLACK = 0.5
 """Of the least value that is verified: what is worth less has no children drafted."""
-REST, LONGEST_REST = 64, 2048
-"""Steps without drafts, which are tokens of every request: after the first loss, and after the last of many."""
-
-
-class Size:
-    """What is known of batches of one size (by powers of two) and mix; it says nothing of the others."""
-
-    def __init__(self, level: float = 0.0) -> None:
-        """`level`: what is known of it beforehand, 0: nothing."""
-        self.drafting: float | None = None
-        """Seconds of drafting a step's trees, averaged over past steps."""
-        self.besides = 0.0
-        """Seconds of a step for what is not drafted in every step: prompts and gaps that the draft reads. Averaged."""
-        self.advantage = 0.0
-        """Log of tokens per second with drafts over without, averaged since the last rest."""
-        self.judged = 0
-        """Steps in that average."""
-        self.rate = 0.0
-        """Tokens per second with drafts."""
-        self.level = level
-        """Seconds of a draft level."""
-        self.levels = Levels()
-        self.least: float | None = None
-        """Log of the least value that a step verifies, averaged."""
-        self.rest = 0
-        """Steps without drafts that are left."""
-        self.last_rest = REST // 2
-        self.trying = False
-        """Whether it has drafted since the last rest."""
-
-    def begin_rest(self) -> None:
-        """Twice as long as the last one."""
-        self.rest = self.last_rest = min(LONGEST_REST, 2 * self.last_rest)
-        self.judged, self.trying = 0, False
+DOUBT = 3.0
+"""Until so many levels were drafted as a trial has steps, what drafts cost may be as much less than measured."""
 
 
 class Controller:
@@ -66,13 +38,18 @@ class Controller:
 
     A step costs the forward over all its rows and some overhead; a drafting step also costs its drafts. Where the trees
     that pay best do not make up for that, the batch rests from drafting, each time twice as long, and is then tried
-    again for some steps, unless recent trees of other batches say that it would lose.
+    again for some steps, unless recent trees of other batches say that it would lose. Costs are those of live steps as
+    soon as there are some: of a verification, of a draft level, and of a step without drafts, for which a batch that
+    drafts leaves its drafts out now and then.
     """
 
     def __init__(self, costs: Costs, *, sampled: bool, most: int | None = None):
         """`sampled`: whether children are drawn. `most`: nodes of the whole batch, which makes it a fixed budget."""
         self.costs, self.sampled, self.most = costs, sampled, most
-        self.verify = costs.verify
+        self.verify, self.draft = costs.verify, costs.draft
+        self.probe = 3
+        """Steps without drafts of a look at what they take."""
+        self.levels_seen = 0
         self.calibrations = Calibration(), Calibration()
         """Of sampled requests, and of greedy ones: one value is not one chance to both."""
         self.taken = 0.0, 0.0
@@ -90,8 +67,23 @@ class Controller:
     def of(self, requests: int) -> Size:
         key = requests.bit_length(), self.mix
         if key not in self.sizes:
-            self.sizes[key] = Size(0.0 if self.costs.draft is None else self.costs.draft.cost(requests))
+            self.sizes[key] = Size()
         return self.sizes[key]
+
+    def level(self, requests: int) -> float:
+        """Seconds of a draft level: of live steps, or as measured at the start; 0 where nothing is known."""
+        live = self.of(requests).level
+        if live is not None:
+            return live
+        return 0.0 if self.draft is None else self.draft.cost(requests)
+
+    def without(self, requests: int) -> float:
+        """Seconds of a step without drafts: of live ones of about this size, or by the costs."""
+        plain = self.of(requests).plain
+        if not plain:
+            return self.verify.cost(requests) + self.overhead
+        own = self.verify.cost(requests)
+        return median(seconds * own / self.verify.cost(of) for of, seconds in plain) + self.reading
 
     def begin(self, greedy: Sequence[bool]) -> None:
         """A step of these requests."""
@@ -105,39 +97,37 @@ class Controller:
     def drafts(self, requests: int) -> bool:
         """Whether this step drafts; counts a step of rest."""
         self.steps += 1
-        if self._hopeless(requests):
-            return False
         size = self.of(requests)
         if not (size.rest or size.trying):
-            if self._would_lose(requests):
+            # The last of many rests ends with a trial in any case: what is believed may be of another time.
+            if size.last_rest < LONGEST_REST and (self._hopeless(requests) or self._would_lose(requests)):
                 size.begin_rest()
             else:
                 size.trying = True
+        elif size.trying and not size.rest and self.met and self.most is None:
+            size.probe(self.probe)
         left, size.rest = size.rest, max(0, size.rest - 1)
         return left == 0
 
     def _hopeless(self, requests: int) -> bool:
-        """Whether chains of which every token is accepted would not pay, by the costs of the start: nothing to try."""
-        if self.most is not None or self.costs.draft is None:
+        """Whether chains of which every token is accepted would not pay."""
+        if self.most is not None or self.draft is None:
             return False
-        level = self.of(requests).level
-        plain = self.verify.cost(requests) + self.overhead
+        level, plain, rows = self.level(requests), self.without(requests), self.verify.cost(requests)
+        doubt = DOUBT if self.levels_seen < TRIAL else 1.0
         return all(
-            (1 + depth) * plain < self.verify.cost((1 + depth) * requests) + self.overhead + depth * level
+            depth * plain < (self.verify.cost((1 + depth) * requests) - rows + depth * level) / doubt
             for depth in range(1, 1 + DEPTHS)
         )
 
     def _would_lose(self, requests: int) -> bool:
         """Whether trees like the recent ones would not make up for their drafting in a batch of so many requests."""
-        if self.most is not None or self.costs.draft is None:
+        if self.most is not None or self.draft is None:
             return False
         found = self.foresight[self.mix].best_rate(
-            requests, self.steps, verify=self.verify, overhead=self.overhead, level=self.of(requests).level
+            requests, self.steps, verify=self.verify, overhead=self.overhead, level=self.level(requests)
         )
-        if found is None:
-            return False
-        plain = requests / (self.verify.cost(requests) + self.overhead)
-        return math.log(found / plain) < MARGIN
+        return found is not None and math.log(found * self.without(requests) / requests) < MARGIN
 
     def depth(self, requests: int) -> int:
         """The most levels that this step drafts."""
@@ -146,8 +136,7 @@ class Controller:
     def threshold(self, requests: int, trees: int) -> float:
         """What a level has to add to the expected acceptance of each of these trees of a batch, in tokens: mu times the
         best rate in OPT-Tree's terms (arXiv 2406.17276)."""
-        size = self.of(requests)
-        return size.level * size.rate / trees
+        return self.level(requests) * self.of(requests).rate / trees
 
     def floor(self, requests: int) -> float:
         """Log value up to which a node's children are not worth drafting: no child is worth more than its parent, and
@@ -196,7 +185,7 @@ class Controller:
         if judged:
             self._judge(size, requests, _taken(chance, kept), spent)
             if size.levels.judges and levels:
-                size.levels.observe(self._rates(everyone, depth, spent, size.level, levels))
+                size.levels.observe(self._rates(everyone, depth, spent, self.level(requests), levels))
         return kept
 
     def _rates(self, chance: Tensor, depth: Tensor, spent: float, level: float, levels: int) -> list[float]:
@@ -244,7 +233,7 @@ class Controller:
 
     def _judge(self, size: Size, requests: int, taken: list[float], spent: float) -> None:
         """`taken`: the chance of every node that is verified."""
-        without, within = (self.verify.cost(rows) + self.overhead for rows in (requests, requests + len(taken)))
+        without, within = self.without(requests), self.verify.cost(requests + len(taken)) + self.overhead
         tokens = requests + sum(taken)
         rate = tokens / (within + spent)
         size.rate += (STEP if size.rate else 1) * (rate - size.rate)
@@ -262,8 +251,8 @@ class Controller:
             return
         if size.advantage >= MARGIN:
             size.last_rest = REST // 2
-            return
-        size.begin_rest()
+        else:
+            size.begin_rest()
 
     def take(self) -> tuple[float, float]:
         """Accepted nodes that were expected, and those observed, since the last call."""
@@ -271,18 +260,44 @@ class Controller:
         taken, self.taken = (now[0] - self.taken[0], now[1] - self.taken[1]), now
         return taken
 
-    def observe(self, rows: int, context: int, forward: float, elsewhere: float) -> None:
-        """A step of `rows` rows behind `context` tokens of all requests took these seconds."""
+    def observe(self, rows: int, context: int, forward: float, elsewhere: float, *, requests: int = 0) -> None:
+        """A step of `rows` rows behind `context` tokens of all `requests` took these seconds; with a row for each it
+        was one without drafts."""
         self.reading = min(context * self.costs.context, forward / 2)
         if rows in self.met:
             self.verify.observe(rows, forward - self.reading)
+            if rows == requests:
+                self.of(requests).plain.append((requests, forward - self.reading + elsewhere))
         self.met.add(rows)
         self.elsewhere += STEP * (min(elsewhere, 4 * self.elsewhere or elsewhere) - self.elsewhere)
 
     def drafted(self, requests: int, seconds: float) -> None:
         """One draft level of a batch took these seconds, forward and choice of nodes."""
-        size = self.of(requests)
-        size.level += (STEP if size.level else 1) * (min(seconds, 4 * size.level or seconds) - size.level)
+        size, believed = self.of(requests), self.level(requests)
+        size.level = believed + (STEP if believed else 1) * (min(seconds, 4 * believed or seconds) - believed)
+        self.levels_seen += 1
+        if self.draft is not None:
+            self.draft.observe(requests, seconds)
+
+    def to_json(self) -> dict[str, Any]:
+        """What was learnt, for another process."""
+        sizes = [{"requests": bits, "mix": mix, **size.to_json()} for (bits, mix), size in self.sizes.items()]
+        return {
+            "calibrations": [one.to_json() for one in self.calibrations],
+            "elsewhere": short([self.elsewhere])[0],
+            "levels_seen": min(self.levels_seen, TRIAL),
+            "sizes": sizes,
+        }
+
+    def restore(self, data: Any) -> None:
+        """What `to_json` gave. Raises ValueError where `data` is something else."""
+        for one, known in zip(self.calibrations, member(data, "calibrations"), strict=True):
+            one.restore(known)
+        self.elsewhere = number(member(data, "elsewhere"))
+        self.levels_seen = int(number(member(data, "levels_seen")))
+        for size in member(data, "sizes"):
+            key = int(number(member(size, "requests"), 1, 64)), int(number(member(size, "mix"), 0, 2))
+            self.sizes[key] = Size.from_json(size)
 
 
 def _taken(chance: Tensor, kept: Tensor) -> list[float]:

@@ -1,11 +1,10 @@
-"""What forwards cost, and such measurements in a file, so that an engine need not measure again."""
+"""What forwards cost."""
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 from vllm_adaptive_tree.budget.curve import Curve
-from vllm_adaptive_tree.files import write_whole
+from vllm_adaptive_tree.budget.reading import member, number
 
 
 @dataclass(frozen=True)
@@ -17,25 +16,16 @@ class Costs:
     context: float = 0.0
     """Seconds that a verification takes longer for each token of its requests' contexts."""
 
-    @classmethod
-    def read(cls, file: Path) -> "Costs":
-        """Raises ValueError where the file does not hold what `write` writes."""
-        try:
-            data = json.loads(file.read_text())
-            draft, context = data.get("draft"), float(data.get("context", 0.0))
-            if not context >= 0:
-                raise ValueError("context must be at least 0")
-            return cls(Curve.from_json(data["verify"]), None if draft is None else Curve.from_json(draft), context)
-        except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-            raise ValueError(
-                f"speculative_config['tree']['cost_profile']: {str(file)!r} is no cost profile ({error}); remove it, "
-                "and costs are measured anew"
-            ) from error
-
-    def write(self, file: Path) -> None:
+    def to_json(self) -> dict[str, Any]:
         draft = None if self.draft is None else self.draft.to_json()
-        data = {"verify": self.verify.to_json(), "draft": draft, "context": self.context}
-        write_whole(file, (json.dumps(data) + "\n").encode())
+        return {"verify": self.verify.to_json(), "draft": draft, "context": self.context}
+
+    @classmethod
+    def from_json(cls, data: Any) -> "Costs":
+        """Raises ValueError where `data` is not what `to_json` gives."""
+        draft = member(data, "draft")
+        verify = Curve.from_json(member(data, "verify"))
+        return cls(verify, None if draft is None else Curve.from_json(draft), number(member(data, "context")))
 
     def __str__(self) -> str:
         parts = [f"of a verification by rows: {_shown(self.verify)}"]

@@ -7,10 +7,20 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from vllm_adaptive_tree.budget.reading import number
+
 STEP = 0.1
 """How far one measurement moves a point of the curve towards itself, in log seconds."""
 BOUND = 0.25
 """The farthest that it may lie off; what a stalled machine adds beyond this is not believed."""
+SURE = 4
+"""So many measurements in a row that lie beyond it on one side are no stall: it doubles with each, up to this one."""
+NEAR = 0.25
+"""The least share of a measurement that counts for one of the point itself."""
+TINY = 1e-9
+"""Seconds, at least, of any forward."""
+STALE = 64
+"""Measurements elsewhere after which a point follows all of them: the machine has changed, not one number of rows."""
 FAR = float(1 << 30)
 """Rows beyond the last point up to which a curve goes on."""
 TILES = 16, 32, 64
@@ -36,11 +46,18 @@ class Curve:
         # lists: they are short, and followed one point at a time
         self._rows: list[float] = np.asarray(rows, dtype=np.float64).tolist()
         self._measured: list[float] = np.asarray(seconds, dtype=np.float64).tolist()
+        self._missed = [STALE] * len(self._rows)  # measurements since the last one near each point
+        self._beyond = 0  # measurements in a row that lay beyond the bound, below 0: on the lower side
         self._settle()
 
     def _settle(self) -> None:
         """What the points count for, and the lines that follow from it."""
-        x, measured = self._rows, self._measured
+        x, measured, known = self._rows, self._measured[:], 0.0
+        for place, missed in enumerate(self._missed):  # what lies behind live steps costs no less than they did
+            if missed >= STALE:
+                measured[place] = max(measured[place], known)
+            else:
+                known = max(known, measured[place])
         self._seconds = y = list(accumulate(reversed(measured), min))[::-1]
         self._x, self._y = x[:1], y[:1]
         for right in range(1, len(x)):
@@ -89,15 +106,24 @@ class Curve:
         return self._hull
 
     def observe(self, rows: int, seconds: float) -> None:
-        """A forward of `rows` rows took `seconds`: its nearest points follow, each by its share and within bounds."""
+        """A forward of `rows` rows took `seconds`: its nearest points follow, each by its share and within bounds, and
+        so do points of which nothing was heard for long, those of a profile first of all."""
         believed = self.cost(rows) if rows > self._rows[-1] else _interpolate(self._rows, self._measured, rows)
-        off = math.log(min(max(seconds / believed, math.exp(-BOUND)), math.exp(BOUND)))
+        off = self._bounded(math.log(max(seconds, TINY) / believed))
         right = _right(self._rows, rows)
         left_at, right_at = self._rows[right - 1 : right + 1]
         share = min(max((rows - left_at) / (right_at - left_at), 0), 1)
-        self._measured[right - 1] *= math.exp(STEP * (1 - share) * off)
-        self._measured[right] *= math.exp(STEP * share * off)
+        for place, missed in enumerate(self._missed):
+            own = share if place == right else 1 - share if place == right - 1 else 0.0
+            self._measured[place] *= math.exp(STEP * (1.0 if missed >= STALE else own) * off)
+            self._missed[place] = 0 if own >= NEAR else missed + 1
         self._settle()
+
+    def _bounded(self, off: float) -> float:
+        side = (off > BOUND) - (off < -BOUND)
+        self._beyond = self._beyond + side if side * self._beyond > 0 else side
+        bound = BOUND * 2 ** max(0, min(abs(self._beyond), SURE) - 1)
+        return min(max(off, -bound), bound)
 
     def to_json(self) -> dict[str, Any]:
         return {"rows": [int(x) for x in self._rows], "seconds": self._seconds}
@@ -106,12 +132,14 @@ class Curve:
     def from_json(cls, data: Any) -> Self:
         """Raises ValueError where `data` is not what `to_json` gives."""
         try:
-            rows, seconds = ([float(x) for x in data[key]] for key in ("rows", "seconds"))
+            rows, seconds = ([number(x) for x in data[key]] for key in ("rows", "seconds"))
         except (TypeError, KeyError, ValueError) as error:
             raise ValueError('a curve is {"rows": [numbers], "seconds": [numbers]}') from error
         rising = all(a < b for a, b in pairwise(rows))
-        if len(rows) != len(seconds) or len(rows) < 2 or not rising or not all(x > 0 for x in seconds):
-            raise ValueError("a curve needs two or more points, their rows increasing, their seconds above 0")
+        if len(rows) != len(seconds) or len(rows) < 2 or not rising or not all(x >= TINY for x in seconds):
+            raise ValueError(
+                "a curve needs two or more points, their rows increasing, their seconds at least a nanosecond"
+            )
         return cls(rows, seconds)
 
 

@@ -1,8 +1,10 @@
 import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from typing import Any
 
 from vllm_adaptive_tree.budget.calibration import DEPTHS
+from vllm_adaptive_tree.budget.reading import member, numbers, short
 
 STEP = 0.15
 """Least weight of the newest judged step in a running average."""
@@ -49,3 +51,13 @@ class Levels:
             weight = STEP if place < self.usual else 1 - (1 - STEP) ** (EVERY // JUDGED)
             weight = max(weight, 1 / self.judged[place])  # at first the plain average
             self.worth[place] += weight * (math.log(within / without) - self.worth[place])
+
+    def to_json(self) -> dict[str, Any]:
+        return {"worth": short(self.worth), "judged": self.judged}
+
+    def restore(self, data: Any) -> None:
+        """What `to_json` gave: the first steps, which draft all levels, are over. Raises ValueError, and changes
+        nothing, where `data` is something else."""
+        worth = numbers(member(data, "worth"), DEPTHS, least=-100, most=100)
+        judged = [int(count) for count in numbers(member(data, "judged"), DEPTHS)]
+        self.worth, self.judged, self.steps = worth, judged, FIRST if any(judged) else 0

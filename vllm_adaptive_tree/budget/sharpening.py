@@ -1,7 +1,10 @@
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from vllm_adaptive_tree.budget.reading import MOST, member, number, short
 
 LOWEST, HIGHEST = 0.2, 2.0
 MEMORY = 1000.0
@@ -59,3 +62,13 @@ class Sharpening:
         self.information = self.information * (1 - tokens / MEMORY) + variance
         inverse = self.inverse + slope / self.information
         self.inverse = min(max(inverse, 1 / HIGHEST), 1 / LOWEST)
+
+    def to_json(self) -> dict[str, float]:
+        inverse, information = short([self.inverse, self.information])
+        return {"inverse": inverse, "information": information}
+
+    def restore(self, data: Any) -> None:
+        """What `to_json` gave. Raises ValueError, and changes nothing, where `data` is something else."""
+        inverse = number(member(data, "inverse"), 1 / HIGHEST, 1 / LOWEST)
+        self.information = number(member(data, "information"), 1e-3, MOST)
+        self.inverse = inverse

@@ -12,6 +12,7 @@ from vllm_adaptive_tree.budget import Controller, Pauses, Sharpening
 from vllm_adaptive_tree.engine.clock import PhaseClock
 from vllm_adaptive_tree.engine.drafts import Draft
 from vllm_adaptive_tree.engine.ranks import from_rank_0, number_from_rank_0
+from vllm_adaptive_tree.engine.steering import Steering
 from vllm_adaptive_tree.engine.verification import Verification
 from vllm_adaptive_tree.methods import GREEDY_DRAFT_TEMPERATURE
 from vllm_adaptive_tree.proposers import Frontier, Proposal, StaticTree
@@ -29,17 +30,17 @@ class BatchBudget:
         controller: Controller,
         proposer: Any,
         clock: PhaseClock,
-        *,
-        steers: bool = False,
+        steering: Steering,
         sharpening: Sharpening | None = None,
     ):
-        """`steers`: the proposer's threshold and floor are the controller's. `sharpening`: fits the draft temperature
-        of greedy requests."""
+        """`sharpening`: fits the draft temperature of greedy requests."""
         self.sharpening = sharpening
         self.pauses = Pauses()
-        self.controller, self.proposer, self.clock, self.steers = controller, proposer, clock, steers
+        self.controller, self.clock, self.steering = controller, clock, steering
         self.by_place = isinstance(proposer, StaticTree) and proposer.kind != "one_hot"
         self.started = 0.0
+        self.shortened = False
+        """Whether the last trees would have grown on, but for the limit on their levels."""
 
     @property
     def greedy_temperature(self) -> float:
@@ -87,15 +88,16 @@ class BatchBudget:
     def limited(self, agree: Agree, trees: int, others: int) -> Agree:
         """The same, but no more levels than pay; `others`: requests that draft nothing."""
         most = number_from_rank_0(self.controller.depth(trees + others))
-        if self.steers:
-            self.proposer.threshold = self.controller.threshold(trees + others, trees)
-            self.proposer.floor = self.controller.floor(trees + others)
-        levels = 1
+        self.steering.price(self.controller, trees + others, trees)
+        self.shortened, levels = False, 1
 
         def agreed(frontier: Frontier, growing: Tensor) -> tuple[Frontier, bool]:
             nonlocal levels
             levels += 1
-            return agree(frontier, growing) if levels <= most else (frontier, False)
+            if levels <= most:
+                return agree(frontier, growing)
+            self.shortened = bool(growing.any())
+            return frontier, False
 
         return agreed
 
@@ -145,4 +147,6 @@ class BatchBudget:
     def end_step(self, step: Verification) -> None:
         seconds = self.clock.seconds
         elsewhere = time.perf_counter() - self.started - sum(seconds[name] for name in ("verify", "draft", "tree"))
-        self.controller.observe(sum(step.row_count), sum(step.computed), seconds["verify"], elsewhere)
+        self.controller.observe(
+            sum(step.row_count), sum(step.computed), seconds["verify"], elsewhere, requests=len(step.row_count)
+        )

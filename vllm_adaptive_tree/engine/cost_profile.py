@@ -1,29 +1,149 @@
-from collections.abc import Callable
+"""What `budget: "auto"` has measured and learnt, in a file, from process to process."""
+
+import hashlib
+import json
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+import torch
+import vllm
+from vllm import envs
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 
-from vllm_adaptive_tree.budget import Costs
+from vllm_adaptive_tree.config import TreeOptions
+from vllm_adaptive_tree.files import write_whole
+from vllm_adaptive_tree.version import __version__
 
-LOWEST, HIGHEST = 0.05, 0.9
-"""Of a measured threshold."""
+FORMAT = 1
+EVERY = 180.0
+"""Seconds between two writings of an engine that decodes: a server that is killed loses no more."""
+LARGEST = 1 << 22
+"""Bytes; no profile comes near."""
+WEIGHTS = "*.safetensors", "*.bin", "*.pt"
 
 logger = init_logger(f"vllm.{__name__}")
 
 
-def threshold(ratio: float) -> float:
-    """OPT-Tree's mu, from what a draft level costs in target forwards (arXiv 2406.17276)."""
-    return min(max(ratio, LOWEST), HIGHEST)
+def check_folder(file: str | None) -> None:
+    """Raises ValueError where a file that `cost_profile` names could not be written later."""
+    if file in (None, "auto"):
+        return
+    path = Path(file).expanduser()
+    try:
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+        if path.exists() and not path.is_file():
+            raise OSError("it is no file")
+    except OSError as error:
+        raise ValueError(
+            f"speculative_config['tree']['cost_profile']: {file!r} cannot be written ({error.strerror or error}); name "
+            "a file in a folder that exists and may be written, 'auto' for one in vLLM's cache folder, or null for none"
+        ) from error
 
 
-def starting_costs(file: str | None, measure: Callable[[], Costs], *, rank: int) -> Costs:
-    """What `budget: "auto"` begins with: from the file, or measured, and written there by rank 0 if one is named."""
-    path = None if file is None else Path(file).expanduser()
-    if path is not None and path.exists():
-        costs, source = Costs.read(path), f"from {path}"
-    else:
-        costs, source = measure(), "measured"
-        if path is not None and rank == 0:
-            costs.write(path)
-    logger.info("tree budget 'auto': %s, %s", source, costs)
-    return costs
+def key_of(config: Any, options: TreeOptions) -> dict[str, Any]:
+    """Everything that makes the figures another pair's, machine's or method's; `config` is vLLM's."""
+    given = asdict(options)
+    given["tree"] = {name: value for name, value in given["tree"].items() if name != "cost_profile"}
+    parallel, compilation = config.parallel_config, config.compilation_config
+    key = {
+        "versions": [FORMAT, __version__, vllm.__version__, torch.__version__],
+        "target": _identity(config.model_config),
+        "draft": _identity(config.speculative_config.draft_model_config),
+        "options": given,
+        "machine": [_processor(), current_platform.device_type, current_platform.get_device_name()],
+        "threads": torch.get_num_threads(),
+        "ranks": [parallel.tensor_parallel_size, parallel.pipeline_parallel_size],
+        "model runner": "V2" if config.use_v2_model_runner else "V1",
+        "eager": config.model_config.enforce_eager,
+        "compilation": [str(compilation.mode), str(compilation.cudagraph_mode)],
+        "cache": [str(config.cache_config.cache_dtype), config.cache_config.block_size],
+        "rows": config.scheduler_config.max_num_batched_tokens,
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(key, default=str))
+    return plain
+
+
+def _identity(model: Any) -> list[Any]:
+    """A model: where it is from, what it is, and for a folder which weights are there now."""
+    folder = Path(model.model)
+    files = sorted(file for pattern in WEIGHTS for file in folder.glob(pattern)) if folder.is_dir() else []
+    weights = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+    config = hashlib.sha256(model.hf_config.to_json_string().encode()).hexdigest()
+    return [str(model.model), model.revision, config, str(model.dtype), str(model.quantization), weights]
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return "unknown"
+    return next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith(("model name", "CPU part"))), "unknown"
+    )
+
+
+class CostProfile:
+    """One file. Whatever is found in it, the engine starts; whatever happens to it later, the engine runs on."""
+
+    def __init__(self, path: Path, key: Mapping[str, Any]):
+        self.path, self.key = path, dict(key)
+        self.collect: Callable[[], dict[str, Any]] | None = None
+        """What to write, once there is something."""
+        self.due = time.monotonic() + EVERY
+
+    @classmethod
+    def of(cls, file: str, key: Mapping[str, Any]) -> "CostProfile | None":
+        """The one that `cost_profile` asks for; None where vLLM's cache folder cannot be written. Raises ValueError
+        where a named one cannot."""
+        check_folder(file)
+        if file != "auto":
+            return cls(Path(file).expanduser(), key)
+        name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
+        path = Path(envs.VLLM_CACHE_ROOT) / "adaptive_tree" / f"{name}.json"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            logger.warning("%s cannot be made (%s): nothing is kept of what the tree budget learns", path.parent, error)
+            return None
+        return cls(path, key)
+
+    def read(self) -> dict[str, Any] | None:
+        """What an engine of the same key has written; None where there is none."""
+        try:
+            if not self.path.exists():
+                return None
+            if not self.path.is_file() or self.path.stat().st_size > LARGEST:
+                raise ValueError("it is no profile")
+            data = json.loads(self.path.read_text())
+            if not isinstance(data, dict) or not {"key", "costs", "learnt"} <= data.keys():
+                raise ValueError("it is no profile")
+            if data["key"] != self.key:
+                raise ValueError("it is that of another pair, machine, method or version")
+        except (OSError, ValueError, RecursionError) as error:
+            self.reject(error)
+            return None
+        return data
+
+    def reject(self, error: Exception) -> None:
+        logger.warning("cost_profile %s is ignored and replaced: %s", self.path, error)
+
+    def tick(self) -> None:
+        """After every step: a look at the clock."""
+        if time.monotonic() >= self.due:
+            self.write()
+
+    def write(self) -> None:
+        if self.collect is None:
+            return
+        self.due = time.monotonic() + EVERY
+        try:
+            write_whole(self.path, (json.dumps({"key": self.key, **self.collect()}) + "\n").encode())
+        except OSError as error:
+            logger.warning("cost_profile %s could not be written (%s); decoding goes on", self.path, error)
+            self.collect = None

@@ -1,5 +1,7 @@
 """Tensor-parallel ranks agree by construction: rank 0 decides, the others read its decision."""
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -20,6 +22,12 @@ def number_from_rank_0(decision: int) -> int:
     if get_tp_group().world_size == 1:
         return decision
     return int(from_rank_0(torch.tensor(decision, dtype=torch.int64)))
+
+
+def object_from_rank_0(decision: Any) -> Any:
+    """Anything that can be pickled."""
+    group = get_tp_group()
+    return decision if group.world_size == 1 else group.broadcast_object(decision, src=0)
 
 
 def agree(frontier: Frontier, growing: Tensor) -> tuple[Frontier, bool]:

@@ -17,11 +17,13 @@ from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_adaptive_tree.acceptance import RULES
+from vllm_adaptive_tree.budget import FREE, Controller, Costs, Sharpening
 from vllm_adaptive_tree.engine import scratch, support
 from vllm_adaptive_tree.engine.acceptance import Requests, accept, held
 from vllm_adaptive_tree.engine.budget import BatchBudget
 from vllm_adaptive_tree.engine.clock import PhaseClock
 from vllm_adaptive_tree.engine.commit import commit
+from vllm_adaptive_tree.engine.cost_profile import CostProfile
 from vllm_adaptive_tree.engine.coverage import Coverage
 from vllm_adaptive_tree.engine.cpu_attention import CPUTrees
 from vllm_adaptive_tree.engine.drafter import CatchUp, ModelDrafter, TimedDrafter
@@ -33,12 +35,12 @@ from vllm_adaptive_tree.engine.ranks import accepted_from_rank_0, agree, proposa
 from vllm_adaptive_tree.engine.recorder import Recorder
 from vllm_adaptive_tree.engine.scratch import ScratchBlocks
 from vllm_adaptive_tree.engine.share import nodes_per_request
+from vllm_adaptive_tree.engine.steering import Steering
 from vllm_adaptive_tree.engine.target import Target
 from vllm_adaptive_tree.engine.thinking_budget import ThinkingBudgets
 from vllm_adaptive_tree.engine.translate import tree_options
 from vllm_adaptive_tree.engine.verification import Verification
-from vllm_adaptive_tree.method_options import DySpecOptions
-from vllm_adaptive_tree.methods import GREEDY_DRAFT_TEMPERATURE, draft_temperature, resolve
+from vllm_adaptive_tree.methods import GREEDY_DRAFT_TEMPERATURE, draft_temperature, resolve, steered
 from vllm_adaptive_tree.noise import KeyedNoise
 from vllm_adaptive_tree.proposers import Request, StaticTree, draft_tree
 from vllm_adaptive_tree.proposers.on_host import on_host
@@ -61,17 +63,24 @@ class TreeModelRunner(CPUModelRunner):
         self.scheduled: dict[int, Draft] = {}  # of this step, by row
         self.judged: dict[int, Draft] = {}  # the same with what a grammar has refused: to the budget, not accepted
         self.seeds: dict[str, int] = {}  # of requests that brought none
-        tree = self.options.tree
-        self.steering = isinstance(tree, DySpecOptions) and tree.mode == "threshold" and tree.threshold == "auto"
+        self.steering = Steering(self.proposer, steered(self.options))
+        self.cuts_drawn = self.proposer.kind != "one_hot"
+        """Whether the budget cuts trees of drawn children."""
+        self.profile: CostProfile | None = None
         self.random = np.random.default_rng(vllm_config.model_config.seed)
         self.step: Verification | None = None
         self.initial: Tensor | None = None  # [R, W] tokens of the next first layer, by row
         self.clock = PhaseClock()
         self.budget: BatchBudget | None = None
+        if isinstance(most := self.options.tree.budget, int):
+            self.begin_budget(Controller(Costs(FREE), sampled=self.cuts_drawn, most=most))
         self.coverage = Coverage(0, 1)
         self.dead = 0  # rows of the draft in this step
         self.scratch = ScratchBlocks(0)
         self.recorder: Recorder | None = None
+
+    def begin_budget(self, controller: Controller, sharpening: Sharpening | None = None) -> None:
+        self.budget = BatchBudget(controller, self.proposer, self.clock, self.steering, sharpening)
 
     def load_model(self, load_dummy_weights: bool = False) -> None:
         super().load_model(load_dummy_weights)
@@ -186,6 +195,8 @@ class TreeModelRunner(CPUModelRunner):
                 self.clock.take(), chain.from_iterable(step.depths.values()), *counts, dead=self.dead
             )
             self.dead = 0
+        if self.profile is not None:
+            self.profile.tick()
         return output
 
     @contextmanager
@@ -300,6 +311,8 @@ class TreeModelRunner(CPUModelRunner):
             self.dead += int(torch.cat(dead, 1).sum())
             proposal = proposal_from_rank_0(proposal)
             drafts = to_drafts(proposal, levels, temperature, request.initial, hidden)
+            if self.budget is None or not self.budget.shortened:
+                self.steering.grown(sum(len(draft.tree) for draft in drafts), nodes * len(drafts))
             grammar = [has_grammar(one) for one in sampling]
             if any(grammar):
                 tree = proposal.tree.first_paths(torch.tensor(grammar), self.proposer.max_depth)
@@ -312,8 +325,6 @@ class TreeModelRunner(CPUModelRunner):
                 usual = items == [one for one in news if drafting[one.row] and one.start >= prompts[one.row]]
                 drafts = self.budget.cut(names, drafts, proposal, roots, drafter.levels, others=others, judged=usual)
             self.drafts.update(zip(names, drafts, strict=True))
-        if self.steering:
-            self.proposer.steer(sum(len(draft.tree) for draft in drafts) / (nodes * len(drafts)))
         self._end_step()
         return [list(self.drafts[name].tree.tokens) if name in self.drafts else [] for name in requests]
 

@@ -13,6 +13,7 @@ from vllm.platforms import current_platform
 
 from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.engine import support
+from vllm_adaptive_tree.engine.cost_profile import check_folder
 from vllm_adaptive_tree.engine.mark import installed
 from vllm_adaptive_tree.engine.patches import MARK
 from vllm_adaptive_tree.engine.share import schedule
@@ -43,6 +44,7 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
     pair = resolve(options)
     options = fitting(options, pair.proposer)
     support.check_arguments(args)
+    check_folder(options.tree.cost_profile)
     support.check_draft(args, vllm_keys["model"], vllm_keys.get("revision"))
 
     args = copy.copy(args)

@@ -63,7 +63,8 @@ class DySpec(BestFirst):
         return ranked(slots, growth.nodes)
 
     def steer(self, fill: float) -> None:
-        """Move the threshold after a step whose trees filled this share of the budget, towards three quarters."""
+        """Move the threshold after a step whose trees, before any of them was cut, filled this share of the node
+        budget: towards three quarters."""
         self.threshold = min(max(self.threshold * math.exp(fill - FILL), LOWEST), HIGHEST)
 
     @property

@@ -14,6 +14,8 @@ from vllm_adaptive_tree.methods import GREEDY_DRAFT_TEMPERATURE
 from vllm_adaptive_tree.trees import TreeBatch
 
 ALL = 1 << 30
+SETTLED = 2
+"""Steps that have drafted nothing before the time of one is that of a step without drafts: the device is behind."""
 
 
 class BatchBudget:
@@ -38,6 +40,10 @@ class BatchBudget:
         self.greedy = torch.zeros(0, dtype=torch.bool)  # [R]: whose trees those were
         self.rests = False
         self.started = self.spent = 0.0
+        self.drafting = 0, 0
+        """Requests and draft forwards of the last step."""
+        self.rested = 0
+        """Steps in a row that have drafted nothing."""
 
     @property
     def greedy_temperature(self) -> float:
@@ -96,12 +102,14 @@ class BatchBudget:
         if controller is None:
             return
         now = time.perf_counter()
-        spent = 0.0 if self.rests else (1 + levels) * controller.of(requests).level
-        if missed and controller.costs.draft is not None:
-            spent += controller.costs.draft.cost(missed)
+        spent = 0.0 if self.rests else (1 + levels) * controller.level(requests)
+        if missed and controller.draft is not None:
+            spent += controller.draft.cost(missed)
         if self.live and usual and self.started:
-            controller.observe(rows, context, max(now - self.started - self.spent, 0.0), 0.0)
+            self._follow(requests, rows, context, now - self.started)
         self.started, self.spent = (now if usual else 0.0), spent
+        self.drafting = requests, 0 if self.rests else 1 + levels
+        self.rested = self.rested + 1 if self.rests and usual else 0
         if self.rests:
             self.most = 0
         elif len(self.value):
@@ -111,6 +119,17 @@ class BatchBudget:
                 value, depth, spent, greedy=self.greedy[:requests], others=others, levels=levels, judged=usual
             )
             self.most = int(kept.sum())
+
+    def _follow(self, requests: int, rows: int, context: int, seconds: float) -> None:
+        """The time since the last step: of its drafting and of this verification, each as far off as both together."""
+        controller, (drafting, levels) = self.controller, self.drafting
+        assert controller is not None
+        verify = controller.verify.cost(rows) + context * controller.costs.context
+        share = self.spent / (self.spent + verify)
+        alone = self.rests and self.rested >= SETTLED
+        controller.observe(rows, context, seconds * (1 - share), 0.0, requests=requests if alone else 0)
+        if levels:
+            controller.drafted(drafting, seconds * share / levels)
 
     def _know(self, greedy: Tensor, figures: Tensor) -> None:
         self.value, self.depth, self.greedy = figures[0], figures[1].long(), greedy

@@ -8,7 +8,7 @@ import torch
 
 from vllm_adaptive_tree.budget import Costs, Curve
 from vllm_adaptive_tree.budget.curve import profiled_rows
-from vllm_adaptive_tree.engine.cost_profile import threshold
+from vllm_adaptive_tree.engine.measuring import Prepare, fastest, threshold
 from vllm_adaptive_tree.engine.ranks import from_rank_0
 
 ROUNDS = 5
@@ -20,46 +20,49 @@ SECONDS = 20.0
 def measured_costs(runner: Any, nodes: int) -> Costs:
     """Costs of a verification by rows, of one row a request where there are as many requests, and of a draft level of
     up to `nodes` rows. What contexts cost is in neither, and is learnt from live steps."""
-    most = min(MOST_ROWS, runner.max_num_tokens - runner.max_num_reqs)
-    started, points = time.perf_counter(), []
-    for count in profiled_rows(most):
-        points.append((count, _seconds(runner, lambda count=count: runner._dummy_run(count))))  # type: ignore[misc]
-        late = len(points) > 2 and time.perf_counter() - started > SECONDS
-        if bool(from_rank_0(torch.tensor(late, dtype=torch.int64, device=runner.device))):
-            break
-    levels = [(count, _seconds(runner, _level(runner.speculator, count))) for count in sorted({1, max(2, nodes)})]
-    verify, draft = (
-        Curve(*from_rank_0(torch.tensor(found, dtype=torch.float64, device=runner.device)).cpu().t())
-        for found in (points, levels)
+    rows, levels = (
+        profiled_rows(min(MOST_ROWS, runner.max_num_tokens - runner.max_num_reqs)),
+        sorted({1, max(2, nodes)}),
     )
-    return Costs(verify, draft)
+    forwards = [_level(runner.speculator, count) for count in levels] + [_target(runner, count) for count in rows]
+    found = _fastest(runner, forwards)
+    draft, verify = found[: len(levels)], found[len(levels) :]
+    return Costs(Curve(rows[: len(verify)], verify), Curve(levels, draft))
 
 
 def measured_threshold(runner: Any, nodes: int) -> float:
     """As V1's: what a draft level of `nodes` rows costs in target forwards of `nodes` + 1 rows, on rank 0."""
-    level = _seconds(runner, _level(runner.speculator, nodes))
-    ratio = level / _seconds(runner, lambda: runner._dummy_run(nodes + 1))
-    return threshold(float(from_rank_0(torch.tensor(ratio, dtype=torch.float64, device=runner.device))))
+    level, target = _fastest(runner, [_level(runner.speculator, nodes), _target(runner, nodes + 1)])
+    return threshold(level / target)
 
 
-def _level(speculator: Any, rows: int) -> Callable[[], Any]:
+def _target(runner: Any, rows: int) -> Prepare:
+    return lambda: lambda: runner._dummy_run(rows)
+
+
+def _level(speculator: Any, rows: int) -> Prepare:
     tokens = torch.zeros(rows, dtype=torch.int32, device=speculator.device)
     forward = speculator._run_model
-    return lambda: speculator.compute_draft_logits(forward(tokens, tokens.long(), None, None, None), 0)
+    return lambda: lambda: speculator.compute_draft_logits(forward(tokens, tokens.long(), None, None, None), 0)
 
 
-def _seconds(runner: Any, forward: Callable[[], Any]) -> float:
-    """The fastest: other programs only add to it."""
+def _fastest(runner: Any, forwards: list[Prepare]) -> list[float]:
+    """Rank 0's."""
 
     def wait() -> None:
         if runner.device.type != "cpu":
             torch.accelerator.synchronize()
 
-    seconds = []
-    for _ in range(ROUNDS + 1):
+    def timed(forward: Callable[[], Any]) -> float:
         wait()
         started = time.perf_counter()
         forward()
         wait()
-        seconds.append(time.perf_counter() - started)
-    return min(seconds[1:])
+        return time.perf_counter() - started
+
+    def late(late: bool) -> bool:
+        return bool(from_rank_0(torch.tensor(late, dtype=torch.int64, device=runner.device)))
+
+    found = fastest(forwards, rounds=ROUNDS, seconds=SECONDS, late=late, timed=timed)
+    agreed: list[float] = from_rank_0(torch.tensor(found, dtype=torch.float64, device=runner.device)).tolist()
+    return agreed

@@ -4,15 +4,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu import model_runner
 
+from vllm_adaptive_tree.budget import Controller, Sharpening
 from vllm_adaptive_tree.engine import support
+from vllm_adaptive_tree.engine.cost_profile import CostProfile
 from vllm_adaptive_tree.engine.coverage import Coverage
 from vllm_adaptive_tree.engine.cpu_attention import CPUTrees, DenseTrees
 from vllm_adaptive_tree.engine.patches import swapped
+from vllm_adaptive_tree.engine.steering import Steering
 from vllm_adaptive_tree.engine.translate import tree_options
-from vllm_adaptive_tree.engine.v2.budget import BatchBudget
+from vllm_adaptive_tree.engine.v2.budget import SETTLED, BatchBudget
 from vllm_adaptive_tree.engine.v2.compaction import Compaction
 from vllm_adaptive_tree.engine.v2.figures import Figures
 from vllm_adaptive_tree.engine.v2.kinds import Kinds
@@ -21,7 +25,7 @@ from vllm_adaptive_tree.engine.v2.sampler import TreeSampler
 from vllm_adaptive_tree.engine.v2.speculator import TreeSpeculator
 from vllm_adaptive_tree.engine.v2.unread import Unread
 from vllm_adaptive_tree.engine.v2.verification import Verification
-from vllm_adaptive_tree.methods import resolve
+from vllm_adaptive_tree.methods import resolve, steered
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu.model_runner import CPUModelRunner as ModelRunner
@@ -42,6 +46,9 @@ class TreeModelRunnerV2(ModelRunner):
             raise ValueError("speculative_config['tree']['init_width'] above 1 is not supported by Model Runner V2")
         most = self.options.tree.budget
         self.budget = None if most is None else BatchBudget(most) if isinstance(most, int) else BatchBudget()
+        self.steering = Steering(self.pair.proposer, steered(self.options))
+        self.cuts_drawn = False  # the number of nodes is chosen before the trees are drawn, so any choice is lossless
+        self.profile: CostProfile | None = None
         self.unread: Unread | None = None
         self.step: Verification | None = None
         self.metadata: dict[str, Any] = {}
@@ -50,6 +57,14 @@ class TreeModelRunnerV2(ModelRunner):
         self.kinds = Kinds(vllm_config.scheduler_config.max_num_seqs, self.pair, self.options)
         with swapped(model_runner, "init_speculator", self._speculator):
             super().__init__(vllm_config, device)
+
+    def begin_budget(self, controller: Controller, sharpening: Sharpening | None = None) -> None:
+        """Ranks that must agree on every number keep to the costs and the temperature of the start."""
+        assert self.budget is not None
+        alone = get_tp_group().world_size == 1
+        self.budget.controller, self.budget.live = controller, alone
+        self.budget.sharpening = sharpening if alone else None
+        controller.probe += SETTLED
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_kv_cache(*args, **kwargs)
@@ -72,7 +87,9 @@ class TreeModelRunnerV2(ModelRunner):
 
     def _speculator(self, vllm_config: Any, device: torch.device, req_states: Any) -> TreeSpeculator:
         tokens = req_states.all_token_ids.gpu
-        return TreeSpeculator(vllm_config, device, self.options, self.pair, self.kinds, self.budget, tokens)
+        return TreeSpeculator(
+            vllm_config, device, self.options, self.pair, self.kinds, self.budget, self.steering, tokens
+        )
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
@@ -183,4 +200,6 @@ class TreeModelRunnerV2(ModelRunner):
             controller = None if self.budget is None else self.budget.controller
             figures = self.figures.take(*((0.0, 0.0) if controller is None else controller.take()))
             getattr(output, "model_runner_output", output).cudagraph_stats = figures
+        if self.profile is not None:
+            self.profile.tick()
         return output

@@ -11,11 +11,13 @@ from vllm_adaptive_tree.acceptance import RULES
 from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.engine.attention import DraftKeys, TreeRows
 from vllm_adaptive_tree.engine.contexts import PagedContexts
+from vllm_adaptive_tree.engine.steering import Steering
 from vllm_adaptive_tree.engine.v2.budget import ALL, BatchBudget
 from vllm_adaptive_tree.engine.v2.drafts import Drafts
 from vllm_adaptive_tree.engine.v2.fused import keyed_noise
 from vllm_adaptive_tree.engine.v2.kinds import Kinds
 from vllm_adaptive_tree.engine.v2.resting import RestingSpeculator
+from vllm_adaptive_tree.engine.v2.returning import Returning
 from vllm_adaptive_tree.methods import GREEDY_DRAFT_TEMPERATURE, Pair, draft_temperature
 from vllm_adaptive_tree.proposers import Frontier, Request, Rows, StaticTree, draft_tree
 from vllm_adaptive_tree.trees import TreeBatch
@@ -34,10 +36,12 @@ class TreeSpeculator(RestingSpeculator):
         pair: Pair,
         kinds: Kinds,
         budget: BatchBudget | None,
+        steering: Steering,
         tokens: Tensor,
     ):
         super().__init__(vllm_config, device, tokens)
         self.options, self.pair, self.kinds, self.budget = options, pair, kinds, budget
+        self.steering, self.returning = steering, Returning()
         self.by_place = isinstance(pair.proposer, StaticTree) and pair.proposer.kind != "one_hot"
         self.random = draft_temperature(options, 2.0)  # of the draft's law, if it does not follow the request's own
         self.follows = self.random != draft_temperature(options, 3.0)
@@ -81,12 +85,13 @@ class TreeSpeculator(RestingSpeculator):
         count, request = input_batch.num_reqs, input_batch.idx_mapping
         without_attention = dummy_run and skip_attn_for_dummy_run
         self._copy_request_inputs(count, request, temperature, seeds)
+        self.returning.next_step()
         self.longest = 1 + int(input_batch.num_scheduled_tokens.max())
         if dummy_run or self.budget is None:
             self._prefill(input_batch, num_rejected, last_sampled, count, without_attention, None)
             if dummy_run:
                 return self.draft_tokens[:count]
-            return self._trees(input_batch, temperature[request], seeds[request], ALL).tokens
+            return self._trees(input_batch, temperature[request], seeds[request], num_sampled, ALL).tokens
         greedy = self.kinds.greedy[input_batch.idx_mapping_np]
         most, missed = self.budget.levels(greedy), 0
         if most == 0:
@@ -95,8 +100,10 @@ class TreeSpeculator(RestingSpeculator):
             tokens = torch.full_like(self.draft_tokens[:count], EMPTY)
         else:
             missed = self.catch_up(input_batch)
+            if self.budget.controller is not None:
+                self.steering.price(self.budget.controller, count, count)
             self._prefill(input_batch, num_rejected, last_sampled, count, without_attention, None)
-            tree = self._trees(input_batch, temperature[request], seeds[request], most)
+            tree = self._trees(input_batch, temperature[request], seeds[request], num_sampled, most)
             self.budget.drafted(tree, greedy, by_place=self.by_place)
             tokens = tree.tokens
         context = int(input_batch.num_computed_tokens_np.sum())
@@ -104,8 +111,9 @@ class TreeSpeculator(RestingSpeculator):
         self.budget.decide(count, input_batch.num_tokens, context, self.forwards, usual=usual, missed=missed)
         return tokens
 
-    def _trees(self, batch: Any, temperature: Tensor, seed: Tensor, most: int) -> TreeBatch:
-        """One tree for each of R requests, at most so many levels deep; `temperature`, `seed` [R]."""
+    def _trees(self, batch: Any, temperature: Tensor, seed: Tensor, sampled: Tensor, most: int) -> TreeBatch:
+        """One tree for each of R requests, at most so many levels deep; `temperature`, `seed` [R]; `sampled` [R]: how
+        many tokens each emitted, none in the middle of a prompt."""
         root = self.expanded_positions[self.last_token_indices[: batch.num_reqs]]
         greedy = temperature == 0
         fitted = GREEDY_DRAFT_TEMPERATURE if self.budget is None else self.budget.greedy_temperature
@@ -129,6 +137,10 @@ class TreeSpeculator(RestingSpeculator):
             lost=dead.append,
         ).padded(self.num_speculative_steps)
         self.dead = torch.cat(dead, 1).sum()
+        if self.steering.steered.fill and 1 + self.forwards < most:  # else the limit may have stopped them
+            rooted = sampled[: batch.num_reqs] > 0
+            sizes = proposal.tree.valid.sum(1).masked_fill(~rooted, 0)
+            self.returning.send(torch.stack([sizes.sum(), rooted.sum()]), self._grown)
         if self.late is not None:
             limit = async_tensor_h2d(np.where(self.late, 0, self.num_speculative_steps), device=self.device)
             proposal = proposal._replace(tree=proposal.tree.cut(limit))
@@ -140,6 +152,10 @@ class TreeSpeculator(RestingSpeculator):
         roots = self.roots.logits[:, 0] if sharpens else None
         self.drafts.store(batch.idx_mapping, root, proposal, levels, shaping, roots)
         return proposal.tree
+
+    def _grown(self, figures: Tensor) -> None:
+        nodes, trees = figures.tolist()
+        self.steering.grown(nodes, trees * self.num_speculative_steps)
 
     def grow(self, tokens: Tensor, parent: Tensor, state: Any) -> tuple[Rows, Any]:
         """Read one level, `tokens` and `parent` [R, W] as in `Frontier`; unused columns cost their row too."""

@@ -1,0 +1,193 @@
+"""Options that an engine sets by what it measures, on each model runner: they do something that can be seen.
+
+The others: `tests/pure/test_options.py`.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+
+from tests.engine.engines import DRAFT, PROMPTS, Engines, generate, runner_of, tree
+from vllm_adaptive_tree.budget import Costs
+from vllm_adaptive_tree.budget.levels import FIRST
+from vllm_adaptive_tree.engine import cost_profile
+from vllm_adaptive_tree.engine.cost_profile import key_of
+from vllm_adaptive_tree.engine.startup import settle
+from vllm_adaptive_tree.methods import GREEDY_DRAFT_TEMPERATURE, steered
+from vllm_adaptive_tree.proposers.dyspec import LOWEST
+
+NODES = 12
+GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+COSTS = {"verify": {"rows": [1, 300], "seconds": [0.5, 0.6]}, "draft": {"rows": [1, 12], "seconds": [1e-3] * 2}}
+
+
+class Measures:
+    """Of no forward."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def measured_threshold(self, runner: Any, nodes: int) -> float:
+        self.asked.append("threshold")
+        return 0.31
+
+    def measured_costs(self, runner: Any, nodes: int) -> Costs:
+        self.asked.append("costs")
+        return Costs.from_json({**COSTS, "context": 0.0})
+
+
+def test_dyspec_fills_its_trees(engines: Engines) -> None:
+    """By their size before the budget's cut: a budget of one request's third is no reason to draft whole heaps."""
+    config = {"method": "dyspec", "model": DRAFT, "num_speculative_tokens": NODES, "tree": {"budget": 4}}
+    llm = engines.start(config)
+    proposer, grown = runner_of(llm).steering.proposer, []
+    assert proposer.threshold == 1 / NODES
+    steer = proposer.steer
+    proposer.steer = lambda fill: (grown.append(fill), steer(fill))
+    generate(llm, PROMPTS[:2], GREEDY)
+    assert len(grown) > 15
+    assert proposer.threshold != 1 / NODES
+    assert proposer.threshold > 100 * LOWEST, "trees of which the budget keeps a third are no small ones"
+    assert 0.4 < sum(grown[-10:]) / 10 < 1.0
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("profile") / "costs.json"
+
+
+@pytest.fixture(scope="module")
+def llm(engines: Engines, file: Path) -> Any:
+    """An OPT-Tree with every default, after some steps."""
+    llm = engines.start(tree(NODES, budget="auto", cost_profile=str(file)))
+    generate(llm, PROMPTS[:4], GREEDY)
+    return llm
+
+
+def test_opt_trees_price_floor_and_temperature(llm: Any) -> None:
+    """`threshold` null, `draft_temperature` "auto" and `budget` "auto"."""
+    runner = runner_of(llm)
+    controller = runner.budget.controller
+    assert runner.steering.proposer.threshold > 0, "no level had a price"
+    assert runner.steering.proposer.floor > float("-inf"), "nobody told it what the batch verifies"
+    assert runner.budget.greedy_temperature != GREEDY_DRAFT_TEMPERATURE
+    assert sum(one.observed for one in controller.calibrations) > 10
+
+
+def test_a_threshold_is_measured_once(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, measures = runner_of(llm), Measures()
+    options = replace(runner.options, tree=replace(runner.options.tree, threshold="auto", budget=None))
+    monkeypatch.setattr(runner, "options", options)
+    monkeypatch.setattr(runner.steering, "steered", steered(options))
+    before = runner.steering.proposer.threshold
+    settle(runner, 0, measures)
+    assert measures.asked == ["threshold"]
+    assert runner.steering.proposer.threshold == 0.31
+    runner.steering.proposer.threshold = before
+
+
+BEGUN: list[Any] = []
+"""What the last engine that `settled` began with."""
+
+
+def settled(runner: Any, monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[str]:
+    """What an engine with these options would measure; afterwards it is as it was."""
+    measures, profile = Measures(), runner.profile
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "begin_budget", lambda *learnt: BEGUN.append(learnt))
+        patch.setattr(runner, "options", replace(runner.options, tree=replace(runner.options.tree, **options)))
+        settle(runner, 0, measures)
+    runner.profile = profile
+    return measures.asked
+
+
+def test_what_was_learnt_is_kept_and_read(llm: Any, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = runner_of(llm)
+    runner.profile.due = 0.0
+    generate(llm, PROMPTS[:1], SamplingParams(temperature=0, max_tokens=3))
+    written = json.loads(file.read_text())
+    assert written["key"] == key_of(runner.vllm_config, runner.options)
+    assert written["learnt"]["sharpening"]["inverse"] != pytest.approx(1 / GREEDY_DRAFT_TEMPERATURE)
+    assert settled(runner, monkeypatch) == [], "all of it was in the file"
+    controller, sharpening = BEGUN.pop()
+    assert controller.costs.to_json() == written["costs"]
+    assert controller.to_json() == written["learnt"]["controller"]
+    assert sharpening.to_json() == written["learnt"]["sharpening"]
+    assert {size.levels.steps for size in controller.sizes.values()} <= {0, FIRST}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: "",
+        lambda text: text[: len(text) // 2],
+        lambda text: "[" * 100_000,
+        lambda text: '{"verify": {"rows": [1, 2], "seconds": [1, 2]}}',
+        lambda text: text.replace('"opt_tree"', '"dyspec"'),
+        lambda text: text.replace('"context": ', '"context": NaN, "was": '),
+        lambda text: text.replace('"hits": [', '"hits": ["many", '),
+        lambda text: text.replace('"trials": [', '"trials": [1e999, '),
+        lambda text: text.replace('"sizes": [', '"sizes": [null, '),
+        lambda text: text.replace('"calibrations": [', '"calibrations": [[], '),
+        lambda text: text.replace('"inverse": ', '"inverse": -'),
+        lambda text: text.replace('"learnt": {', '"learnt": 7, "other": {'),
+        lambda text: "7" * 10_000,
+        lambda text: "\x00\xff",
+    ],
+)
+def test_what_is_no_profile_is_replaced(llm: Any, file: Path, change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = runner_of(llm)
+    runner.profile.write()
+    good = file.read_text()
+    file.write_text(change(good))
+    assert file.read_text() != good
+    said: list[str] = []
+    monkeypatch.setattr(cost_profile.logger, "warning", lambda line, *args: said.append(line % args))
+    assert settled(runner, monkeypatch) == ["costs"]
+    assert len(said) == 1
+    assert f"cost_profile {file} is ignored and replaced: " in said[0]
+    assert json.loads(file.read_text())["costs"]["draft"] == COSTS["draft"]
+
+
+def test_the_default_is_a_file_in_vllms_cache(llm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = runner_of(llm)
+    monkeypatch.setattr(cost_profile, "envs", SimpleNamespace(VLLM_CACHE_ROOT=str(tmp_path)))
+    assert settled(runner, monkeypatch, cost_profile=None) == ["costs"]
+    assert list(tmp_path.iterdir()) == [], "null keeps nothing"
+    assert settled(runner, monkeypatch, cost_profile="auto") == ["costs"]
+    (kept,) = (tmp_path / "adaptive_tree").iterdir()
+    assert settled(runner, monkeypatch, cost_profile="auto") == []
+    assert settled(runner, monkeypatch, cost_profile="auto", max_depth=3) == ["costs"], "other options, another key"
+    assert len(list(kept.parent.iterdir())) == 2
+    monkeypatch.setattr(cost_profile.envs, "VLLM_CACHE_ROOT", str(kept / "below a file"))
+    assert settled(runner, monkeypatch, cost_profile="auto") == ["costs"], "it starts all the same"
+
+
+def test_a_file_that_cannot_be_written_later(llm: Any, file: Path) -> None:
+    """Decoding goes on."""
+    profile = runner_of(llm).profile
+    collect, path = profile.collect, profile.path
+    profile.path, profile.due = file / "below", 0.0
+    generate(llm, PROMPTS[:1], SamplingParams(temperature=0, max_tokens=3))
+    assert profile.collect is None
+    profile.path, profile.collect = path, collect
+
+
+def test_a_shutdown_writes(engines: Engines, file: Path, llm: Any) -> None:
+    """The last test with this engine."""
+    file.unlink()
+    engines.shutdown()
+    assert json.loads(file.read_text())["learnt"]["controller"]["sizes"]
+
+
+@pytest.mark.parametrize("name", ["missing/costs.json", ".", "/proc/costs.json", "file/costs.json"])
+def test_a_named_file_that_cannot_be_written(engines: Engines, tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").write_text("")
+    config = tree(NODES, budget="auto", cost_profile=str(tmp_path / name))
+    with pytest.raises(ValueError, match=r"\['tree'\]\['cost_profile'\]: .* cannot be written .*'auto'.*null"):
+        engines.start(config)

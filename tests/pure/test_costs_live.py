@@ -1,0 +1,111 @@
+"""Costs that were measured wrongly: live steps say what is true, and the batch rests or drafts as it should."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from vllm_adaptive_tree.budget import Controller, Costs, Curve
+from vllm_adaptive_tree.budget.curve import profiled_rows
+
+ROWS = profiled_rows(256)
+FEW, MANY = 300, 1200
+"""Steps after which a batch that wins drafts, and one that loses rests."""
+
+
+class Machine:
+    """An engine whose steps take what they take, and whose drafts are accepted as they say.
+
+    A verification takes `fixed` seconds and more beyond `free` rows; a draft level a share of a plain step.
+    """
+
+    def __init__(self, *, requests: int, chance: float, level: float, free: int = 16, row: float = 0.004):
+        self.requests, self.chance, self.free, self.row = requests, chance, free, row
+        self.level = level * self.verify(requests)
+
+    def verify(self, rows: float) -> float:
+        return 0.1 + self.row * max(0.0, rows - self.free)
+
+    def profile(self, verify: Callable[[int], float], draft: float) -> Costs:
+        """Measured off by these factors: of a verification by rows, of a draft level."""
+        levels = [1, 2, 4, 16]
+        return Costs(
+            Curve(ROWS, [self.verify(rows) * verify(rows) for rows in ROWS]), Curve(levels, [self.level * draft] * 4)
+        )
+
+    def run(self, controller: Controller, steps: int) -> tuple[list[bool], float]:
+        """Which steps drafted, and how much faster the last third was than without drafts."""
+        requests, overhead, kept, drafted = self.requests, 0.01, 0, []
+        tokens = seconds = plain = 0.0
+        for n in range(steps):
+            rows = requests + kept
+            took = self.verify(rows) + overhead
+            brought = requests * (1 + sum(self.chance**d for d in range(1, 1 + kept // requests)))
+            brought += (kept % requests) * self.chance ** (1 + kept // requests)
+            controller.begin([True] * requests)
+            kept = 0
+            drafted.append(controller.drafts(requests))
+            if drafted[-1]:
+                levels = min(6, controller.depth(requests))
+                depth = torch.arange(1, 1 + levels).expand(requests, levels)
+                for _ in range(levels - 1):
+                    controller.drafted(requests, self.level)
+                spent = levels * self.level
+                greedy = torch.ones(requests, dtype=torch.bool)
+                value = self.chance ** depth.double()
+                kept = int(controller.share(value, depth, spent, greedy=greedy, levels=levels - 1).sum())
+                took += spent
+            controller.observe(rows, 0, took - overhead - (spent if drafted[-1] else 0.0), overhead, requests=requests)
+            if n >= steps - steps // 3:
+                tokens, seconds = tokens + brought, seconds + took
+                plain += brought / requests * (self.verify(requests) + overhead)
+        return drafted, plain / seconds
+
+
+WINS = {
+    "alone": {"requests": 1, "chance": 0.8, "level": 0.1},
+    "eight": {"requests": 8, "chance": 0.85, "level": 0.05, "free": 32},
+}
+LOSES = {
+    "dear drafts": {"requests": 8, "chance": 0.6, "level": 0.9},
+    "dear rows": {"requests": 32, "chance": 0.6, "level": 0.15, "free": 1, "row": 0.02},
+    "poor drafts": {"requests": 32, "chance": 0.15, "level": 0.15},
+}
+WRONG = {
+    "right": (lambda rows: 1.0, 1.0),
+    "verification 3 times": (lambda rows: 3.0, 1.0),
+    "verification a third": (lambda rows: 1 / 3, 1.0),
+    "drafts 3 times": (lambda rows: 1.0, 3.0),
+    "drafts a third": (lambda rows: 1.0, 1 / 3),
+    "few rows 3 times": (lambda rows: 3.0 if rows <= 32 else 1.0, 1.0),
+    "many rows 3 times": (lambda rows: 3.0 if rows > 32 else 1.0, 1.0),
+    "few rows a third": (lambda rows: 1 / 3 if rows <= 32 else 1.0, 1.0),
+}
+
+
+def right(load: str) -> float:
+    return Machine(**WINS[load]).run(Controller(Machine(**WINS[load]).profile(*WRONG["right"]), sampled=False), 150)[1]
+
+
+@pytest.fixture(scope="module")
+def best() -> dict[str, float]:
+    return {load: right(load) for load in WINS}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("load", WINS)
+def test_a_batch_that_wins_drafts(load, wrong, best):
+    machine = Machine(**WINS[load])
+    drafted, faster = machine.run(Controller(machine.profile(*WRONG[wrong]), sampled=False), FEW)
+    assert sum(drafted[-100:]) >= 97
+    assert faster > 0.85 * best[load] > 1.1
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("load", LOSES)
+def test_a_batch_that_loses_rests(load, wrong):
+    machine = Machine(**LOSES[load])
+    drafted, faster = machine.run(Controller(machine.profile(*WRONG[wrong]), sampled=False), MANY)
+    assert sum(drafted[-400:]) < 40
+    assert sum(drafted) < 200, "it was soon found"
+    assert faster > 0.96

@@ -1,0 +1,88 @@
+"""What a worker settles once the models are loaded, the same for both model runners."""
+
+from typing import Any, NamedTuple, Protocol
+
+from vllm.logger import init_logger
+
+from vllm_adaptive_tree.budget import Controller, Costs, Sharpening
+from vllm_adaptive_tree.budget.reading import member
+from vllm_adaptive_tree.engine.cost_profile import CostProfile, key_of
+from vllm_adaptive_tree.engine.ranks import object_from_rank_0
+from vllm_adaptive_tree.engine.steering import Steering
+from vllm_adaptive_tree.methods import GREEDY_DRAFT_TEMPERATURE
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+class Measures(Protocol):
+    """How a model runner's forwards are timed: `engine/profile.py`, `engine/v2/profile.py`."""
+
+    def measured_threshold(self, runner: Any, nodes: int) -> float: ...
+
+    def measured_costs(self, runner: Any, nodes: int) -> Costs: ...
+
+
+class Learning(NamedTuple):
+    """What a process knows of its costs and drafts, and the next one can begin with."""
+
+    controller: Controller
+    sharpening: Sharpening | None
+    steering: Steering
+
+    def to_json(self) -> dict[str, Any]:
+        learnt = {"controller": self.controller.to_json(), "steering": self.steering.to_json()}
+        sharpening = None if self.sharpening is None else self.sharpening.to_json()
+        return {"costs": self.controller.costs.to_json(), "learnt": {**learnt, "sharpening": sharpening}}
+
+
+def settle(runner: Any, rank: int, measures: Measures) -> None:
+    """Measure, or read, what the options leave open. Raises ValueError for a `cost_profile` that cannot be written."""
+    tree, nodes = runner.options.tree, runner.options.num_speculative_tokens
+    steering: Steering = runner.steering
+    if steering.steered.measured:
+        steering.proposer.threshold = measures.measured_threshold(runner, nodes)
+        logger.info("tree threshold 'auto': %.3f tokens per level, measured", steering.proposer.threshold)
+    if tree.budget != "auto":
+        return
+    profile = None
+    if rank == 0 and tree.cost_profile is not None:
+        profile = CostProfile.of(tree.cost_profile, key_of(runner.vllm_config, runner.options))
+    found = object_from_rank_0(None if profile is None else profile.read())
+    learning = None
+    if found is not None:
+        try:
+            learning = _restored(runner, found)
+        except Exception as error:  # whatever somebody has written there
+            if profile is not None:
+                profile.reject(error)
+    source = "as an earlier process left them"
+    if learning is None:
+        learning, source = _new(runner, measures.measured_costs(runner, nodes)), "measured"
+    logger.info("tree budget 'auto': %s, %s", source, learning.controller.costs)
+    runner.begin_budget(learning.controller, learning.sharpening)
+    if profile is not None:
+        profile.collect = learning.to_json
+        profile.write()
+        runner.profile = profile
+
+
+def keep(worker: Any) -> None:
+    """Before the `worker` shuts down: write what was learnt."""
+    profile = getattr(getattr(worker, "model_runner", None), "profile", None)
+    if profile is not None:
+        profile.write()
+
+
+def _new(runner: Any, costs: Costs) -> Learning:
+    sharpening = Sharpening(GREEDY_DRAFT_TEMPERATURE) if runner.steering.steered.temperature else None
+    return Learning(Controller(costs, sampled=runner.cuts_drawn), sharpening, runner.steering)
+
+
+def _restored(runner: Any, data: dict[str, Any]) -> Learning:
+    """Raises ValueError where `data` is not what `Learning.to_json` gives; the steering is then as it was."""
+    learning, learnt = _new(runner, Costs.from_json(data["costs"])), data["learnt"]
+    learning.controller.restore(member(learnt, "controller"))
+    if learning.sharpening is not None:
+        learning.sharpening.restore(member(learnt, "sharpening"))
+    learning.steering.restore(member(learnt, "steering"))
+    return learning
