@@ -26,7 +26,7 @@ from vllm_adaptive_tree.versions import window
 ENGINE = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "block_size": 32}
 PARAMS: list[dict[str, Any]] = [
     {"temperature": 0, "max_tokens": 24, "ignore_eos": True},
-    {"temperature": 0.9, "seed": 5, "min_p": 0.1, "logit_bias": {262: 3.0}, "max_tokens": 24, "ignore_eos": True},
+    {"temperature": 0.9, "seed": 5, "min_p": 0.1, "max_tokens": 24, "ignore_eos": True},
     {"temperature": 0, "max_tokens": 24, "ignore_eos": True},
 ]
 
@@ -106,6 +106,8 @@ def loading(version):
     \"\"\"Which attributes of vLLM another process has after loading its plugins, and what the log says.\"\"\"
     vllm.__version__, vllm.plugins.plugins_loaded = version, False
     LINES.clear()
+    logger = logging.getLogger("vllm.vllm_adaptive_tree.engine.plugin")
+    logger.handlers, logger.level = [Kept()], logging.INFO  # vLLM resets them with every configuration it builds
     before = attributes()
     vllm.plugins.load_general_plugins()
     after = attributes()
@@ -121,12 +123,10 @@ def asking(method):
     return "built"
 
 def main():
-    logging.getLogger("vllm.vllm_adaptive_tree.engine.plugin").addHandler(Kept())
-    logging.getLogger("vllm.vllm_adaptive_tree.engine.plugin").setLevel(logging.INFO)
     assert not hasattr(EngineArgs.create_engine_config, "_adaptive_tree")
     assert len(attributes()) > 10_000
     own, real = EngineArgs.create_engine_config, vllm.__version__
-    del os.environ["VLLM_PLUGINS"]
+    os.environ["VLLM_PLUGINS"] = "adaptive_tree"  # and none of vLLM's own
     found = {}
 
     found["other"] = loading("0.29.0")
@@ -199,7 +199,7 @@ def main():
 # -- the configuration in another process
 
 
-def test_the_mark_survives_what_processes_do_to_it() -> None:
+def test_the_mark_survives_what_processes_do_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     original, plain = config(tree(12)), config()
     mark = original.speculative_config._adaptive_tree
     for copied in (
@@ -211,6 +211,9 @@ def test_the_mark_survives_what_processes_do_to_it() -> None:
         assert copied.speculative_config._adaptive_tree == mark == Mark()
         assert copied.speculative_config == original.speculative_config
         assert copied.compute_hash() == original.compute_hash() != plain.compute_hash()
+    monkeypatch.setattr("vllm.__version__", "0.29.0")
+    with pytest.raises(RuntimeError, match=r"supports vLLM 0\.32.*this is vLLM 0\.29\.0\. Install"):
+        pickle.loads(pickle.dumps(original))
 
 
 FRONT_END = """
@@ -377,7 +380,8 @@ def test_a_logger_with_other_metrics_has_ours_of_its_kind() -> None:
 
 
 def test_rays_logger_has_rays_metrics() -> None:
-    metrics = pytest.importorskip("ray.util.metrics")
+    pytest.importorskip("ray.serve")
+    from ray.util import metrics
     from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
 
     for _ in range(2):  # Ray has one registry for all engines of a process

@@ -4,6 +4,8 @@ import difflib
 from collections.abc import Callable
 from typing import Any, get_args
 
+from pydantic import ValidationError
+
 from vllm_adaptive_tree import registry
 from vllm_adaptive_tree.config import METHODS, is_tree_method
 from vllm_adaptive_tree.engine.patches import install, missing_symbols_named
@@ -16,23 +18,24 @@ def create_engine_config(args: Any, original: Callable[..., Any], *rest: Any, **
         ValueError: for a tree method that this release cannot serve as asked, and for a method that nobody knows.
         RuntimeError: for a tree method in a vLLM that this release does not support.
     """
-    if is_tree_method(args.speculative_config):
+    asked: Any = getattr(args, "speculative_config", None)
+    if is_tree_method(asked) and asked["method"] not in _methods_of_vllm():
         install()
         with missing_symbols_named():
             from vllm_adaptive_tree.engine.translate import create_tree_engine_config
         return create_tree_engine_config(args, original, *rest, **kwargs)
     try:
         return original(args, *rest, **kwargs)
-    except ValueError as error:
+    except ValidationError as error:
         method = _refused_method(error)
         if method is None:
             raise
         raise ValueError(_unknown(method)) from error
 
 
-def _refused_method(error: ValueError) -> str | None:
-    """The method that vLLM's check of `SpeculativeConfig` has refused, if it is that which failed."""
-    for one in error.errors() if hasattr(error, "errors") else ():
+def _refused_method(error: ValidationError) -> str | None:
+    """The method that is no method of vLLM's, if that is what is wrong with `SpeculativeConfig`."""
+    for one in error.errors() if error.title == "SpeculativeConfig" else ():
         if one["loc"] == ("method",) and isinstance(one["input"], str):
             return one["input"]
     return None
