@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.request
 import venv
@@ -20,13 +21,13 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.package.declared import ROOT, project
+from vllm_adaptive_tree.version import __version__
 
 README = (ROOT / "README.md").read_text()
 MB = 1e6
 
 
 class Installed(NamedTuple):
-    wheels: list[Path]
     binaries: Path  # of the fresh environment
     elsewhere: Path  # a folder outside every checkout
 
@@ -45,44 +46,40 @@ def documented(title: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
-    folder = tmp_path_factory.mktemp("wheel")
-    checkout, environment, elsewhere = folder / "checkout", folder / "environment", folder / "elsewhere"
-    elsewhere.mkdir()
-    tracked = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        check=True,
-    )
-    for name in filter(None, tracked.stdout.decode().split("\0")):
-        if (ROOT / name).is_file():
-            (checkout / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, checkout / name, follow_symlinks=False)
-    venv.create(environment, with_pip=True)
-    binaries = environment / "bin"
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A clean one, with the wheels in its `dist`."""
+    folder = tmp_path_factory.mktemp("checkout")
+    left_out = shutil.ignore_patterns("__pycache__", "build", "*.egg-info")
+    for name in ("packaging", "requirements", "vllm_adaptive_tree"):
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=left_out)
+    for name in ("LICENSE", "Makefile", "README.md", "pyproject.toml"):
+        shutil.copy(ROOT / name, folder)
     assert "`make wheels`" in README
-    built = _run(["make", "wheels", f"PYTHON={binaries / 'python'}"], checkout, binaries)
+    built = _run(["make", "wheels"], folder, Path(sys.executable).parent)
     assert built.returncode == 0, built.stdout
+    return folder
+
+
+@pytest.fixture(scope="module")
+def installed(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, with_pip=True)
     [install, _] = documented("On a CPU")
     [index] = set(re.findall(r"--extra-index-url \S+(?=`)", README))
-    for command in (install, f"{install} {index}"):
-        done = _run(["bash", "-c", command], checkout, binaries)
-        if done.returncode == 0:
-            break
-    assert done.returncode == 0, done.stdout
-    wheels = sorted((checkout / "dist").glob("*.whl"))
-    shutil.move(checkout / "dist", folder / "dist")
-    shutil.rmtree(checkout)
     try:
-        yield Installed([folder / "dist" / wheel.name for wheel in wheels], binaries, elsewhere)
+        for command in (install, f"{install} {index}"):
+            done = _run(["bash", "-c", command], checkout, folder / "bin")
+            if done.returncode == 0:
+                break
+        assert done.returncode == 0, done.stdout
+        yield Installed(folder / "bin", tmp_path_factory.mktemp("elsewhere"))
     finally:
-        shutil.rmtree(environment)
+        shutil.rmtree(folder)  # gigabytes
 
 
-def test_the_plugin_is_small_and_the_pair_a_wheel_of_its_own(installed: Installed) -> None:
-    plugin, pair = installed.wheels
-    assert plugin.name.startswith("vllm_adaptive_tree-")
+def test_the_plugin_is_small_and_the_pair_a_wheel_of_its_own(checkout: Path) -> None:
+    plugin, pair = sorted((checkout / "dist").iterdir())
+    assert plugin.name.startswith(f"vllm_adaptive_tree-{__version__}-")
     assert pair.name.startswith("vllm_adaptive_tree_demo_pair-")
     assert plugin.stat().st_size < 1 * MB
     assert pair.stat().st_size < 12 * MB
@@ -98,7 +95,7 @@ def test_the_plugin_is_small_and_the_pair_a_wheel_of_its_own(installed: Installe
 
 
 def test_the_command_starts(installed: Installed) -> None:
-    assert installed.run("vllm-adaptive-tree", "--version").strip() == installed.wheels[0].name.split("-")[1]
+    assert installed.run("vllm-adaptive-tree", "--version").strip() == __version__
     assert "usage: vllm serve [model_tag] [options]" in installed.run("vllm-adaptive-tree", "serve", "--help")
 
 
