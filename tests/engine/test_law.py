@@ -102,8 +102,8 @@ class FirstTrees:
 
         def accept(*args: Any, **kwargs: Any) -> Any:
             outcome = original(*args, **kwargs)
-            nodes = outcome.nodes if V2 else outcome.accepted.nodes
-            self.depths.update((nodes[args[4].position == root] >= 0).sum(1).tolist())
+            nodes, of = (outcome.nodes, args[4]) if V2 else (outcome.accepted.nodes, args[5]())
+            self.depths.update((nodes[of.position == root] >= 0).sum(1).tolist())
             return outcome
 
         monkeypatch.setattr(module, "accept", accept)

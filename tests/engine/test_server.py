@@ -41,7 +41,7 @@ def serving(module: list[str], **environment: str) -> Iterator[str]:
     server = subprocess.Popen(command, env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", **environment})
     try:
         url = f"http://127.0.0.1:{port}"
-        for _ in range(240):
+        for _ in range(1200):
             assert server.poll() is None, "the server ended"
             with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
                 break

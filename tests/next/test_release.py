@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not RELEASE, reason="`python -m tests.next` name
 
 def release_of(worker: Any) -> tuple[str, str, int]:
     """What a worker runs, and in which process."""
-    return vllm.__version__, type(worker).__name__, os.getpid()
+    return vllm.__version__, type(worker.worker).__name__, os.getpid()
 
 
 def test_every_process_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
