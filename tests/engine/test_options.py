@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 
-from tests.engine.engines import DRAFT, PROMPTS, Engines, generate, runner_of, tree
+from tests.engine.engines import DRAFT, PROMPTS, Engines, generate, runner_of, set_costs, tree
 from vllm_adaptive_tree.budget import Costs
 from vllm_adaptive_tree.budget.levels import FIRST
 from vllm_adaptive_tree.engine import cost_profile
@@ -23,7 +23,7 @@ from vllm_adaptive_tree.proposers.dyspec import LOWEST
 
 NODES = 12
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
-COSTS = {"verify": {"rows": [1, 300], "seconds": [0.5, 0.6]}, "draft": {"rows": [1, 12], "seconds": [1e-3] * 2}}
+COSTS: dict[str, Any] = {"verify": {"rows": [1, 300], "seconds": [0.5, 0.6]}, "draft": {"rows": [1, 12], "seconds": [1e-3] * 2}}
 
 
 class Measures:
@@ -64,7 +64,10 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def llm(engines: Engines, file: Path) -> Any:
     """An OPT-Tree with every default, after some steps."""
-    llm = engines.start(tree(NODES, budget="auto", cost_profile=str(file)))
+    with pytest.MonkeyPatch.context() as patch:
+        set_costs(patch, **COSTS)
+        llm = engines.start(tree(NODES, budget="auto", cost_profile=str(file)))
+    runner_of(llm).budget.live = False  # of Model Runner V2: in an interpreter no draft pays
     generate(llm, PROMPTS[:4], GREEDY)
     return llm
 

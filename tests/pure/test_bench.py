@@ -562,7 +562,7 @@ def test_arguments():
     ):
         with pytest.raises(argparse.ArgumentTypeError, match=message):
             kind(text)
-    nothing = argparse.Namespace(concurrency=[], sampled=[], server=[], swing=None)
+    nothing = argparse.Namespace(concurrency=[], sampled=[], server=[], swing=None, first_steps=[])
     with pytest.raises(ValueError, match="nothing to measure"):
         cells(nothing)
 

@@ -26,11 +26,12 @@ class Machine:
     def verify(self, rows: float) -> float:
         return 0.1 + self.row * max(0.0, rows - self.free)
 
-    def profile(self, verify: Callable[[int], float], draft: float) -> Costs:
+    def profile(self, verify: "Callable[[Machine, int], float]", draft: float) -> Costs:
         """Measured off by these factors: of a verification by rows, of a draft level."""
         levels = [1, 2, 4, 16]
         return Costs(
-            Curve(ROWS, [self.verify(rows) * verify(rows) for rows in ROWS]), Curve(levels, [self.level * draft] * 4)
+            Curve(ROWS, [self.verify(rows) * verify(self, rows) for rows in ROWS]),
+            Curve(levels, [self.level * draft] * 4),
         )
 
     def run(self, controller: Controller, steps: int) -> tuple[list[bool], float]:
@@ -64,6 +65,7 @@ class Machine:
 
 WINS = {
     "alone": {"requests": 1, "chance": 0.8, "level": 0.1},
+    "dear levels": {"requests": 1, "chance": 0.93, "level": 0.4},
     "eight": {"requests": 8, "chance": 0.85, "level": 0.05, "free": 32},
 }
 LOSES = {
@@ -71,15 +73,15 @@ LOSES = {
     "dear rows": {"requests": 32, "chance": 0.6, "level": 0.15, "free": 1, "row": 0.02},
     "poor drafts": {"requests": 32, "chance": 0.15, "level": 0.15},
 }
-WRONG = {
-    "right": (lambda rows: 1.0, 1.0),
-    "verification 3 times": (lambda rows: 3.0, 1.0),
-    "verification a third": (lambda rows: 1 / 3, 1.0),
-    "drafts 3 times": (lambda rows: 1.0, 3.0),
-    "drafts a third": (lambda rows: 1.0, 1 / 3),
-    "few rows 3 times": (lambda rows: 3.0 if rows <= 32 else 1.0, 1.0),
-    "many rows 3 times": (lambda rows: 3.0 if rows > 32 else 1.0, 1.0),
-    "few rows a third": (lambda rows: 1 / 3 if rows <= 32 else 1.0, 1.0),
+WRONG: dict[str, tuple[Callable[[Machine, int], float], float]] = {
+    "right": (lambda machine, rows: 1.0, 1.0),
+    "verification 3 times": (lambda machine, rows: 3.0, 1.0),
+    "verification a third": (lambda machine, rows: 1 / 3, 1.0),
+    "drafts 3 times": (lambda machine, rows: 1.0, 3.0),
+    "drafts a third": (lambda machine, rows: 1.0, 1 / 3),
+    "few rows 3 times": (lambda machine, rows: 3.0 if rows <= 32 else 1.0, 1.0),
+    "few rows a third": (lambda machine, rows: 1 / 3 if rows <= 32 else 1.0, 1.0),
+    "few rows as dear as many": (lambda machine, rows: machine.verify(max(rows, 96)) / machine.verify(rows), 1.0),
 }
 
 

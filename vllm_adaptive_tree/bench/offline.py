@@ -17,6 +17,8 @@ from vllm_adaptive_tree.bench.rounds import Measurement
 
 SWINGS = 2
 """Of a round: so often from one request to many."""
+FIRST_STEPS = 64
+"""Of an engine that begins cold, or warm."""
 LONGER = 4
 """Times as long are the requests of a swing: otherwise most of a burst would be the reading of prompts."""
 
@@ -75,6 +77,8 @@ class Offline:
     def measure(self, cell: Cell, number: int) -> Measurement:
         if cell.place == "swing":
             found = self._swing(cell, number)
+        elif cell.place == "first":
+            found = self._first(cell, number)
         else:
             found = self._steady(cell, load(self.setup.prompts, cell.concurrency, number, self.setup.waves))
         return replace(found, repaired=self.repaired and cell.sampled)
@@ -91,6 +95,22 @@ class Offline:
             self._step(running)
         counted, seconds = self._counters().since(before), time.perf_counter() - began
         return measurement(requests, seconds, counted, peak_memory([os.getpid()]), others.cores())
+
+    def _first(self, cell: Cell, number: int) -> Measurement:
+        """The engine's next steps after the prompts of one batch are read, whatever they bring."""
+        prompts = load(self.setup.prompts, cell.concurrency, number, 1)
+        running: dict[str, Arrivals] = {}
+        self._top_up(running, cell.concurrency, iter(prompts), cell)
+        while not all(one.steps for one in running.values()):
+            self._step(running)
+        before, others, began, tokens = self._counters(), Others([os.getpid()]), time.perf_counter(), 0
+        for _ in range(FIRST_STEPS):
+            tokens += self._step(running)
+        seconds = time.perf_counter() - began
+        self.engine.abort_request(list(running))
+        counted = self._counters().since(before)
+        found = measurement(running.values(), seconds, counted, peak_memory([os.getpid()]), others.cores())
+        return replace(found, tokens=tokens, outputs=[])
 
     def _swing(self, cell: Cell, number: int) -> Measurement:
         """Few and many requests in turn; a request that ends makes room for the next, what is too many is aborted."""
@@ -128,6 +148,8 @@ class Offline:
         params = self.llm.get_default_sampling_params().clone() if cell.sampled else SamplingParams(temperature=0.0)
         tokens = self.prompts[prompt]
         params.max_tokens, params.ignore_eos = self.setup.max_tokens, True
+        if cell.place == "first":
+            params.max_tokens = self.setup.max_model_len - len(tokens)
         if cell.place == "swing":
             params.max_tokens = min(LONGER * self.setup.max_tokens, self.setup.max_model_len - len(tokens))
         params.output_kind, params.detokenize = RequestOutputKind.DELTA, False

@@ -8,7 +8,7 @@ BASE = "no speculation"
 ALIVE = 3
 """Engines alive at a time, at most: each holds its weights and its cache."""
 
-Place = Literal["offline", "server", "swing"]
+Place = Literal["offline", "server", "swing", "first"]
 Role = Literal["base", "chain", "method", "probe"]
 """A probe is a method with an unusual draft; it runs offline, greedy, and is no method to recommend."""
 

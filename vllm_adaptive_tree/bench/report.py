@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from vllm_adaptive_tree.bench import tables
+from vllm_adaptive_tree.bench.first import first_rows
 from vllm_adaptive_tree.bench.plan import Cell, Config
 from vllm_adaptive_tree.bench.plots import draw
 from vllm_adaptive_tree.bench.projection import Costs, project
@@ -25,13 +26,20 @@ def report(
     rounds: Sequence[Round],
     costs: Sequence[Costs],
     failures: Mapping[str, str],
+    first: Sequence[Cell] = (),
 ) -> None:
     """results.json, results.md and the plots in `folder`, and the tables on the console."""
     steady, swing = rows(cells, configs, rounds), swing_rows(cells, configs, rounds)
+    beginnings = first_rows(first, configs, rounds)
     projections = {one.name: project(one, cells, configs, steady) for one in costs}
     data = to_json(settings, steady, swing, failures)
+    data["first_steps"] = [one.to_json() for one in beginnings]
     data["projections"] = {name: [one._asdict() for one in projected] for name, projected in projections.items()}
-    tabled = [*tables.tables(steady, swing), *(tables.projection(*item) for item in projections.items())]
+    tabled = [
+        *tables.tables(steady, swing),
+        *tables.first(beginnings),
+        *(tables.projection(*item) for item in projections.items()),
+    ]
     notes = tables.notes(steady)
     write_whole(folder / "results.json", (json.dumps(data, indent=2) + "\n").encode())
     write_whole(folder / "results.md", tables.markdown(settings, tabled, notes, failures).encode())

@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from vllm_adaptive_tree.bench.first import FirstRow
+from vllm_adaptive_tree.bench.offline import FIRST_STEPS
 from vllm_adaptive_tree.bench.projection import Projected
 from vllm_adaptive_tree.bench.results import PHASES, Row, SwingRow
 from vllm_adaptive_tree.bench.statistics import ENOUGH, Estimate
@@ -20,6 +22,7 @@ class Table(NamedTuple):
 SPEED = ("method", "tokens/s", "to no speculation", "to best chain", "tokens/step", "nodes/step", "identical", "rounds")
 TIME = ("method", "step ms", *(f"{name} ms" for name in PHASES), "outside models", "p50 ms", "p99 ms", "memory MiB")
 SWING = ("method", "requests", "tokens/s", "best fixed", "to best fixed")
+FIRST = ("method", "cell", "cold tokens/s", "warm tokens/s", "warm to cold", "rounds")
 PROJECTION = ("cell", "method", "tokens/s", "to no speculation")
 LEFT = ("method", "best fixed", "cell")
 
@@ -58,6 +61,21 @@ def tables(rows: Sequence[Row], swing: Sequence[SwingRow]) -> list[Table]:
     if swing:
         found.append(Table("a load that swings", SWING, [_swing(row) for row in swing]))
     return found
+
+
+def first(rows: Sequence[FirstRow]) -> list[Table]:
+    lines = [
+        (
+            one.config,
+            one.cell,
+            _estimate(one.cold, 1),
+            _estimate(one.warm, 1),
+            _estimate(one.to_cold, 2),
+            str(one.rounds),
+        )
+        for one in rows
+    ]
+    return [Table(f"the first {FIRST_STEPS} steps of an engine", FIRST, lines)] if lines else []
 
 
 def projection(name: str, projected: Sequence[Projected]) -> Table:

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,10 @@ ENVIRONMENT = {  # set where the user has not
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # each engine has a process of its own already
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
+
+
+COLD = {"cost_profile": None}
+"""Of tree methods, unless a --config says otherwise: what earlier runs have learnt is no part of this one."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,6 +84,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--swing-seconds", type=positive, default=10, help="of each phase of the swing (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--first-steps",
+        type=numbers,
+        default=[],
+        metavar="REQUESTS",
+        help="the first 64 steps of each tree method, cold and with what an earlier process has learnt, for so many "
+        "requests: 1 or 1,8",
     )
     parser.add_argument("--rounds", type=_rounds, default=ENOUGH, help=f"of every cell, {ENOUGH} at least")
     parser.add_argument(
@@ -131,6 +144,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.max_tokens >= options.max_model_len:
         raise ValueError(f"--max-tokens {options.max_tokens} leaves no room for a prompt in --max-model-len")
     set_environment(options)
+    from vllm_adaptive_tree.bench.first import measure_first
     from vllm_adaptive_tree.bench.models import enlarged
     from vllm_adaptive_tree.bench.plan import stages
     from vllm_adaptive_tree.bench.process import EngineProcess
@@ -149,7 +163,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.enlarge_to:
         target, size = enlarged(options.model, options.out / "models", options.enlarge_to)
     compared = configs(options, target)
-    setup = setup_of(options, target, found, compared)
+    setup = setup_of(options, target, [*found, *first_cells(options)], compared)
     logs = options.out / "logs"
     logs.mkdir(exist_ok=True)
 
@@ -157,15 +171,22 @@ def _run(options: argparse.Namespace) -> int:
         log = logs / f"{'server' if stage.served else 'offline'} {config.name}.log".replace(" ", "-").replace("/", "-")
         return Server(config, setup, log) if stage.served else EngineProcess(config, setup, log)
 
-    interrupted = False
+    def begin(config: Config) -> Engine:
+        return start(Stage(False, (config,), ()), config)
+
+    interrupted, deadline = False, time.monotonic() + 60 * options.minutes
     with Progress() as progress:
         schedule = Schedule(stages(compared, found), store, options.rounds, 60 * options.minutes, start, progress)
         try:
             schedule.run()
         except KeyboardInterrupt:
             interrupted = True
+        for cell in first_cells(options) if not interrupted else []:
+            for config in compared:
+                if config.role == "method":
+                    measure_first(cell, config, store, options.rounds, begin, lambda: time.monotonic() < deadline)
     about = {**settings, "enlarged": size and {"parameters": size}}
-    report(options.out, about, found, compared, store.rounds, costs, schedule.failures)
+    report(options.out, about, found, compared, store.rounds, costs, schedule.failures, first_cells(options))
     if left := schedule.turns():
         print(f"{left} rounds of an engine are left; the same command goes on there.", file=sys.stderr)
     for stage, reason in schedule.failures.items():
@@ -208,22 +229,29 @@ def cells(options: argparse.Namespace) -> list[Cell]:
     found += [Cell("offline", count, sampled=True) for count in options.sampled]
     found += [Cell("swing", options.swing)] if options.swing else []
     found += [Cell("server", count) for count in options.server]
-    if not found:
-        raise ValueError("nothing to measure: give --concurrency, --sampled, --server or --swing")
+    if not found and not options.first_steps:
+        raise ValueError("nothing to measure: give --concurrency, --sampled, --server, --swing or --first-steps")
     return found
+
+
+def first_cells(options: argparse.Namespace) -> list[Cell]:
+    return [Cell("first", count) for count in options.first_steps]
 
 
 def configs(options: argparse.Namespace, target: str) -> list[Config]:
     def tree(method: str, draft: str) -> dict[str, Any]:
         tokens = options.nodes
-        return {"method": method, "model": draft, "num_speculative_tokens": tokens, "tree": {"budget": "auto"}}
+        return {"method": method, "model": draft, "num_speculative_tokens": tokens, "tree": {"budget": "auto", **COLD}}
 
     found = [Config(BASE, "base", None)]
     for count in options.chains:
         chain = {"method": "draft_model", "model": options.draft, "num_speculative_tokens": count}
         found.append(Config(f"chain {count}", "chain", chain))
     found += [Config(method, "method", tree(method, options.draft)) for method in options.methods]
-    found += [Config(name, "method", {"model": options.draft, **given}) for name, given in options.config]
+    for name, given in options.config:
+        found.append(
+            Config(name, "method", {"model": options.draft, **given, "tree": {**COLD, **given.get("tree", {})}})
+        )
     if options.random_draft:
         from vllm_adaptive_tree.bench.models import random_draft
 
@@ -270,6 +298,7 @@ def settings_of(options: argparse.Namespace) -> dict[str, Any]:
         "concurrency": options.concurrency,
         "sampled": options.sampled,
         "server": options.server,
+        "first_steps": options.first_steps,
         "swing": options.swing and [options.swing, options.swing_seconds],
         "waves": options.waves,
         "max_tokens": options.max_tokens,
