@@ -86,7 +86,10 @@ def test_an_interrupted_c2t_run_goes_on(
     gate = Gate.load(tmp_path / "out", inputs=3)
     shown = capsys.readouterr().out
     assert f"{collected.trees} trees, {len(label):,} examples, {label.sum():.0f} of them positive" in shown
-    assert all(word in shown for word in ("recall", "positive rate", "beta", "<- taken"))
+    assert gate.features == "log"
+    assert all(word in shown for word in ("recall", "positive rate", "beta", "<- taken", "of 48 units alive"))
+    assert all(f"seed {seed}: held-out loss 0." in shown for seed in range(3))
+    assert "a constant: held-out loss 0.6365" in shown
 
     steps = -1000
     assert main(arguments) == 0, "nothing is left to collect"
@@ -95,8 +98,10 @@ def test_an_interrupted_c2t_run_goes_on(
     assert "holds the examples of another run (num_speculative_tokens: 40 there, 9 now)" in capsys.readouterr().err
     tuned = [*command(tmp_path / "out.parts", *arguments[:4]), "--from", str(tmp_path / "out")]
     tuned[tuned.index("--out") + 1] = str(tmp_path / "tuned")
+    assert main([*tuned, "--features", "paper"]) == 2
+    assert "reads 'log' features, and goes on with them" in capsys.readouterr().err
     assert main(tuned) == 0
-    assert "before: recall" in capsys.readouterr().out
+    assert "before: held-out loss 0." in capsys.readouterr().out
     assert Parts(tmp_path / "tuned.parts").load().columns["prompt"].unique().tolist() == [0, 1], "two of four prompts"
     difference = sum(
         (a - b).abs().sum()
