@@ -11,6 +11,8 @@ from vllm_adaptive_tree.budget.allocation import allocate
 from vllm_adaptive_tree.budget.calibration import Calibration
 from vllm_adaptive_tree.budget.controller import FREE
 from vllm_adaptive_tree.gates.mlp import Gate, entropy
+from vllm_adaptive_tree.gates.training import alive_units
+from vllm_adaptive_tree.method_options import C2TOptions, shipped
 from vllm_adaptive_tree.proposers import C2T, Proposal
 from vllm_adaptive_tree.proposers.c2t import features
 
@@ -330,3 +332,27 @@ def test_another_model_s_file(weights, tmp_path):
     save_file(weights, tmp_path / "gate.safetensors")
     with pytest.raises(ValueError, match=r"gate\.safetensors' does not hold a gate of 3 features.*3-h-..-1.*train"):
         Gate.load(tmp_path / "gate.safetensors", inputs=3)
+
+
+def recorded_like() -> torch.Tensor:
+    """Log path probability, entropy and depth of 20,000 nodes as drafted trees have them."""
+    random = torch.Generator().manual_seed(0)
+    depth = torch.randint(0, 10, (20000,), generator=random).double()
+    path = torch.rand(20000, generator=random).double().log() * (1 + depth)  # one factor a level
+    entropy = 6 * torch.rand(20000, generator=random).double() ** 2
+    return torch.stack([path, entropy, depth])
+
+
+def test_the_shipped_gate_has_learnt_something():
+    """Its units are alive, it tells nodes apart, and a more probable path is never less worth verifying."""
+    gate = Gate.load(shipped(C2TOptions()), inputs=3)
+    path, entropy, depth = recorded_like()
+    inputs = features(path, entropy, depth, gate.features)
+    assert [units >= all_ / 2 for units, all_ in alive_units(gate, inputs)] == [True]
+    confidence = gate(inputs)
+    assert confidence.min() < 0.01
+    assert confidence.max() > 0.9
+    likelier = gate(features((path + 0.7).clamp(max=0.0), entropy, depth, gate.features))
+    assert (likelier - confidence).min() > -0.02
+    hopeless = gate(features(torch.full_like(path, math.log(1e-6)), entropy, depth, gate.features))
+    assert hopeless.max() < 0.05

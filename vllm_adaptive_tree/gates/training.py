@@ -260,7 +260,7 @@ def _train(gate: Gate, data: Data, tested: Data, *, threshold: float, recipe: Re
                 group["lr"] *= recipe.decay
     mean_label = (tested.weight * tested.label).sum() / tested.weight.sum()
     constant = _loss(mean_label.expand_as(tested.label), tested)
-    return Run(seed, epochs, epochs[best], constant, _alive(epochs[best].gate, tested.features))
+    return Run(seed, epochs, epochs[best], constant, alive_units(epochs[best].gate, tested.features))
 
 
 def _best(runs: list[Run], tested: Data) -> Trained:
@@ -281,10 +281,10 @@ def _loss(confidence: Tensor, data: Data) -> float:
     return float(loss / data.weight.sum())
 
 
-def _alive(gate: Gate, features: Tensor) -> list[tuple[int, int]]:
+def alive_units(gate: Gate, features: Tensor) -> list[tuple[int, int]]:
     """Of each hidden layer: how many units these features [M, F] switch on, and all."""
     found, out = [], features.float()
-    for layer in gate.layers[:-1]:
+    for layer in list(gate.layers)[:-1]:
         out = layer(out)
         if isinstance(layer, nn.ReLU):
             found.append((int((out > 0).any(0).sum()), out.shape[1]))
