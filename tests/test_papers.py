@@ -29,7 +29,7 @@ def test_decodes_as_the_reference(cell):
     """The same trees and the same tokens as the plain-PyTorch reference, for each of two prompts in one batch."""
     cell = Cell(**{**vars(cell), "prompts": 2, "tokens": 12})
     steps = []
-    measure(cell, look=lambda proposal, logits, result: steps.append((proposal.tree, result.tokens)))
+    measure(cell, look=lambda proposal, logits, result, prompts: steps.append((proposal.tree, result.tokens)))
     pair = [
         AutoModelForCausalLM.from_pretrained(PAIR / name, dtype=torch.float32).eval() for name in ("target", "draft")
     ]

@@ -163,14 +163,16 @@ def build_proposer(options: TreeOptions) -> Proposer:
         case "eagle2":
             proposer = Eagle2(max_depth=tree.max_depth, top_k=tree.top_k)
         case "c2t":
+            gate = Gate.load(readable(tree.gate or default, "gate"), inputs=3)
             proposer = C2T(
-                Gate.load(readable(tree.gate or default, "gate"), inputs=3),
+                gate,
                 beta=tree.beta,
                 top_k=tree.top_k,
                 entropy_top=tree.entropy_top,
                 max_depth=tree.max_depth,
                 second_pruning=tree.second_pruning,
                 chain=tree.mode == "chain",
+                features=gate.features,
             )
         case "static_tree":
             proposer = StaticTree(_shape(tree.shape, nodes))
@@ -178,14 +180,14 @@ def build_proposer(options: TreeOptions) -> Proposer:
             vector = _vector(tree.vector or default)
             proposer = StaticTree(sequoia_shape(vector, nodes=nodes, max_depth=tree.max_depth))
         case "mcsd":
-            gate = None
+            model = None
             if tree.stop != "none":
                 file = readable(tree.gate or default, "gate")
-                gate = Gate.load(file, inputs=None if tree.stop == "type1" else FEATURES)
+                model = Gate.load(file, inputs=None if tree.stop == "type1" else FEATURES)
             first = (tree.init_width,) if tree.init_width > 1 else ()
             proposer = Mcsd(
                 Shape.k_config((*first, *tree.shape), nodes),
-                gate=gate,
+                gate=model,
                 reads="hidden" if tree.stop == "type1" else "law",
                 stop_threshold=tree.stop_threshold,
                 init_width=tree.init_width,

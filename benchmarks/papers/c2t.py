@@ -1,14 +1,23 @@
 """C2T (Huo et al., arXiv 2502.13652)."""
 
+import zlib
 from pathlib import Path
 
 from benchmarks.papers.jobs import Job, Results, cell
-from benchmarks.papers.judging import difference, judge, nodes_saved, ratio
+from benchmarks.papers.judging import judge, nodes_saved, ratio
 from benchmarks.papers.scale import Scale
 from benchmarks.papers.writing import Section, table
 
-GATES = {"P+H+d": ["PHd", 48], "P+H": ["PH", 48], "P+d": ["Pd", 48], "H+d": ["Hd", 48]}
+GATES = {
+    "P+H+d": ["PHd", 48, "paper"],
+    "P+H": ["PH", 48, "paper"],
+    "P+d": ["Pd", 48, "paper"],
+    "H+d": ["Hd", 48, "paper"],
+    "log P+H+d": ["PHd", 48, "log"],
+}
+SEEDS = 3
 HIDDEN = {hidden: f"h{hidden}" for hidden in (2, 6, 12, 24, 36)}
+HIDDEN_BETAS = (0.5, 0.8)
 THEIRS_ABLATION = {
     "EAGLE-2": (3.89, 1.0),
     "P+H+d": (3.92, 0.7),
@@ -22,11 +31,11 @@ BUDGET = 150  # K = 15 times depth 10: the second pruning leaves no more
 
 def gates(scale: Scale) -> Job:
     """Training of the ablation's classifiers."""
-    gates = GATES | {name: ["PHd", hidden] for hidden, name in HIDDEN.items()}
+    gates = GATES | {name: ["PHd", hidden, "paper"] for hidden, name in HIDDEN.items()}
     if scale.quick:
-        own = {"gates": {"P+H+d": GATES["P+H+d"]}, "prompts": 8, "tokens": 32, "nodes": 200}
+        own = {"gates": {"P+H+d": GATES["P+H+d"]}, "prompts": 8, "tokens": 32, "nodes": 200, "seeds": 1}
     else:
-        own = {"gates": gates, "prompts": 64, "tokens": 64, "nodes": 1010}
+        own = {"gates": gates, "prompts": 64, "tokens": 64, "nodes": 1010, "seeds": SEEDS}
     return Job("calibration:c2t_gates", own)
 
 
@@ -35,22 +44,24 @@ def jobs(scale: Scale) -> dict[str, Job]:
 
     def add(name: str, beta: float, gate: str | None, **tree: object) -> None:
         options = {"beta": beta, **({"gate": f"@{gate}.safetensors"} if gate else {}), **tree}
-        found[name] = cell("c2t", BUDGET, tree=options, **scale.greedy)
+        trained = {"shipped": f"{zlib.crc32(found['gates'].key.encode()):08x}"} if gate else {}
+        found[name] = cell("c2t", BUDGET, tree=options, **trained, **scale.greedy)
 
     for nodes in scale.some((10, 15, 20, 30, 45, 60, 90), (10, 30)):
         found[f"EAGLE-2 {nodes}"] = cell("eagle2", nodes, tree={"top_k": 15, "max_depth": 10}, **scale.greedy)
-    for beta in scale.some((0.2, 0.25, 0.3, 0.35, 0.5, 0.65, 0.8), (0.5, 0.8)):
+    for beta in scale.some((0.2, 0.35, 0.5, 0.6, 0.7, 0.8, 0.9), (0.5, 0.8)):
         add(f"C2T {beta}", beta, None)
     for gate in scale.some(tuple(GATES), ("P+H+d",)):
-        for beta in scale.some((0.05, 0.1, 0.2, 0.35, 0.5, 0.65), (0.5, 0.8)):
+        betas = (0.2, 0.5) if gate == "H+d" else (0.35, 0.5, 0.65, 0.8)
+        for beta in scale.some(betas, (0.5, 0.8)):
             add(f"{gate} {beta}", beta, gate)
     for gate in scale.some(tuple(HIDDEN.values()), ()):
-        for beta in (0.2, 0.5):
+        for beta in HIDDEN_BETAS:
             add(f"{gate} {beta}", beta, gate)
     for length in scale.some((3, 5, 7, 9), (3, 5)):
         shape = {"shape": [1] * length, "children": "top_k"}
         found[f"chain {length}"] = cell("static_tree", length, tree=shape, **scale.greedy)
-    for beta in scale.some((0.3, 0.5, 0.7, 0.85), (0.5,)):
+    for beta in scale.some((0.05, 0.1, 0.2, 0.35, 0.5, 0.7), (0.5,)):
         add(f"C2T chain {beta}", beta, None, mode="chain")
     return found
 
@@ -74,58 +85,68 @@ def section(r: Results, figures: Path) -> Section:
     heads = ("tree", "tokens per step", "nodes per step")
     parts = [
         "Greedy. EAGLE-2 with K = 15 and depth 10, C2T with the same limits and K survivors a level. The "
-        "classifier (3-48-1) is the bundled one, those of the ablation are trained for it; all on EAGLE-2 trees (K "
-        "= 10, 11 levels) over texts of the pair's training set. The paper's acceptance leaves out the bonus "
-        "token, its node counts are totals of a benchmark.",
+        "classifier (3-48-1) is the bundled one, which reads the logarithm of the path probability; those of the "
+        "ablation are trained for it; all on EAGLE-2 trees (K = 10, 11 levels) over texts of the pair's training set, "
+        f"until the held-out loss falls no more, the best of {SEEDS} seeds each. The paper's acceptance leaves out the "
+        "bonus token, its node counts are totals of a benchmark.",
         table(heads, [*rows_of("EAGLE-2", "N ="), *rows_of("C2T", "beta =")]),
     ]
     eagle = [r[name] for name in curve("EAGLE-2").values()]
     ours = [r[name] for name in curve("C2T").values()]
     full = [r[name] for name in curve("P+H+d").values()]
-    wanted = [n for n in (15, 20, 30, 45) if n in curve("EAGLE-2")] or list(curve("EAGLE-2"))[-1:]
+    wanted = [n for n in (15, 20, 30, 45, 60, 90) if n in curve("EAGLE-2")] or list(curve("EAGLE-2"))[-1:]
     for nodes in wanted:
         saved = nodes_saved(ours, eagle, at=r[f"EAGLE-2 {nodes:g}"])
         text = f"C2T has EAGLE-2's acceptance (N = {nodes:g}) with at least 20 % fewer nodes"
         claims.append(judge(text, saved.less(0.2), REASONS["saved"], shown=saved.percent()))
 
     rows = []
-    for name, (tau, total) in THEIRS_ABLATION.items():
+    for name in ("EAGLE-2", *GATES):
+        theirs = THEIRS_ABLATION.get(name)
+        shown = None if theirs is None else f"{theirs[0]:.2f} with {theirs[1]:.1f}M nodes"
         own = [r[one] for one in curve(name).values()]
         if name == "EAGLE-2" or not own:
-            rows.append((name, None, None, f"{tau:.2f} with {total:.1f}M nodes"))
+            rows.append((name, *[None] * (1 + len(wanted)), shown))
             continue
-        saved = nodes_saved(own, eagle, at=r[f"EAGLE-2 {wanted[-1]:g}"])
-        rows.append((name, saved.percent(), f"{r['gates'][name]['loss']:.4f}", f"{tau:.2f} with {total:.1f}M nodes"))
-        if name != "P+H+d":
-            gain = nodes_saved(full, own, at=r[f"EAGLE-2 {wanted[-1]:g}"])
+        saved = [nodes_saved(own, eagle, at=r[f"EAGLE-2 {nodes:g}"]).percent() for nodes in wanted]
+        losses = ", ".join(f"{loss:.4f}" for loss in r["gates"][name]["losses"])
+        rows.append((name, *saved, losses, shown))
+        if name not in ("P+H+d", "log P+H+d"):
+            gain = nodes_saved(full, own, at=r[f"EAGLE-2 {45 if 45 in wanted else wanted[-1]:g}"])
             claims.append(
                 judge(f"all three features need fewer nodes than {name}", gain, REASONS[name], shown=gain.percent())
             )
-    if any(curve(name) for name in ("P+H", "P+d", "H+d")):
+    if any(curve(name) for name in GATES if name != "P+H+d"):
         parts.append(
             "Which features the classifier reads (P: path probability, H: entropy of the parent's law, d: depth): "
-            f"nodes saved at the acceptance of EAGLE-2 with {wanted[-1]:g} nodes, interpolated along sweeps of beta."
+            "nodes saved at the acceptance of EAGLE-2 with N nodes, interpolated along sweeps of beta, and the "
+            f"held-out loss of every seed (a constant's: {r['gates']['P+H+d']['constant']:.4f})."
         )
-        parts.append(
-            table(("features", "nodes saved against EAGLE-2", "held-out loss", "paper: LLaMA-2-7B, MT-Bench"), rows)
-        )
+        heads_of = (*(f"nodes saved at N = {nodes:g}" for nodes in wanted), "held-out loss of each seed")
+        parts.append(table(("features", *heads_of, "paper: LLaMA-2-7B, MT-Bench"), rows))
         for name in GATES:
             parts.append(table(heads, rows_of(name, "beta =")))
-    hidden = [h for h in (*HIDDEN, 48) if f"h{h} 0.5" in r or h == 48]
+    hidden = [h for h in (*HIDDEN, 48) if f"h{h} {HIDDEN_BETAS[0]}" in r or h == 48]
     if len(hidden) > 1:
         rows = []
         for h in hidden:
             prefix = "P+H+d" if h == 48 else f"h{h}"
-            records = [r[f"{prefix} {beta}"] for beta in (0.2, 0.5)]
+            records = [r[f"{prefix} {beta}"] for beta in HIDDEN_BETAS]
             rows.append((h, *(x for one in records for x in (ratio(one), ratio(one, "nodes").mean)), THEIRS_HIDDEN[h]))
+        parts.append("Hidden units of the classifier:")
         parts.append(
-            "Hidden units of the classifier; beta means something else for each, and with two units nothing was learnt:"
+            table(
+                (
+                    "h",
+                    *(head for beta in HIDDEN_BETAS for head in (f"beta = {beta:g}", "nodes per step")),
+                    "paper: tau at 0.5",
+                ),
+                rows,
+            )
         )
-        parts.append(
-            table(("h", "beta = 0.2", "nodes per step", "beta = 0.5", "nodes per step", "paper: tau at 0.5"), rows)
-        )
-        gain = difference(r["P+H+d 0.5"], r["h2 0.5"])
-        claims.append(judge("48 hidden units accept more than 2 (beta = 0.5)", gain, REASONS["hidden"]))
+        gain = nodes_saved(full, [r[f"h2 {beta}"] for beta in HIDDEN_BETAS], at=r[f"h2 {HIDDEN_BETAS[0]}"])
+        text = f"48 hidden units need fewer nodes than 2 (at the acceptance of 2 with beta = {HIDDEN_BETAS[0]:g})"
+        claims.append(judge(text, gain, REASONS["hidden"], shown=gain.percent()))
     parts.append(
         "Chain mode, with a chain of fixed length beside it (paper: EAGLE's chains of 5 to 9 tokens, tau 1.98 to "
         "2.13; C2T 2.12 at the nodes of a chain of 5.2):"

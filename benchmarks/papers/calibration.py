@@ -2,17 +2,16 @@
 
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from benchmarks.papers.decoding import Cell, measure
 from benchmarks.tokens_per_step import PROMPT_CHARACTERS
 from examples.train_demo_pair import documents, is_held_out
 from vllm_adaptive_tree.acceptance import Accepted
-from vllm_adaptive_tree.gates.mlp import entropy
+from vllm_adaptive_tree.gates.mlp import Gate, entropy
 from vllm_adaptive_tree.gates.training import fresh, train_c2t
 from vllm_adaptive_tree.proposers import Proposal
 from vllm_adaptive_tree.proposers.base import log_law
@@ -30,47 +29,62 @@ def training_texts(count: int) -> tuple[str, ...]:
     return tuple(text[len(text) // 3 :][:PROMPT_CHARACTERS] for text in texts)
 
 
+class Examples(NamedTuple):
+    path: Tensor
+    entropy: Tensor
+    depth: Tensor
+    label: Tensor
+    prompt: Tensor
+
+
 def c2t_gates(
-    folder: Path, *, gates: dict[str, list[Any]], prompts: int, tokens: int, nodes: int
+    folder: Path, *, gates: dict[str, list[Any]], prompts: int, tokens: int, nodes: int, seeds: int
 ) -> dict[str, dict[str, Any]]:
-    """Weights of classifiers trained on the same trees of EAGLE-2.
+    """Weights of classifiers trained on the same trees of EAGLE-2, the best of several seeds each.
 
     Args:
-        gates: name -> [the features that it may read, of "P", "H" and "d"; hidden units].
+        gates: name -> [the features that it may read, of "P", "H" and "d"; hidden units; how it reads P].
     """
-    examples: list[tuple[Tensor, Tensor, Tensor]] = []
+    parts: list[Examples] = []
 
-    def look(proposal: Proposal, logits: Tensor, result: Accepted) -> None:
+    def look(proposal: Proposal, logits: Tensor, result: Accepted, alive: Tensor) -> None:
         tree = proposal.tree
         own = entropy(log_law(logits, torch.ones(logits.shape[:2])), ENTROPY_TOP)  # [R, slots]
         read = torch.nn.functional.pad(proposal.read, (1, 0))  # the root's is 0
         own = own.gather(1, read.gather(1, tree.parent + 1).clamp(min=0))
         on_path = torch.zeros(tree.tokens.shape[0], tree.tokens.shape[1] + 1)
         on_path = on_path.scatter(1, result.nodes + 1, 1.0)[:, 1:]
-        inputs = features(tree.log_weight, own, tree.depth - 1)
-        requests = torch.arange(len(inputs))[:, None].expand(tree.tokens.shape)
-        examples.append((inputs[tree.valid], on_path[tree.valid], requests[tree.valid]))
+        prompt = alive[:, None].expand(tree.tokens.shape)
+        columns = (tree.log_weight, own, tree.depth - 1, on_path, prompt)
+        parts.append(Examples(*(column[tree.valid] for column in columns)))
 
     cell = Cell("eagle2", nodes, tree={"top_k": TOP_K, "max_depth": LEVELS}, prompts=prompts, tokens=tokens)
     measure(cell, texts=training_texts(prompts), look=look)
-    inputs, label, request = (torch.cat(column) for column in zip(*examples, strict=True))
-    return {
-        name: _trained(inputs, label, request, reads, hidden) | {"examples": len(label)}
-        for name, (reads, hidden) in gates.items()
-    }
+    found = Examples(*(torch.cat(column) for column in zip(*parts, strict=True)))
+    return {name: _trained(found, *how, seeds=seeds) for name, how in gates.items()}
 
 
-def _trained(inputs: Tensor, label: Tensor, request: Tensor, reads: str, hidden: int) -> dict[str, Any]:
+def _trained(found: Examples, reads: str, hidden: int, kind: str, *, seeds: int) -> dict[str, Any]:
     blind = torch.tensor([column for column, name in enumerate("PHd") if name not in reads], dtype=torch.int64)
-    columns = {"features": inputs.index_fill(1, blind, 0.0), "label": label, "prompt": request}
-    best = train_c2t(columns, gate=fresh(3, hidden), negatives=NEGATIVES).best
-    weights = best.gate.state_dict()
+    inputs = features(found.path, found.entropy, found.depth, kind).index_fill(1, blind, 0.0)
+    trained = train_c2t(
+        {"features": inputs, "label": found.label, "prompt": found.prompt},
+        begin=lambda seed: fresh(3, hidden, seed=seed, features=kind),
+        negatives=NEGATIVES,
+        seeds=range(seeds),
+    )
+    weights = trained.best.gate.state_dict()
     weights["layers.0.weight"][:, blind] = 0.0  # never trained: the column was 0
     return {
         "weights": {name: weight.tolist() for name, weight in weights.items()},
-        "loss": best.loss,
-        "recall": best.score.recall,
-        "positive_rate": best.score.positive_rate,
+        "features": kind,
+        "loss": trained.best.loss,
+        "constant": trained.run.constant,
+        "losses": [run.best.loss for run in trained.runs],
+        "failed": sum(run.failed is not None for run in trained.runs),
+        "recall": trained.best.score.recall,
+        "positive_rate": trained.best.score.positive_rate,
+        "examples": len(found.label),
     }
 
 
@@ -78,4 +92,6 @@ def write_gates(trained: dict[str, dict[str, Any]], folder: Path) -> None:
     """The files that cells name with an "@"."""
     for name, one in trained.items():
         weights = {key: torch.tensor(value) for key, value in one["weights"].items()}
-        save_file(weights, folder / f"{name}.safetensors")
+        gate = Gate(3, len(weights["layers.0.bias"]), features=one["features"])
+        gate.load_state_dict(weights)
+        gate.save(folder / f"{name}.safetensors", {})

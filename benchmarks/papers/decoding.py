@@ -43,7 +43,8 @@ class Cell:
     prompts: int = 64
     tokens: int = 128
     shipped: str = ""
-    """Checksum of the bundled gate or vector that it uses: another file is another cell."""
+    """Checksum of the bundled gate or vector that it uses, or of the training of another one: another file is another
+    cell."""
     keep_steps: bool = False
     """Keep E(A) and the accepted tokens of every step."""
 
@@ -244,14 +245,15 @@ def measure(
     folder: Path = Path(),
     *,
     texts: tuple[str, ...] = (),
-    look: Callable[[Proposal, Tensor, Accepted], None] | None = None,
+    look: Callable[[Proposal, Tensor, Accepted, Tensor], None] | None = None,
 ) -> Record:
     """Decode `cell.tokens` tokens behind every held-out prompt.
 
     Args:
         folder: of the files that the options name.
         texts: prompts other than the held-out ones.
-        look: is given every step's trees, the draft's logits [R, slots, V], and what was accepted.
+        look: is given every step's trees, the draft's logits [R, slots, V], what was accepted, and the numbers of
+            their prompts [R].
     """
     pair = resolve(options := cell.options(folder))
     texts = texts or held_out_texts(cell.prompts)
@@ -293,7 +295,7 @@ def measure(
         below = torch.cat(levels, 1) if levels else torch.empty(0)
         result = step.accept(pair, proposal, below, temperature, KeyedNoise(seed[alive], root, purpose=1))
         if look:
-            look(proposal, below, result)
+            look(proposal, below, result, alive)
         length = (result.tokens >= 0).sum(1)
         expected = tree.log_weight.exp().sum(1)
         figures = {

@@ -57,7 +57,7 @@ def drafted_blocks(_: Path, *, nodes: int, prompts: int) -> dict[str, list[int]]
     """Blocks of the masks of DySpec's trees of the first step behind each prompt."""
     trees: list[Any] = []
     cell = Cell("dyspec", nodes, 0.6, "rrsw", {"mode": "heap"}, prompts=prompts, tokens=3)
-    measure(cell, look=lambda proposal, logits, result: trees.append(proposal.tree))
+    measure(cell, look=lambda proposal, *_: trees.append(proposal.tree))
     return _blocks(trees[0].parent, trees[0].valid)
 
 

@@ -1,6 +1,7 @@
 """`train-gate` and `calibrate` on the bundled pair, short: interrupted, killed, resumed, and with bad input."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from tests.engine.engines import DRAFT, PROMPTS, TARGET, Engines, assert_identic
 from vllm_adaptive_tree.cli.main import main
 from vllm_adaptive_tree.engine import support, translate
 from vllm_adaptive_tree.engine.translate import tree_options
+from vllm_adaptive_tree.gates import training
 from vllm_adaptive_tree.gates.examples import KINDS, Verified
 from vllm_adaptive_tree.gates.mlp import Gate
 from vllm_adaptive_tree.gates.parts import Parts
@@ -86,7 +88,10 @@ def test_an_interrupted_c2t_run_goes_on(
     gate = Gate.load(tmp_path / "out", inputs=3)
     shown = capsys.readouterr().out
     assert f"{collected.trees} trees, {len(label):,} examples, {label.sum():.0f} of them positive" in shown
-    assert all(word in shown for word in ("recall", "positive rate", "beta", "<- taken"))
+    assert gate.features == "log"
+    assert all(word in shown for word in ("recall", "positive rate", "beta", "<- taken", "of 48 units alive"))
+    assert all(f"seed {seed}: held-out loss 0." in shown for seed in range(3))
+    assert "a constant: held-out loss 0.6365" in shown
 
     steps = -1000
     assert main(arguments) == 0, "nothing is left to collect"
@@ -95,8 +100,10 @@ def test_an_interrupted_c2t_run_goes_on(
     assert "holds the examples of another run (num_speculative_tokens: 40 there, 9 now)" in capsys.readouterr().err
     tuned = [*command(tmp_path / "out.parts", *arguments[:4]), "--from", str(tmp_path / "out")]
     tuned[tuned.index("--out") + 1] = str(tmp_path / "tuned")
+    assert main([*tuned, "--features", "paper"]) == 2
+    assert "reads 'log' features, and goes on with them" in capsys.readouterr().err
     assert main(tuned) == 0
-    assert "before: recall" in capsys.readouterr().out
+    assert "before: held-out loss 0." in capsys.readouterr().out
     assert Parts(tmp_path / "tuned.parts").load().columns["prompt"].unique().tolist() == [0, 1], "two of four prompts"
     difference = sum(
         (a - b).abs().sum()
@@ -124,6 +131,7 @@ def test_a_killed_run_of_type_1_goes_on(tmp_path: Path, monkeypatch: pytest.Monk
     assert unfinished
 
     seen: list[Verified] = []
+    monkeypatch.setattr(training, "NO_BETTER", math.inf)  # so few examples teach a model of this size nothing
     monkeypatch.setitem(KINDS, "mcsd-type1", lambda one, own=KINDS["mcsd-type1"]: (seen.append(one), own(one))[1])
     assert main(arguments) == 0
     assert parts.load().trees == before.trees + len(seen)

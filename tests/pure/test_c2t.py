@@ -7,8 +7,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from vllm_adaptive_tree.budget.allocation import allocate
+from vllm_adaptive_tree.budget.calibration import Calibration
+from vllm_adaptive_tree.budget.controller import FREE
 from vllm_adaptive_tree.gates.mlp import Gate, entropy
+from vllm_adaptive_tree.gates.training import alive_units
+from vllm_adaptive_tree.method_options import C2TOptions, shipped
 from vllm_adaptive_tree.proposers import C2T, Proposal
+from vllm_adaptive_tree.proposers.c2t import features
 
 from .growing import Fixed, Path, Recorder, as_the_engine, grow, grown, log_laws, models_of
 from .toys import ToyLM
@@ -92,6 +98,20 @@ def test_the_settings_above_lead_to_trees_of_many_sizes():
     assert {0, 3 + 9 + 27 + 81} <= sizes
 
 
+def test_a_gate_that_reads_logarithms():
+    gate, model = Fixed.always(1.0), ToyLM.random(5, 2, seed=3)
+    options = {"max_depth": 2, "top_k": 2, "second_pruning": False}
+    for kind in ("paper", "log"):
+        grow(proposer_of(gate, features=kind, **options), [model], nodes=50)
+    paper, log = torch.cat(gate.seen[:2], 1), torch.cat(gate.seen[2:], 1)
+    used = paper[..., 0] > 0
+    assert torch.allclose(paper[used][:, 0].log(), log[used][:, 0])
+    assert torch.equal(paper[used][:, 1:], log[used][:, 1:])
+    never = torch.tensor([-torch.inf, -1e4, -1.0])
+    assert features(never, never, never, "log")[:, 0].tolist() == [-60.0, -60.0, -1.0]
+    assert features(never, never, never, "paper")[:, 0].tolist() == pytest.approx([0.0, 0.0, math.exp(-1)])
+
+
 def test_features():
     """Path probability, entropy of the parent's law over its M best tokens (not renormalised), depth from 0."""
     gate = Fixed.always(1.0)
@@ -165,12 +185,76 @@ def test_a_confidence_of_just_beta_is_enough():
     assert [len(tree) for tree in trees] == [6] * 3
 
 
-def test_where_the_budget_is_short_the_most_probable_paths_stay():
+def least_confidence(paper: dict[Path, float]) -> dict[Path, float]:
+    """Of every node of `algorithm_1`, the least confidence on its path."""
+    least: dict[Path, float] = {}
+    for path, confidence in paper.items():
+        least[path] = min(confidence, least.get(path[:-1], 1.0))
+    return least
+
+
+@pytest.mark.parametrize("engine", [True, False])
+@pytest.mark.parametrize("nodes", [3, 7, 20])
+def test_where_the_budget_is_short_the_most_confident_nodes_stay(nodes, engine):
+    """By the least confidence on the path, so that they form a tree; of equals the more probable path."""
+    otherwise = 0  # trees that the path probability alone would have cut to other nodes
+    for seed in SEEDS:
+        gate = random_gate(seed)
+        models, proposal = trees_of(gate, nodes=nodes, beta=0.3, second_pruning=False, engine=engine)
+        for model, tree, weight in zip(models, grown(proposal), proposal.tree.log_weight.tolist(), strict=True):
+            least = least_confidence(algorithm_1(model, gate, 1.0, beta=0.3, second_pruning=False))
+            best = sorted(least, key=lambda path: (-least[path], -model.probability(path)))
+            assert set(tree) == set(best[:nodes])
+            assert weight[: len(tree)] == pytest.approx([math.log(least[path]) for path in tree], abs=1e-4)
+            assert weight == sorted(weight, reverse=True), "any cut keeps the most confident"
+            otherwise += set(tree) != set(sorted(least, key=lambda path: -model.probability(path))[:nodes])
+    assert otherwise >= 5
+
+
+def test_of_equals_the_most_probable_paths_stay():
     gate = Fixed.always(1.0)
     models, proposal = trees_of(gate, nodes=7, second_pruning=False)
     for model, tree in zip(models, grown(proposal), strict=True):
         every = algorithm_1(model, gate, 1.0, second_pruning=False)
         assert set(tree) == set(sorted(every, key=lambda path: -model.probability(path))[:7])
+
+
+def test_only_what_could_still_enter_the_budget_is_drafted():
+    gate, models = random_gate(1), models_of(4, 4, COUNT)
+    recorder = Recorder(models)
+    trees = grown(
+        grow(proposer_of(gate, beta=0.3, second_pruning=False), models, nodes=7, drafter=recorder, agree=as_the_engine)
+    )
+    for model, tree, *levels in zip(models, trees, *(level.tolist() for level in recorder.histories[1:]), strict=True):
+        least = least_confidence(algorithm_1(model, gate, 1.0, beta=0.3, second_pruning=False))
+        worst = min((least[path] for path in tree), default=0.0) if len(tree) == 7 else 0.0
+        read = {history for level in levels for history in level if history >= 0}
+        assert read <= {model.history(path) for path, value in least.items() if value >= worst - 1e-6}
+
+
+def test_a_value_is_a_score_that_a_budget_can_calibrate():
+    _, proposal = trees_of(random_gate(2), nodes=30, beta=0.0, second_pruning=False)
+    tree, calibration = proposal.tree, Calibration()
+    value = tree.log_weight.exp()
+    assert ((value > 0) == tree.valid).all()
+    assert value.max() <= 1
+    parents = torch.cat([torch.ones_like(value[:, :1]), value], 1).gather(1, tree.parent + 1)
+    assert (value <= parents).all()
+    order = value.flatten().argsort()
+    chance = calibration(value, torch.ones_like(tree.depth)).flatten()[order]
+    assert (chance.diff() >= -1e-12).all()
+    kept = allocate(value, verify=FREE, spent=1.0, sampled=False, most=40)
+    assert kept.sum() == 40
+    assert value[torch.arange(30) < kept[:, None]].min() >= value[torch.arange(30) >= kept[:, None]].max() - 1e-12
+
+
+def test_the_second_pruning_goes_by_a_node_s_own_confidence():
+    """Not by the least one on its path, which is what a budget goes by."""
+    for seed in SEEDS:
+        gate = random_gate(seed)
+        models, proposal = trees_of(gate, beta=0.3)
+        for model, tree in zip(models, grown(proposal), strict=True):
+            assert set(tree) == set(algorithm_1(model, gate, 1.0, beta=0.3))
 
 
 def test_read_and_drawn():
@@ -248,3 +332,27 @@ def test_another_model_s_file(weights, tmp_path):
     save_file(weights, tmp_path / "gate.safetensors")
     with pytest.raises(ValueError, match=r"gate\.safetensors' does not hold a gate of 3 features.*3-h-..-1.*train"):
         Gate.load(tmp_path / "gate.safetensors", inputs=3)
+
+
+def recorded_like() -> torch.Tensor:
+    """Log path probability, entropy and depth of 20,000 nodes as drafted trees have them."""
+    random = torch.Generator().manual_seed(0)
+    depth = torch.randint(0, 10, (20000,), generator=random).double()
+    path = torch.rand(20000, generator=random).double().log() * (1 + depth)  # one factor a level
+    entropy = 6 * torch.rand(20000, generator=random).double() ** 2
+    return torch.stack([path, entropy, depth])
+
+
+def test_the_shipped_gate_has_learnt_something():
+    """Its units are alive, it tells nodes apart, and a more probable path is never less worth verifying."""
+    gate = Gate.load(shipped(C2TOptions()), inputs=3)
+    path, entropy, depth = recorded_like()
+    inputs = features(path, entropy, depth, gate.features)
+    assert [units >= all_ / 2 for units, all_ in alive_units(gate, inputs)] == [True]
+    confidence = gate(inputs)
+    assert confidence.min() < 0.01
+    assert confidence.max() > 0.9
+    likelier = gate(features((path + 0.7).clamp(max=0.0), entropy, depth, gate.features))
+    assert (likelier - confidence).min() > -0.02
+    hopeless = gate(features(torch.full_like(path, math.log(1e-6)), entropy, depth, gate.features))
+    assert hopeless.max() < 0.05

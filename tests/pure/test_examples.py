@@ -8,6 +8,7 @@ from vllm_adaptive_tree.engine.drafts import Draft, to_drafts
 from vllm_adaptive_tree.gates import examples
 from vllm_adaptive_tree.gates.examples import Verified
 from vllm_adaptive_tree.proposers import C2T, Eagle2, Mcsd, Proposer, StaticTree
+from vllm_adaptive_tree.proposers.c2t import features
 from vllm_adaptive_tree.trees import Shape
 
 from .growing import Fixed, grow, log_laws
@@ -60,11 +61,12 @@ def test_c2t_learns_from_what_its_gate_will_read(entropy_top, temperature):
     read = torch.cat([features[0] for features in gate.seen])  # [candidates, 3], unused columns among them
     draft = drafted(Eagle2(top_k=2, max_depth=DEPTH), model, nodes=100, temperature=temperature)
     found = examples.c2t(verified(draft, [0]), entropy_top=entropy_top)
-    assert found["features"].shape == (2 + 4 + 4, 3)
-    for row in found["features"].double():
+    inputs = features(found["path"], found["entropy"], found["depth"], "paper")
+    assert inputs.shape == (2 + 4 + 4, 3)
+    for row in inputs.double():
         assert (read - row).abs().sum(1).min() < 1e-6
     assert found["label"].tolist() == [1.0] + [0.0] * 9
-    assert sorted(found["features"][:, 2].tolist()) == [0] * 2 + [1] * 4 + [2] * 4
+    assert sorted(found["depth"].tolist()) == [0] * 2 + [1] * 4 + [2] * 4
 
 
 def test_type_2_learns_from_the_nodes_that_the_walk_reached():

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from vllm_adaptive_tree.gates.mlp import entropy
 from vllm_adaptive_tree.proposers.base import law, log_law
-from vllm_adaptive_tree.proposers.c2t import features
 from vllm_adaptive_tree.proposers.mcsd import decision_features
 
 Examples = dict[str, Tensor]
@@ -31,15 +30,19 @@ class Verified(NamedTuple):
 
 
 def c2t(tree: Verified, *, entropy_top: int) -> Examples:
-    """Every node: C2T's features, and whether it is on the accepted path."""
+    """Every node: what C2T's features are made of, and whether it is on the accepted path."""
     q = _log_law(tree, tree.draft)
     above = tree.row[1 + tree.parent]
     path = q.new_zeros(1 + len(tree.tokens))  # log path probability, the root first
     for depth in range(1, int(tree.depth.max()) + 1):
         at = (tree.depth == depth).nonzero()[:, 0]
         path[1 + at] = path[1 + tree.parent[at]] + q[above[at], tree.tokens[at]]
-    own = entropy(q, entropy_top)[above]
-    return {"features": features(path[1:], own, tree.depth - 1), "label": tree.accepted.float()}
+    return {
+        "path": path[1:],
+        "entropy": entropy(q, entropy_top)[above],
+        "depth": tree.depth - 1,
+        "label": tree.accepted.float(),
+    }
 
 
 def mcsd_type2(tree: Verified) -> Examples:

@@ -1,13 +1,22 @@
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save
+from safetensors import safe_open
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from vllm_adaptive_tree.files import write_whole
+
+LEAST_PATH = -60.0
+"""Log probabilities below this are one to a gate: such paths are not followed."""
+FEATURES: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "paper": torch.exp,
+    "log": lambda path: path.clamp(min=LEAST_PATH),
+}
+"""What C2T's gate reads of a path, from the log of its probability; "paper": the probability itself."""
 
 
 class Gate(nn.Module):
@@ -17,9 +26,10 @@ class Gate(nn.Module):
     width 768, 768-512-256-1 (type 1).
     """
 
-    def __init__(self, inputs: int, *hidden: int):
+    def __init__(self, inputs: int, *hidden: int, features: str = "paper"):
+        """`features`: how the inputs are made where there are several ways, one of `FEATURES`; its file says it too."""
         super().__init__()
-        self.inputs = inputs
+        self.inputs, self.features = inputs, features
         layers: list[nn.Module] = []
         for size in hidden:
             layers += [nn.Linear(inputs, size), nn.ReLU()]
@@ -33,7 +43,8 @@ class Gate(nn.Module):
 
     def save(self, file: Path, about: Mapping[str, Any]) -> None:
         """Write a safetensors file, whole or not at all; `about` (JSON): how the gate was made."""
-        write_whole(file, save(self.state_dict(), metadata={"about": json.dumps(about)}))
+        metadata = {"about": json.dumps(about), "features": self.features}
+        write_whole(file, save(self.state_dict(), metadata=metadata))
 
     @classmethod
     def load(cls, file: str | Path, inputs: int | None) -> "Gate":
@@ -43,7 +54,9 @@ class Gate(nn.Module):
             ValueError: the file is missing, cannot be read, or holds another model; the message says which.
         """
         try:
-            weights = load_file(file)
+            with safe_open(file, framework="pt") as opened:
+                weights = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+                features = (opened.metadata() or {}).get("features", "paper")
         except Exception as error:
             raise ValueError(
                 f"gate: cannot read {str(file)!r} ({type(error).__name__}: {error}); give the safetensors file of a "
@@ -52,7 +65,12 @@ class Gate(nn.Module):
         sizes = [weight.shape for name, weight in sorted(weights.items()) if weight.dim() == 2]
         if inputs is None:
             inputs = sizes[0][1] if sizes else 1
-        gate = cls(inputs, *(max(size[0], 1) for size in sizes[:-1]))
+        if features not in FEATURES:
+            raise ValueError(
+                f"gate: {str(file)!r} reads features {features!r}, which this version does not know (it knows "
+                f"{', '.join(map(repr, FEATURES))}); train it again"
+            )
+        gate = cls(inputs, *(max(size[0], 1) for size in sizes[:-1]), features=features)
         expected = {name: tuple(weight.shape) for name, weight in gate.state_dict().items()}
         found = {name: tuple(weight.shape) for name, weight in weights.items()}
         if found != expected:

@@ -14,7 +14,7 @@ from torch import Tensor
 from vllm_adaptive_tree.files import UNFINISHED, write_whole
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2
 
 
 Progress = Mapping[str, list[int] | None]

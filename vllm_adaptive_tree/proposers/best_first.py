@@ -21,7 +21,7 @@ class Candidates(NamedTuple):
     tokens: Tensor  # [R, C]
     above: Tensor  # [R, C]: column of the frontier below which it stands (0 for the children of the root)
     value: Tensor  # [R, C]: log value, by which nodes are kept and ordered; -inf where there is no candidate
-    path: Tensor  # [R, C]: log probability of the path under the draft, never above the value
+    path: Tensor  # [R, C]: log probability of the path under the draft
     drawn: int  # how many children each node of the frontier was to get
 
 
@@ -40,6 +40,7 @@ class Front(NamedTuple):
 
     tokens: Tensor  # [R, W], EMPTY: unused
     parent: Tensor  # [R, W]
+    value: Tensor  # [R, W], -inf: unused
     path: Tensor  # [R, W], -inf: unused
 
 
@@ -79,12 +80,13 @@ class BestFirst:
             worst: [R, 1] value of the n-th best so far, -inf while there is room.
             gain: [R] growth of the sum of the n best by this level.
         """
-        return level.path > worst
+        return level.value > worst
 
     def front(self, level: Level, expand: Tensor) -> Front:
-        """The columns of the frontier, where paths fall with values: those to expand are in front already."""
+        """The columns of the frontier, where the best of a level are expanded: they are in front already."""
         unused = ~expand
-        return Front(level.tokens.masked_fill(unused, EMPTY), level.parent, level.path.masked_fill(unused, -torch.inf))
+        value, path = (column.masked_fill(unused, -torch.inf) for column in (level.value, level.path))
+        return Front(level.tokens.masked_fill(unused, EMPTY), level.parent, value, path)
 
     def begin(self, rows: Rows, *, nodes: int, request: Request) -> Growth:
         logits = rows.logits
@@ -93,7 +95,7 @@ class BestFirst:
         value = torch.full_like(nothing, -torch.inf, dtype=torch.promote_types(logits.dtype, torch.float32))
         root = torch.zeros_like(value[:, :1])
         empty = Level(nothing, zeros, zeros, value, value)
-        front = Front(nothing[:, :1], zeros[:, :1], root)
+        front = Front(nothing[:, :1], zeros[:, :1], root, root)
         growth = Growth((empty,), (nothing,), value, root[:, 0], nothing[:, :0], front, 0, 0, request)
         return self._grown(growth, rows)
 

@@ -41,8 +41,11 @@ class DySpec(BestFirst):
     def front(self, level: Level, expand: Tensor) -> Front:
         """Packed to the left: a slot of less value may hold a more probable token."""
         used, column = expand.sort(dim=1, descending=True, stable=True)
-        tokens, parent, path = (x.gather(1, column) for x in (level.tokens, level.parent, level.path))
-        return Front(tokens.masked_fill(~used, EMPTY), parent, path.masked_fill(~used, -torch.inf))
+        tokens, parent, value, path = (
+            x.gather(1, column) for x in (level.tokens, level.parent, level.value, level.path)
+        )
+        value, path = (x.masked_fill(~used, -torch.inf) for x in (value, path))
+        return Front(tokens.masked_fill(~used, EMPTY), parent, value, path)
 
     def candidates(self, growth: Growth, logits: Tensor) -> Candidates:
         """All slots below the frontier."""

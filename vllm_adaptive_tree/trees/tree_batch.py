@@ -16,7 +16,7 @@ class TreeBatch(NamedTuple):
     tokens: Tensor  # [R, N] int64
     parent: Tensor  # [R, N] int64, -1: the root
     depth: Tensor  # [R, N] int64, first layer 1
-    log_weight: Tensor  # [R, N] float32: log of the path probability under the draft
+    log_weight: Tensor  # [R, N] float32: log of what a node was chosen by: path probability, slot value, or confidence
 
     @property
     def valid(self) -> Tensor:
