@@ -138,7 +138,7 @@ def test_dead_rows(llm: Any, plain: list[Any], method: str, monkeypatch: pytest.
             nodes = Nodes(llm, patch)
             assert_identical(plain, generate(llm, TEXTS, ALL))
         assert min(nodes.by_prompt) > 0, "a token that cannot be read spoils no other's row"
-        assert metric(llm, DEAD) - before > 2
+        assert metric(llm, DEAD) > before
         llm.reset_prefix_cache()
     for bad, value, column in SPOILED if not V2 else ():
         before = metric(llm, DEAD)
