@@ -161,3 +161,17 @@ def test_paged_contexts_are_the_same() -> None:
     assert not key[:, :, : paged.room].any()
     assert torch.equal(key[1, :, paged.room :], keys("4", 0, 16, "first").transpose(0, 1))
     assert torch.equal(value, -key)
+
+
+def test_what_is_kept_is_finite() -> None:
+    """The mask that hides a column from another branch, or another request, adds -inf to NaN."""
+    kept, cache = KeptContexts(), Cache("first")
+    kept.follow(["0"])
+    state = DraftKeys(kept.of([0], [4], torch.tensor([[0]])), torch.tensor([4]))
+    new = torch.full((2, HEADS, DIM), torch.nan)
+    state.open_level(TreeRows(torch.arange(2), (1, 2)), torch.zeros(1, 2, dtype=torch.int64))
+    state.read(cache, None, new, new)
+    places = kept.places(np.zeros(2, dtype=int), np.arange(4, 6), [(0, 4, 6)])
+    assert places is not None
+    kept.write("first", places, new, torch.full_like(new, torch.inf))
+    assert kept.layers["first"].isfinite().all()

@@ -74,6 +74,19 @@ def test_the_law_of_a_tree_that_stops(kind, rule):
     assert bias(stopping(kind), rule, nodes=5, pairs=with_dead_rows(3, 3)).max() < EXACT
 
 
+class Unaware(StaticTree):
+    """Someone's proposer, which draws children behind dead rows too."""
+
+    def extend(self, growth, rows):
+        return super().extend(growth, rows._replace(dead=torch.zeros_like(rows.dead)))
+
+
+@pytest.mark.parametrize(("kind", "rule"), LEGAL)
+def test_the_law_where_a_proposer_does_not_ask(kind, rule):
+    proposer = Unaware(Shape.named("binary", 4), kind=kind)
+    assert bias(proposer, rule, nodes=4, pairs=with_dead_rows(3, 2)).max() < EXACT
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_requests(kind):
     drafts, targets = with_dead_rows(3, 3)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from vllm_adaptive_tree.attention.cpu import attend, context_bias
-from vllm_adaptive_tree.engine.contexts import KeptContexts, OpenContexts, PagedContexts, copy_finite
+from vllm_adaptive_tree.engine.contexts import KeptContexts, OpenContexts, PagedContexts, finite
 from vllm_adaptive_tree.trees import SlicedMask
 
 
@@ -93,7 +93,7 @@ class DraftKeys:
         if opened is None:
             opened = self.scratch[layer.layer_name] = self.contexts.open(layer, kv_cache)
         for whole, new in zip(opened, (key, value), strict=True):
-            copy_finite(whole[:, :, start:end], self.trees.pad(new).transpose(1, 2))
+            whole[:, :, start:end] = finite(self.trees.pad(new).transpose(1, 2))
         return opened
 
     def _widen(self, room: int) -> None:
@@ -106,16 +106,26 @@ class DraftKeys:
         self.room = room
 
 
+class FiniteCache:
+    """Goes before the implementation of a draft's layer: a node that it could not read leaves nothing in a block that
+    would spoil what the next owner of the block reads, masked or not."""
+
+    def do_kv_cache_update(self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
+        super().do_kv_cache_update(layer, finite(key), finite(value), kv_cache, slots)  # type: ignore[misc]
+
+
 class TreeAttention:
     """Goes before the class of a layer's implementation; with vLLM's own metadata it is vLLM's own."""
 
     scale: float
 
     @classmethod
-    def adopt(cls, layer: Any) -> None:
-        """Put such an implementation in the place of the layer's own; for one engine's layers only."""
+    def adopt(cls, layer: Any, *, drafts: bool = False) -> None:
+        """Put such an implementation in the place of the layer's own; for one engine's layers only. `drafts`: the layer
+        is the draft's."""
         own = type(layer.impl)
-        impl: Any = object.__new__(type(f"Tree{own.__name__}", (cls, own), {}))
+        bases = (FiniteCache, cls, own) if drafts else (cls, own)
+        impl: Any = object.__new__(type(f"Tree{own.__name__}", bases, {}))
         impl.__dict__.update(layer.impl.__dict__)
         layer.impl = impl
 

@@ -16,10 +16,9 @@ SPARE = 4
 LARGE = 1 << 14
 
 
-def copy_finite(into: Tensor, new: Tensor) -> None:
-    """`new` into `into`, 0 where it is not finite: a key or value that a mask hides must be a number, since the
-    weight 0 times NaN is NaN."""
-    torch.nan_to_num(new.to(into.dtype), nan=0.0, posinf=0.0, neginf=0.0, out=into)
+def finite(keys: Tensor) -> Tensor:
+    """Keys or values, 0 where they are not finite: what a mask hides must be a number, since 0 times NaN is NaN."""
+    return torch.nan_to_num(keys, nan=0.0, posinf=0.0, neginf=0.0)
 
 
 class PagedContexts:
@@ -34,12 +33,8 @@ class PagedContexts:
 
     def open(self, layer: Any, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """Key and value [R, Hkv, room + width, D] float32 of a layer, zero in the room."""
-        parts = []
-        for part in layer.impl.gather(layer, kv_cache, self.block_table):
-            requests, heads, width, size = part.shape
-            parts.append(whole := part.new_zeros(requests, heads, self.room + width, size))
-            copy_finite(whole[:, :, self.room :], part)  # behind a context, blocks hold what others left there
-        return parts[0], parts[1]
+        key, value = layer.impl.gather(layer, kv_cache, self.block_table)
+        return tuple(torch.nn.functional.pad(part, (0, 0, self.room, 0)) for part in (key, value))  # type: ignore[return-value]
 
 
 class KeptContexts:
@@ -93,9 +88,7 @@ class KeptContexts:
     def write(self, layer: str, places: Tensor, key: Tensor, value: Tensor) -> None:
         """key, value [T or more, Hkv, D] of the tokens at `places`."""
         for whole, new in zip(self.layers[layer], (key, value), strict=True):
-            read = new[: len(places)]
-            copy_finite(finite := read.new_empty(read.shape, dtype=whole.dtype), read)
-            whole.flatten(0, 1).index_copy_(0, places, finite)
+            whole.flatten(0, 1).index_copy_(0, places, finite(new[: len(places)].float()))
 
     def of(self, rows: list[int], ends: list[int], block_table: Tensor) -> "OpenContexts":
         """The contexts of these rows for one step, each as long as `ends`; `block_table`: [R, blocks]."""
@@ -146,7 +139,7 @@ class OpenContexts:
                 row, end = self.rows[at], self.ends[at]
                 kept.length[row] = end
                 for whole, part in zip(kept.layers[name], (key, value), strict=True):
-                    copy_finite(whole[row, kept.room : kept.room + end], part[:, :end].transpose(0, 1))
+                    whole[row, kept.room : kept.room + end] = part[:, :end].transpose(0, 1)
         whole = kept.layers[name][:, :, : kept.room + self.width]
         whole = whole[:, : len(self.rows)] if self.rows == list(range(len(self.rows))) else whole[:, self.rows]
         key, value = whole.transpose(2, 3).unbind()

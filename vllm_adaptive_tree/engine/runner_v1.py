@@ -86,7 +86,7 @@ class TreeModelRunner(CPUModelRunner):
         super().load_model(load_dummy_weights)
         for name, layer in self.compilation_config.static_forward_context.items():
             support.check_layer(name, layer)
-            CPUTrees.adopt(layer)
+            CPUTrees.adopt(layer, drafts=name in self.drafter._draft_attn_layer_names)
         self.model.compute_logits = self.clock.timed("verify", self.model.compute_logits)
 
     def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:

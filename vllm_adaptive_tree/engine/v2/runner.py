@@ -95,7 +95,8 @@ class TreeModelRunnerV2(ModelRunner):
         super().load_model(*args, **kwargs)
         for name, layer in self.compilation_config.static_forward_context.items():
             support.check_layer(name, layer)
-            (CPUTrees if self.device.type == "cpu" else PagedTrees).adopt(layer)
+            trees = CPUTrees if self.device.type == "cpu" else PagedTrees
+            trees.adopt(layer, drafts=name in self.speculator.draft_attn_layer_names)
         if self.batch_sharder is not None or self.sampler.return_sampling_mask:
             raise ValueError("return_sampling_mask and a sampler sharded over ranks are not supported beside trees")
         nodes = self.options.num_speculative_tokens
