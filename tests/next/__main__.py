@@ -14,7 +14,7 @@ from vllm_adaptive_tree.versions import SUPPORTED, minor
 
 RELEASE = list(SUPPORTED.values())[-1]
 SHORT = [
-    "tests/next",
+    "tests/engine/test_release.py",
     "tests/engine/test_identity.py",
     "tests/engine/test_law.py::test_tokens_follow_the_target_s_law[dyspec, rrsw]",
     "tests/engine/test_scheduling.py",
@@ -22,7 +22,7 @@ SHORT = [
     "tests/test_patches.py",
 ]
 EVERY = ["-m", "slow or not slow"]
-WHOLE = ["-k", "not (test_whole or test_more)", "tests/next", "tests/engine", "tests/test_patches.py"]
+WHOLE = ["-k", "not (test_whole or test_more)", "tests/engine", "tests/test_patches.py"]
 
 
 def main(arguments: list[str]) -> int:
@@ -35,10 +35,12 @@ def main(arguments: list[str]) -> int:
     except RuntimeError as error:
         print(error, file=sys.stderr)
         return 2
-    chosen: dict[tuple[str, ...], list[str]] = {(): [*EVERY, *WHOLE], ("--short",): [*EVERY, *SHORT]}
+    environment = {**os.environ, "TESTED_VLLM": RELEASE}
+    if arguments == ["--short"]:
+        environment.setdefault("LAW_DRAWS", "4000")
+        arguments = [*EVERY, *SHORT]
     command = [str(python), "-m", "pytest", "-p", "no:cacheprovider", "-n", "2", "--dist", "loadfile", "--durations=10"]
-    command += chosen.get(tuple(arguments), arguments)
-    return subprocess.run(command, cwd=ROOT, env={**os.environ, "TESTED_VLLM": RELEASE}).returncode
+    return subprocess.run([*command, *(arguments or [*EVERY, *WHOLE])], cwd=ROOT, env=environment).returncode
 
 
 if __name__ == "__main__":
