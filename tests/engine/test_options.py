@@ -23,7 +23,10 @@ from vllm_adaptive_tree.proposers.dyspec import LOWEST
 
 NODES = 12
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
-COSTS: dict[str, Any] = {"verify": {"rows": [1, 300], "seconds": [0.5, 0.6]}, "draft": {"rows": [1, 12], "seconds": [1e-3] * 2}}
+COSTS: dict[str, Any] = {
+    "verify": {"rows": [1, 300], "seconds": [0.5, 0.6]},
+    "draft": {"rows": [1, 12], "seconds": [1e-3] * 2},
+}
 
 
 class Measures:
