@@ -74,8 +74,9 @@ def _identity(model: Any) -> list[Any]:
     folder = Path(model.model)
     files = sorted(file for pattern in WEIGHTS for file in folder.glob(pattern)) if folder.is_dir() else []
     weights = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
-    config = hashlib.sha256(model.hf_config.to_json_string().encode()).hexdigest()
-    return [str(model.model), model.revision, config, str(model.dtype), str(model.quantization), weights]
+    config = {name: value for name, value in model.hf_config.to_dict().items() if name != "_name_or_path"}
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()
+    return [str(model.model), model.revision, digest, str(model.dtype), str(model.quantization), weights]
 
 
 def _processor() -> str:
