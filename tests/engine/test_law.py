@@ -103,7 +103,8 @@ class FirstTrees:
         def accept(*args: Any, **kwargs: Any) -> Any:
             outcome = original(*args, **kwargs)
             nodes = outcome.nodes if V2 else outcome.accepted.nodes
-            self.depths.update((nodes[args[4].position == root] >= 0).sum(1).tolist())
+            position = args[4].position if V2 else args[5]().position
+            self.depths.update((nodes[position == root] >= 0).sum(1).tolist())
             return outcome
 
         monkeypatch.setattr(module, "accept", accept)
