@@ -32,13 +32,15 @@ def held(worker: Any) -> list[str]:
         elif id(thing) not in seen:
             seen.add(id(thing))
             if isinstance(thing, dict):
-                walk([*thing, *thing.values()], path)
+                for name, one in thing.items():
+                    walk(name, path)
+                    walk(one, path)
             elif isinstance(thing, list | tuple | set | deque):
                 for one in thing:
                     walk(one, path)
             elif type(thing).__module__.startswith("vllm_adaptive_tree"):
-                for name, one in vars(thing).items():
-                    walk(one, f"{path}.{name}".removeprefix("."))
+                for name in getattr(thing, "__dict__", None) or getattr(thing, "__slots__", ()):
+                    walk(getattr(thing, name), f"{path}.{name}".removeprefix("."))
 
     runner = worker.model_runner
     walk(runner, "")
@@ -103,7 +105,7 @@ def test_aborted_preempted_and_called_by_an_old_name(
 ) -> None:
     """In this process, with steps until the engine core has nothing left to say, as its own loop would take them."""
     monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "1")
-    llm = engines.start(config, max_model_len=320, max_num_batched_tokens=64, num_gpu_blocks_override=8 if V2 else 24)
+    llm = engines.start(config, max_model_len=128, max_num_batched_tokens=64, num_gpu_blocks_override=8 if V2 else 24)
     engine, runner = llm.llm_engine, runner_of(llm)
     worker = engine.engine_core.engine_core.model_executor.driver_worker
     scheduler = engine.engine_core.engine_core.scheduler
