@@ -3,16 +3,14 @@
 The last two steps of Model Runner V2 are not counted yet when its last request ends.
 """
 
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from vllm import SamplingParams
 
-from tests.engine.engines import DRAFT, PROMPTS, V2, Engines, assert_identical, generate, metric, runner_of
+from tests.engine.engines import DRAFT, PROMPTS, V2, Engines, assert_identical, generate, metric, runner_of, set_costs
 from vllm_adaptive_tree.proposers import Rows
 
 TEXTS = [PROMPTS[i] for i in (0, 4, 2, 9, 3, 1)]
@@ -44,12 +42,11 @@ def plain(engines: Engines) -> list[Any]:
 
 
 @pytest.fixture
-def llm(engines: Engines, plain: list[Any], method: str, tmp_path: Path) -> Any:
+def llm(engines: Engines, plain: list[Any], method: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     """With `budget: "auto"`, costs at which a tree always pays."""
-    file = tmp_path / "costs.json"
     cheap = {"rows": [1, 1000], "seconds": [0.5, 0.5 + 1e-6]}
-    file.write_text(json.dumps({"verify": cheap, "draft": {"rows": [1, 12], "seconds": [1e-6, 1e-6]}}))
-    options = {"budget": "auto", "cost_profile": str(file), **METHODS[method]}
+    set_costs(monkeypatch, verify=cheap, draft={"rows": [1, 12], "seconds": [1e-6, 1e-6]})
+    options = {"budget": "auto", **METHODS[method]}
     config = {"method": method, "model": DRAFT, "num_speculative_tokens": 7 if V2 else 12, "tree": options}
     return engines.start(config)
 

@@ -1,15 +1,14 @@
 """What the worker keeps of a request goes with it: served one by one, aborted, preempted, or called by an old name."""
 
 import asyncio
-import json
 from collections import deque
-from pathlib import Path
 from typing import Any
 
 import pytest
 from vllm import SamplingParams
 
 from tests.engine.engines import DRAFT, PROMPTS, TARGET, V2, Engines, metric, runner_of
+from vllm_adaptive_tree.budget import Controller, Costs
 from vllm_adaptive_tree.engine.drafts import Draft
 
 NAME = "leaving-"
@@ -49,12 +48,18 @@ def held(worker: Any) -> list[str]:
     return sorted(found - VLLMS_OWN)
 
 
+def drafts_pay(worker: Any) -> None:
+    """By the costs that this engine has measured."""
+    runner = worker.model_runner
+    flat = {"rows": [1, 1000], "seconds": [0.5, 0.5]}
+    costs = Costs.from_json({"verify": flat, "draft": None, "context": 0.0})
+    runner.begin_budget(Controller(costs, sampled=runner.cuts_drawn))
+
+
 @pytest.fixture
-def config(tmp_path: Path) -> dict[str, Any]:
-    """Drawn trees whose laws are kept, without a seed, under a budget that always drafts."""
-    file = tmp_path / "costs.json"
-    file.write_text(json.dumps({"verify": {"rows": [1, 1000], "seconds": [0.5, 0.5]}}))
-    tree = {"budget": "auto", "cost_profile": str(file)}
+def config() -> dict[str, Any]:
+    """Drawn trees whose laws are kept, without a seed."""
+    tree = {"budget": "auto", "cost_profile": None}
     return {"method": "dyspec", "model": DRAFT, "num_speculative_tokens": 8, "tree": tree}
 
 
@@ -84,6 +89,7 @@ def test_one_by_one_through_a_server_s_engine(config: dict[str, Any], monkeypatc
         )
         engine = AsyncLLM.from_engine_args(arguments)
         try:
+            await engine.collective_rpc(drafts_pay)
             for i in range(REQUESTS):
                 async for _ in engine.generate(PROMPTS[i % 16], sampled(3), request_id=f"{NAME}{i}"):
                     pass
@@ -109,6 +115,7 @@ def test_aborted_preempted_and_called_by_an_old_name(
     engine, runner = llm.llm_engine, runner_of(llm)
     worker = engine.engine_core.engine_core.model_executor.driver_worker
     scheduler = engine.engine_core.engine_core.scheduler
+    drafts_pay(worker)
     count, tokens = (4, 40) if V2 else (16, 40)
     names = {f"{NAME}{i}": PROMPTS[i] for i in range(count)}
     for name, prompt in names.items():
