@@ -76,7 +76,7 @@ def p_value(engines: Engines, exact: dict[tuple[int, ...], float], config: dict[
     assert drawn.total() == DRAWS
     assert drawn.keys() <= exact.keys()
     if config is not None:
-        assert metric(llm, "spec_decode_num_accepted_tokens") > DRAWS / 16, "too little of what was drawn was drafted"
+        assert metric(llm, "spec_decode_num_accepted_tokens") > DRAWS / 64, "too little of what was drawn was drafted"
     p, cells = chi_square(drawn, exact)
     print(f"{config and config['method']}: p = {p:.3g}, {cells} cells of {len(exact)}")
     assert cells > (4 if V2 else 20)
