@@ -124,8 +124,11 @@ def _mcsd(options: argparse.Namespace) -> None:
 
 @contextmanager
 def _watched() -> Iterator[Watch]:
+    """What follows a training, on one thread: for so small a model more of them cost time."""
+    import torch
     from tqdm import tqdm  # type: ignore[import-untyped]
 
+    torch.set_num_threads(1)
     with tqdm(desc="training", unit="epoch", disable=None) as bar:
 
         def watch(seed: int, epoch: Epoch) -> None:
