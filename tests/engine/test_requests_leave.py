@@ -91,7 +91,7 @@ def test_one_by_one_through_a_server_s_engine(config: dict[str, Any], monkeypatc
         try:
             await engine.collective_rpc(drafts_pay)
             for i in range(REQUESTS):
-                async for _ in engine.generate(PROMPTS[i % 16], sampled(3), request_id=f"{NAME}{i}"):
+                async for _ in engine.generate(PROMPTS[i % 16], sampled(3 + i % 4), request_id=f"{NAME}{i}"):
                     pass
             assert await held_by(engine, when_idle=True) == set()
             aborted = engine.generate(PROMPTS[0], sampled(480), request_id=f"{NAME}aborted")
