@@ -95,6 +95,6 @@ of the difference over prompts that both decoded, resampled together: it *holds*
 not hold* when it lies below, and is *within noise* otherwise. At T > 0 both also differ by their draws. Of {lines}
 lines, {counts}.
 
-`python -m benchmarks.papers` measures, in a quarter of an hour on two idle cores, and writes this page (`--render` writes it
-from `benchmarks/results/papers`). It runs the package's proposers, rules and noise in batches over a plain PyTorch
-Llama; the target is read along the walk only."""
+`python -m benchmarks.papers` measures, in a quarter of an hour on two idle cores, and writes this page (`--render`
+writes it from `benchmarks/results/papers`). It runs the package's proposers, rules and noise in batches over a plain
+PyTorch Llama; the target is read along the walk only."""
