@@ -94,6 +94,7 @@ def test_one_by_one_through_a_server_s_engine(config: dict[str, Any], monkeypatc
                 async for _ in engine.generate(PROMPTS[i % 16], sampled(3 + i % 4), request_id=f"{NAME}{i}"):
                     pass
             assert await held_by(engine, when_idle=True) == set()
+            await engine.collective_rpc(drafts_pay)  # live steps have said otherwise meanwhile
             aborted = engine.generate(PROMPTS[0], sampled(480), request_id=f"{NAME}aborted")
             for _ in range(2):
                 await anext(aborted)
