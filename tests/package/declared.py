@@ -1,5 +1,8 @@
 """What `pyproject.toml` declares, and what of it is installed here."""
 
+import json
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterable
 from functools import cache
@@ -52,8 +55,12 @@ def closure(requirements: Iterable[Requirement]) -> frozenset[str]:
 
 @cache
 def distributions() -> dict[str, set[str]]:
-    """Top-level package -> names of the distributions that install it."""
+    """Top-level package -> names of the distributions that install it.
+
+    A process of its own is asked: setuptools adds what it vendors to the path of one that imported it.
+    """
+    listing = "import json; from importlib.metadata import packages_distributions as all; print(json.dumps(all()))"
+    found = subprocess.run([sys.executable, "-c", listing], cwd=ROOT, capture_output=True, text=True, check=True)
     return {
-        package: {canonicalize_name(name) for name in names}
-        for package, names in metadata.packages_distributions().items()
+        package: {canonicalize_name(name) for name in names} for package, names in json.loads(found.stdout).items()
     }
