@@ -75,11 +75,16 @@ def llm(engines: Engines, file: Path) -> Any:
     return llm
 
 
-def test_opt_trees_price_floor_and_temperature(llm: Any) -> None:
+def test_opt_trees_price_floor_and_temperature(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """`threshold` null, `draft_temperature` "auto" and `budget` "auto"."""
     runner = runner_of(llm)
-    controller = runner.budget.controller
-    assert runner.steering.proposer.threshold > 0, "no level had a price"
+    controller, steering = runner.budget.controller, runner.steering
+    price, told = steering.price, []
+    monkeypatch.setattr(
+        steering, "price", lambda *sizes: (price(*sizes), told.append((steering.proposer.threshold, sizes)))
+    )
+    generate(llm, PROMPTS[:4], GREEDY)
+    assert any(threshold > 0 for threshold, _ in told), f"no level had a price: {told}"
     assert runner.steering.proposer.floor > float("-inf"), "nobody told it what the batch verifies"
     assert runner.budget.greedy_temperature != GREEDY_DRAFT_TEMPERATURE
     assert sum(one.observed for one in controller.calibrations) > 10
