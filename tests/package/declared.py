@@ -61,6 +61,4 @@ def distributions() -> dict[str, set[str]]:
     """
     listing = "import json; from importlib.metadata import packages_distributions as all; print(json.dumps(all()))"
     found = subprocess.run([sys.executable, "-c", listing], cwd=ROOT, capture_output=True, text=True, check=True)
-    return {
-        package: {canonicalize_name(name) for name in names} for package, names in json.loads(found.stdout).items()
-    }
+    return {package: {canonicalize_name(name) for name in names} for package, names in json.loads(found.stdout).items()}
