@@ -16,7 +16,7 @@ from tests.engine.engines import DRAFT, PROMPTS, Engines, generate, runner_of, s
 from vllm_adaptive_tree.budget import Costs
 from vllm_adaptive_tree.budget.levels import FIRST
 from vllm_adaptive_tree.engine import cost_profile
-from vllm_adaptive_tree.engine.cost_profile import key_of
+from vllm_adaptive_tree.engine.cost_profile import CostProfile, key_of
 from vllm_adaptive_tree.engine.startup import settle
 from vllm_adaptive_tree.methods import GREEDY_DRAFT_TEMPERATURE, steered
 from vllm_adaptive_tree.proposers.dyspec import LOWEST
@@ -187,6 +187,18 @@ def test_a_file_that_cannot_be_written_later(llm: Any, file: Path) -> None:
     generate(llm, PROMPTS[:1], SamplingParams(temperature=0, max_tokens=3))
     assert profile.collect is None
     profile.path, profile.collect = path, collect
+
+
+def test_what_is_written_while_an_engine_decodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Early and then more rarely: a server that is killed after a minute leaves something."""
+    now, written = 0, []
+    monkeypatch.setattr(cost_profile, "time", SimpleNamespace(monotonic=lambda: now))
+    profile = CostProfile(tmp_path / "costs.json", {})
+    profile.collect = lambda: (written.append(now), {"learnt": now})[1]
+    for now in range(800):  # noqa: B007
+        profile.tick()
+    assert written == [10, 30, 70, 150, 310, 490, 670]
+    assert json.loads((tmp_path / "costs.json").read_text()) == {"key": {}, "learnt": 670}
 
 
 def test_a_shutdown_writes(engines: Engines, file: Path, llm: Any) -> None:

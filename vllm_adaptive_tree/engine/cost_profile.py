@@ -20,8 +20,9 @@ from vllm_adaptive_tree.files import write_whole
 from vllm_adaptive_tree.version import __version__
 
 FORMAT = 1
-EVERY = 180.0
-"""Seconds between two writings of an engine that decodes: a server that is killed loses no more."""
+FIRST, EVERY = 10.0, 180.0
+"""Seconds of decoding until the first writing, and at most between two: the pauses double. vLLM's server kills its
+workers when it is told to end, unless `--shutdown-timeout` leaves them time, and loses what came after the last one."""
 LARGEST = 1 << 22
 """Bytes; no profile comes near."""
 WEIGHTS = "*.safetensors", "*.bin", "*.pt"
@@ -96,7 +97,8 @@ class CostProfile:
         self.path, self.key = path, dict(key)
         self.collect: Callable[[], dict[str, Any]] | None = None
         """What to write, once there is something."""
-        self.due = time.monotonic() + EVERY
+        self.pause = FIRST
+        self.due = time.monotonic() + self.pause
 
     @classmethod
     def of(cls, file: str, key: Mapping[str, Any]) -> "CostProfile | None":
@@ -138,11 +140,12 @@ class CostProfile:
         """After every step: a look at the clock."""
         if time.monotonic() >= self.due:
             self.write()
+            self.pause = min(2 * self.pause, EVERY)
+            self.due = time.monotonic() + self.pause
 
     def write(self) -> None:
         if self.collect is None:
             return
-        self.due = time.monotonic() + EVERY
         try:
             write_whole(self.path, (json.dumps({"key": self.key, **self.collect()}) + "\n").encode())
         except OSError as error:
