@@ -11,9 +11,10 @@ from tests.engine.engines import V2
 
 HERE = Path(__file__).parent
 SHORT = (
-    ["test_methods.py", "test_v2_step.py", "test_options.py"],
+    ["test_methods.py", "test_v2_step.py", "test_options.py", "test_dead_rows.py", "test_requests_leave.py"],
     "(greedy_and_seeded and k-config) or (fixed_budget and opt_tree) or (waits and mcsd) or (kernels and traversal)"
-    " or asynchronous or rests or depth_first or dyspec_fills or price_floor or measured_once",
+    " or asynchronous or rests or depth_first or dyspec_fills or price_floor or measured_once"
+    " or (dead_rows and dyspec) or old_name",
 )
 WHOLE = {
     "methods": (["test_methods.py"], "test_greedy"),

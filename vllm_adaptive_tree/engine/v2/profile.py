@@ -20,10 +20,9 @@ SECONDS = 20.0
 def measured_costs(runner: Any, nodes: int) -> Costs:
     """Costs of a verification by rows, of one row a request where there are as many requests, and of a draft level of
     up to `nodes` rows. What contexts cost is in neither, and is learnt from live steps."""
-    rows, levels = (
-        profiled_rows(min(MOST_ROWS, runner.max_num_tokens - runner.max_num_reqs)),
-        sorted({1, max(2, nodes)}),
-    )
+    # vLLM's dummy run takes no more: it keeps a token free for each of its requests.
+    most = max(runner.max_num_tokens - runner.max_num_reqs, runner.max_num_tokens // 2)
+    rows, levels = profiled_rows(min(MOST_ROWS, most)), sorted({1, max(2, nodes)})
     forwards = [_level(runner.speculator, count) for count in levels] + [_target(runner, count) for count in rows]
     found = _fastest(runner, forwards)
     draft, verify = found[: len(levels)], found[len(levels) :]
