@@ -82,6 +82,11 @@ class MethodOptions:
                     f"speculative_config['tree'][{one.name!r}] must be {one.metadata['what']}, got {value!r}"
                 )
             object.__setattr__(self, one.name, _as_tuples(value))  # JSON gives lists; both shall be the same options
+        if self.cost_profile not in (None, "auto") and self.budget != "auto":
+            raise ValueError(
+                f"speculative_config['tree']['cost_profile'] is read and written with budget 'auto' only, got "
+                f"{self.budget!r}; remove one of them"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

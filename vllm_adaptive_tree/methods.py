@@ -18,6 +18,7 @@ from vllm_adaptive_tree.method_options import (
     shipped,
 )
 from vllm_adaptive_tree.proposers import C2T, DySpec, Eagle2, Mcsd, OptTree, Proposer, StaticTree, sequoia_shape
+from vllm_adaptive_tree.proposers.dyspec import HIGHEST
 from vllm_adaptive_tree.proposers.mcsd import FEATURES
 from vllm_adaptive_tree.trees import Shape
 
@@ -154,7 +155,7 @@ def build_proposer(options: TreeOptions) -> Proposer:
             threshold = THRESHOLD if tree.threshold is None else tree.threshold
             proposer = OptTree(max_depth=tree.max_depth, threshold=0 if found.measured or found.price else threshold)
         case "dyspec":
-            threshold = 1 / nodes if tree.threshold == "auto" else tree.threshold
+            threshold = min(1 / nodes, HIGHEST) if tree.threshold == "auto" else tree.threshold
             proposer = DySpec(
                 max_depth=tree.max_depth,
                 max_children=tree.max_children,

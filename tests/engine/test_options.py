@@ -3,6 +3,7 @@
 The others: `tests/pure/test_options.py`.
 """
 
+import importlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +11,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm import SamplingParams
 
-from tests.engine.engines import DRAFT, PROMPTS, Engines, generate, runner_of, set_costs, tree
+from tests.engine.engines import DRAFT, PROMPTS, V2, Engines, generate, runner_of, set_costs, tree
 from vllm_adaptive_tree.budget import Costs
 from vllm_adaptive_tree.budget.levels import FIRST
 from vllm_adaptive_tree.engine import cost_profile
@@ -21,6 +23,7 @@ from vllm_adaptive_tree.engine.startup import settle
 from vllm_adaptive_tree.methods import GREEDY_DRAFT_TEMPERATURE, steered
 from vllm_adaptive_tree.proposers.dyspec import LOWEST
 
+profile = importlib.import_module(f"vllm_adaptive_tree.engine.{'v2.' if V2 else ''}profile")
 NODES = 12
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 COSTS: dict[str, Any] = {
@@ -92,7 +95,9 @@ def test_opt_trees_price_floor_and_temperature(llm: Any, monkeypatch: pytest.Mon
 
 def test_a_threshold_is_measured_once(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     runner, measures = runner_of(llm), Measures()
-    options = replace(runner.options, tree=replace(runner.options.tree, threshold="auto", budget=None))
+    options = replace(
+        runner.options, tree=replace(runner.options.tree, threshold="auto", budget=None, cost_profile=None)
+    )
     monkeypatch.setattr(runner, "options", options)
     monkeypatch.setattr(runner.steering, "steered", steered(options))
     before = runner.steering.proposer.threshold
@@ -137,7 +142,6 @@ def test_what_was_learnt_is_kept_and_read(llm: Any, file: Path, monkeypatch: pyt
     [
         lambda text: "",
         lambda text: text[: len(text) // 2],
-        lambda text: "[" * 100_000,
         lambda text: '{"verify": {"rows": [1, 2], "seconds": [1, 2]}}',
         lambda text: text.replace('"opt_tree"', '"dyspec"'),
         lambda text: text.replace('"context": ', '"context": NaN, "was": '),
@@ -147,8 +151,6 @@ def test_what_was_learnt_is_kept_and_read(llm: Any, file: Path, monkeypatch: pyt
         lambda text: text.replace('"calibrations": [', '"calibrations": [[], '),
         lambda text: text.replace('"inverse": ', '"inverse": -'),
         lambda text: text.replace('"learnt": {', '"learnt": 7, "other": {'),
-        lambda text: "7" * 10_000,
-        lambda text: "\x00\xff",
     ],
 )
 def test_what_is_no_profile_is_replaced(llm: Any, file: Path, change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,26 +181,64 @@ def test_the_default_is_a_file_in_vllms_cache(llm: Any, tmp_path: Path, monkeypa
     assert settled(runner, monkeypatch, cost_profile="auto") == ["costs"], "it starts all the same"
 
 
-def test_a_file_that_cannot_be_written_later(llm: Any, file: Path) -> None:
-    """Decoding goes on."""
-    profile = runner_of(llm).profile
-    collect, path = profile.collect, profile.path
-    profile.path, profile.due = file / "below", 0.0
+@pytest.mark.parametrize("text", ['{"model_type": "llama"}', "[" * 100_000, "7" * 10_000, "\x00\xff", "key"])
+def test_what_is_somebody_elses_is_left_alone(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=r"\['cost_profile'\]: .*config.json' is there and no cost profile"):
+        cost_profile.check_folder(str(file))
+    assert file.read_text() == text
+
+
+def test_nobodys_home() -> None:
+    with pytest.raises(ValueError, match=r"\['cost_profile'\]: '~nobody-there/costs.json' cannot be written"):
+        cost_profile.check_folder("~nobody-there/costs.json")
+
+
+def test_a_gate_trained_anew_makes_another_key(tmp_path: Path) -> None:
+    digests = []
+    for content in (b"one", b"other"):
+        (tmp_path / "gate.safetensors").write_bytes(content)
+        digests.append(cost_profile._digest(str(tmp_path / "gate.safetensors")))
+    assert digests[0] != digests[1]
+
+
+def test_a_machine_that_is_too_slow_for_a_whole_profile(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time is up after the first forward; the engine starts all the same."""
+    monkeypatch.setattr(profile, "SECONDS" if V2 else "PROFILE_SECONDS", 0.0)
+    with torch.inference_mode():
+        costs = profile.measured_costs(runner_of(llm), NODES)
+    assert costs.verify.rows.tolist() == [1, 2]
+    assert costs.verify.cost(8) > 0
+    assert costs.draft is not None
+
+
+def test_a_file_that_cannot_be_written_later(llm: Any, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoding goes on, with one warning, and the file is tried again."""
+    kept, said = runner_of(llm).profile, []
+    monkeypatch.setattr(cost_profile.logger, "warning", lambda line, *args: said.append(line % args))
+    monkeypatch.setattr(kept, "path", file / "below")
+    for _ in range(2):
+        kept.due = 0.0
+        generate(llm, PROMPTS[:1], SamplingParams(temperature=0, max_tokens=3))
+    (line,) = said
+    assert "could not be written" in line
+    kept.path, kept.due = file, 0.0
+    file.unlink()
     generate(llm, PROMPTS[:1], SamplingParams(temperature=0, max_tokens=3))
-    assert profile.collect is None
-    profile.path, profile.collect = path, collect
+    assert file.exists()
 
 
 def test_what_is_written_while_an_engine_decodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Early and then more rarely: a server that is killed after a minute leaves something."""
     now, written = 0, []
     monkeypatch.setattr(cost_profile, "time", SimpleNamespace(monotonic=lambda: now))
-    profile = CostProfile(tmp_path / "costs.json", {})
-    profile.collect = lambda: (written.append(now), {"learnt": now})[1]
-    for now in range(800):  # noqa: B007
-        profile.tick()
-    assert written == [10, 30, 70, 150, 310, 490, 670]
-    assert json.loads((tmp_path / "costs.json").read_text()) == {"key": {}, "learnt": 670}
+    kept = CostProfile(tmp_path / "costs.json", {})
+    kept.collect = lambda: (written.append(now), {"learnt": now})[1]
+    for now in range(100, 900):  # noqa: B007
+        kept.tick()
+    assert written == [110, 130, 170, 250, 410, 590, 770]
+    assert json.loads((tmp_path / "costs.json").read_text()) == {"key": {}, "learnt": 770}
 
 
 def test_a_shutdown_writes(engines: Engines, file: Path, llm: Any) -> None:

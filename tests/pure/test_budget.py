@@ -235,8 +235,26 @@ def test_prompts_in_a_step_leave_room_for_good_nodes_only():
     value, depth = torch.tensor([[0.9, 0.3], [0.8, 0.1]]), torch.tensor([[1, 2], [1, 2]])
     assert controller.share_beside(value, depth, 40).tolist() == [2, 2], "nothing is known of its time yet"
     assert controller.share(value, depth, 0.1).tolist() == [2, 2]
+    assert controller.share_beside(value, depth, 40).tolist() == [2, 2], "these trees have no say in it"
+    assert controller.share(value, depth, 0.1).tolist() == [2, 2]
     assert controller.share_beside(value, depth, 40).tolist() == [1, 1], "a row is worth 0.37 tokens"
     assert controller.share_beside(value, depth, 2).tolist() == [2, 2], "rows are still free"
+
+
+def test_what_a_drawn_token_leads_to_has_no_say_in_its_own_cut_beside_prompts():
+    """Two outcomes of one draw: the same first node, behind which much or nothing is likely."""
+    kept = []
+    for likely in (0.9, 0.001):
+        for dear in range(2, 60):
+            controller = Controller(costs((1, 1.0), (16, 1.0), (116, 1.0 + dear / 2)), sampled=True)
+            past = torch.tensor([[0.3, 0.2, 0.1]]), torch.tensor([[1, 2, 3]])
+            for _ in range(6):
+                controller.share(*past, 0.1)
+            value, depth = torch.tensor([[0.17, 0.17 * likely, 0.17 * likely]]), torch.tensor([[1, 2, 3]])
+            controller.share(value, depth, 0.1)
+            kept.append(int(controller.share_beside(value, depth, 60)) > 0)
+    assert kept[: len(kept) // 2] == kept[len(kept) // 2 :]
+    assert {*kept} == {True, False}, "the first node is kept where rows are cheap, and not where they are dear"
 
 
 def test_free_rows_are_all_taken_and_dear_ones_are_not():

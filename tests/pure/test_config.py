@@ -24,7 +24,7 @@ DEFAULTS = {
 }
 OTHER_VALUES = {  # of every option another legal value
     "opt_tree": {"max_depth": 3, "threshold": "auto", "draft_temperature": 1.5, "allow_lossy": True}
-    | {"budget": None, "cost_profile": "costs.json"},
+    | {"budget": None, "cost_profile": None},
     "dyspec": {"mode": "heap", "threshold": 0, "draft_temperature": 1, "max_children": 4, "max_depth": 5},
     "c2t": {"beta": 1, "top_k": 4, "entropy_top": 10, "max_depth": 3}
     | {"second_pruning": False, "mode": "chain", "gate": "c2t.safetensors"},
@@ -241,6 +241,13 @@ def test_a_shape_with_a_hole_names_the_path(shape, message):
         ({"init_width": 2}, r"\['init_width'\]=2 changes what the target says.*use init_width 1.*allow_lossy"),
     ],
 )
+@pytest.mark.parametrize("budget", [None, 8])
+def test_a_cost_profile_that_nothing_would_read(budget):
+    with pytest.raises(ValueError, match=r"\['cost_profile'\] is read and written with budget 'auto' only"):
+        parsed("opt_tree", {"budget": budget, "cost_profile": "costs.json"})
+    assert parsed("opt_tree", {"budget": budget, "cost_profile": None}).tree.budget == budget
+
+
 def test_what_mcsd_lacks(tree, message):
     with pytest.raises(ValueError, match=message):
         parsed("mcsd", tree)

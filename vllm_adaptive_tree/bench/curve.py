@@ -42,7 +42,7 @@ def roofline(
 
 def measured(model: str, draft: str, dtype: str, most: int) -> dict[str, Any]:
     """Seconds of a target forward and of a draft level by rows, behind an empty context; and the rest of a step."""
-    from vllm_adaptive_tree.engine.measuring import fastest
+    from vllm_adaptive_tree.engine.measuring import POINTS, fastest
     from vllm_adaptive_tree.engine.profile import draft_level, target_forward
 
     speculation = {"method": "opt_tree", "model": draft, "num_speculative_tokens": 16, "tree": {"threshold": 0}}
@@ -53,8 +53,13 @@ def measured(model: str, draft: str, dtype: str, most: int) -> dict[str, Any]:
     found = offline.measure(cell, 1)
     runner = offline.engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
     rows, counts = rows_up_to(most), profiled_rows(most)
-    verify = fastest([partial(target_forward, runner, count) for count in counts], rounds=ROUNDS, seconds=SECONDS)
-    levels = fastest([partial(draft_level, runner.drafter, count) for count in rows], rounds=ROUNDS, seconds=SECONDS)
+    verify, levels = (
+        fastest(forwards, rounds=ROUNDS, seconds=SECONDS, least=POINTS)
+        for forwards in (
+            [partial(target_forward, runner, count) for count in counts],
+            [partial(draft_level, runner.drafter, count) for count in rows],
+        )
+    )
     offline.engine.engine_core.shutdown()
     rest = found.seconds - sum(found.phases[name] for name in FORWARDS)
     curves = {"verify": Curve(counts[: len(verify)], verify), "draft": Curve(rows[: len(levels)], levels)}

@@ -63,6 +63,8 @@ class Controller:
         self.foresight = Foresight(sampled=sampled), Foresight(sampled=sampled), Foresight(sampled=sampled)
         """By mix."""
         self.steps = 0
+        self.rate_beside = 0.0
+        """Tokens per second of a batch like the last one that was shared, before its own trees were judged."""
 
     def of(self, requests: int) -> Size:
         key = requests.bit_length(), self.mix
@@ -172,6 +174,7 @@ class Controller:
         self.foresight[self.mix].see(self.steps, chance, depth)
         trees, requests = len(value), len(value) + others
         size = self.of(requests)
+        self.rate_beside = size.rate
         # How long drafting took depends on the tokens drawn, also on those behind the cut: only past steps may tell.
         usual = (size.drafting or 0.0) if self.sampled else spent
         everyone = pad(chance, (0, 0, 0, others)) if others else chance
@@ -210,13 +213,14 @@ class Controller:
         """How many nodes of each tree to verify in a step that also reads prompts, [R].
 
         Prompts have to be read in any case; there a row often costs more than in other steps, and a node pays where it
-        brings more than other steps bring in its time.
+        brings more than other steps bring in its time: steps before these trees, whose drawn tokens have no say in
+        their own cut.
 
         Args:
             value, depth, greedy: as in `share`, of the nodes that it kept; depth 0 where there is none.
             rows: besides roots and nodes of these trees: prompts, and requests that have no tree.
         """
-        rate = self.of(len(value)).rate
+        rate = self.rate_beside
         if self.most is not None or not rate:
             return (depth > 0).sum(1)
         chance = self._chance(value, depth, greedy)

@@ -54,10 +54,17 @@ def _in_folder(folder: Path) -> set[str]:
     """Names in the files that vLLM would load: safetensors before pickles, an index before the files that it lists."""
     for pattern, read in (("*.safetensors", _of_safetensors), ("pytorch_model*.bin", _of_pickle)):
         if indices := sorted(folder.glob(f"{pattern}.index.json")):
-            return {name for index in indices for name in json.loads(index.read_text())["weight_map"]}
+            return {name for index in indices for name in _of_index(index)}
         if files := sorted(folder.glob(pattern)):
             return {name for file in files for name in read(file)}
     return set()
+
+
+def _of_index(file: Path) -> set[str]:
+    try:
+        return set(json.loads(file.read_text())["weight_map"])
+    except (OSError, ValueError, KeyError, TypeError):  # vLLM's loader says what is wrong
+        return set()
 
 
 def _of_safetensors(file: Path) -> set[str]:

@@ -23,6 +23,8 @@ FORMAT = 1
 FIRST, EVERY = 10.0, 180.0
 """Seconds of decoding until the first writing, and at most between two: the pauses double. vLLM's server kills its
 workers when it is told to end, unless `--shutdown-timeout` leaves them time, and loses what came after the last one."""
+OURS = b'{"key": ', b'{"verify": '
+"""How a file of ours begins, and one of release 0.1."""
 LARGEST = 1 << 22
 """Bytes; no profile comes near."""
 WEIGHTS = "*.safetensors", "*.bin", "*.pt"
@@ -31,20 +33,34 @@ logger = init_logger(f"vllm.{__name__}")
 
 
 def check_folder(file: str | None) -> None:
-    """Raises ValueError where a file that `cost_profile` names could not be written later."""
+    """Raises ValueError where a file that `cost_profile` names could not be written later, or is something else."""
     if file in (None, "auto"):
         return
-    path = Path(file).expanduser()
     try:
+        path = Path(file).expanduser()
         with tempfile.TemporaryFile(dir=path.parent):
             pass
         if path.exists() and not path.is_file():
             raise OSError("it is no file")
-    except OSError as error:
+        foreign = path.exists() and not _is_ours(path)
+    except (OSError, RuntimeError) as error:  # RuntimeError: nobody's home
         raise ValueError(
-            f"speculative_config['tree']['cost_profile']: {file!r} cannot be written ({error.strerror or error}); name "
-            "a file in a folder that exists and may be written, 'auto' for one in vLLM's cache folder, or null for none"
+            f"speculative_config['tree']['cost_profile']: {file!r} cannot be written "
+            f"({getattr(error, 'strerror', None) or error}); name a file in a folder that exists and may be written, "
+            "'auto' for one in vLLM's cache folder, or null for none"
         ) from error
+    if foreign:
+        raise ValueError(
+            f"speculative_config['tree']['cost_profile']: {file!r} is there and no cost profile, so it is not "
+            "replaced; name another file, or remove it"
+        )
+
+
+def _is_ours(path: Path) -> bool:
+    """Or empty, or torn: whatever begins as a profile does."""
+    with path.open("rb") as opened:
+        begins = opened.read(max(map(len, OURS)))
+    return any(begins.startswith(ours[: len(begins)]) for ours in OURS)
 
 
 def key_of(config: Any, options: TreeOptions) -> dict[str, Any]:
@@ -57,6 +73,7 @@ def key_of(config: Any, options: TreeOptions) -> dict[str, Any]:
         "target": _identity(config.model_config),
         "draft": _identity(config.speculative_config.draft_model_config),
         "options": given,
+        "learnt from": {name: _digest(value) for name, value in given["tree"].items() if name in ("gate", "vector")},
         "machine": [_processor(), current_platform.device_type, current_platform.get_device_name()],
         "threads": torch.get_num_threads(),
         "ranks": [parallel.tensor_parallel_size, parallel.pipeline_parallel_size],
@@ -80,6 +97,11 @@ def _identity(model: Any) -> list[Any]:
     return [str(model.model), model.revision, digest, str(model.dtype), str(model.quantization), weights]
 
 
+def _digest(file: str | None) -> str | None:
+    """Of a file's content."""
+    return None if file is None else hashlib.sha256(Path(file).expanduser().read_bytes()).hexdigest()
+
+
 def _processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -98,7 +120,8 @@ class CostProfile:
         self.collect: Callable[[], dict[str, Any]] | None = None
         """What to write, once there is something."""
         self.pause = FIRST
-        self.due = time.monotonic() + self.pause
+        self.due: float | None = None
+        self.warned = False
 
     @classmethod
     def of(cls, file: str, key: Mapping[str, Any]) -> "CostProfile | None":
@@ -138,10 +161,13 @@ class CostProfile:
 
     def tick(self) -> None:
         """After every step: a look at the clock."""
-        if time.monotonic() >= self.due:
+        now = time.monotonic()
+        if self.due is None:
+            self.due = now + self.pause
+        elif now >= self.due:
             self.write()
             self.pause = min(2 * self.pause, EVERY)
-            self.due = time.monotonic() + self.pause
+            self.due = now + self.pause
 
     def write(self) -> None:
         if self.collect is None:
@@ -149,5 +175,6 @@ class CostProfile:
         try:
             write_whole(self.path, (json.dumps({"key": self.key, **self.collect()}) + "\n").encode())
         except OSError as error:
-            logger.warning("cost_profile %s could not be written (%s); decoding goes on", self.path, error)
-            self.collect = None
+            if not self.warned:
+                logger.warning("cost_profile %s could not be written (%s); decoding goes on", self.path, error)
+            self.warned = True

@@ -7,6 +7,9 @@ from typing import Any
 LOWEST, HIGHEST = 0.05, 0.9
 """Of a measured threshold."""
 
+POINTS = 2
+"""Of a curve, at least: measured however long they take."""
+
 Prepare = Callable[[], Callable[[], Any]]
 """Returns the forward to time; what it does itself is not timed."""
 
@@ -21,21 +24,22 @@ def fastest(
     *,
     rounds: int,
     seconds: float,
+    least: int,
     late: Callable[[bool], bool] = lambda late: late,
     timed: Callable[[Callable[[], Any]], float] | None = None,
 ) -> list[float]:
     """The least seconds of each forward over `rounds` rounds, each of which runs all of them once: whatever slows the
     machine for a while slows all alike, and one quiet round is enough. A first round, not counted, warms up.
 
-    After `seconds` the warming round ends, and what it has not come to is left out (three are always kept), or no
-    further round begins. `late` makes all ranks agree on that. `timed` runs a forward and returns its seconds.
+    After `seconds` the warming round ends, and what it has not come to is left out (the first `least` are always kept),
+    or no further round begins. `late` makes all ranks agree on that. `timed` runs a forward and returns its seconds.
     """
     timed, started = timed or _timed, time.perf_counter()
     kept: list[Prepare] = []
     for prepare in forwards:
         timed(prepare())
         kept.append(prepare)
-        if late(len(kept) > 2 and time.perf_counter() - started > seconds):
+        if late(len(kept) >= least and time.perf_counter() - started > seconds):
             break
     found = [float("inf")] * len(kept)
     for _ in range(rounds):

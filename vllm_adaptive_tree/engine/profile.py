@@ -12,7 +12,7 @@ from vllm_adaptive_tree.budget import Costs, Curve
 from vllm_adaptive_tree.budget.curve import profiled_rows
 from vllm_adaptive_tree.engine.cpu_attention import native_metadata
 from vllm_adaptive_tree.engine.drafter import CatchUp
-from vllm_adaptive_tree.engine.measuring import fastest, threshold
+from vllm_adaptive_tree.engine.measuring import POINTS, fastest, threshold
 from vllm_adaptive_tree.engine.ranks import from_rank_0, number_from_rank_0
 
 ROUNDS = 20
@@ -33,7 +33,7 @@ def measured_threshold(runner: Any, nodes: int) -> float:
     0's ratio counts.
     """
     forwards = partial(draft_level, runner.drafter, nodes), partial(target_forward, runner, nodes + 1)
-    level, target = fastest(forwards, rounds=ROUNDS, seconds=PROFILE_SECONDS, late=late)
+    level, target = fastest(forwards, rounds=ROUNDS, seconds=PROFILE_SECONDS, least=len(forwards), late=late)
     return threshold(float(from_rank_0(torch.tensor(level / target, dtype=torch.float64))))
 
 
@@ -46,8 +46,9 @@ def measured_costs(runner: Any, nodes: int) -> Costs:
     length = max(0, min(CONTEXT, runner.max_model_len - few))
     forwards = [partial(draft_level, runner.drafter, count) for count in levels]
     forwards += [partial(target_forward, runner, few, tokens) for tokens in (0, length)]
+    least = len(forwards) + POINTS
     forwards += [partial(target_forward, runner, count) for count in rows]
-    found = fastest(forwards, rounds=PROFILE_ROUNDS, seconds=PROFILE_SECONDS, late=late)
+    found = fastest(forwards, rounds=PROFILE_ROUNDS, seconds=PROFILE_SECONDS, least=least, late=late)
     found = from_rank_0(torch.tensor(found, dtype=torch.float64)).tolist()
     draft, (empty, full), verify = found[: len(levels)], found[len(levels) :][:2], found[len(levels) + 2 :]
     reading = max(0.0, full - empty) / length if length else 0.0

@@ -8,7 +8,7 @@ import torch
 
 from vllm_adaptive_tree.budget import Costs, Curve
 from vllm_adaptive_tree.budget.curve import profiled_rows
-from vllm_adaptive_tree.engine.measuring import Prepare, fastest, threshold
+from vllm_adaptive_tree.engine.measuring import POINTS, Prepare, fastest, threshold
 from vllm_adaptive_tree.engine.ranks import from_rank_0
 
 ROUNDS = 5
@@ -21,17 +21,17 @@ def measured_costs(runner: Any, nodes: int) -> Costs:
     """Costs of a verification by rows, of one row a request where there are as many requests, and of a draft level of
     up to `nodes` rows. What contexts cost is in neither, and is learnt from live steps."""
     # vLLM's dummy run takes no more: it keeps a token free for each of its requests.
-    most = max(runner.max_num_tokens - runner.max_num_reqs, runner.max_num_tokens // 2)
+    most = max(POINTS, runner.max_num_tokens - runner.max_num_reqs, runner.max_num_tokens // 2)
     rows, levels = profiled_rows(min(MOST_ROWS, most)), sorted({1, max(2, nodes)})
     forwards = [_level(runner.speculator, count) for count in levels] + [_target(runner, count) for count in rows]
-    found = _fastest(runner, forwards)
+    found = _fastest(runner, forwards, least=len(levels) + POINTS)
     draft, verify = found[: len(levels)], found[len(levels) :]
     return Costs(Curve(rows[: len(verify)], verify), Curve(levels, draft))
 
 
 def measured_threshold(runner: Any, nodes: int) -> float:
     """As V1's: what a draft level of `nodes` rows costs in target forwards of `nodes` + 1 rows, on rank 0."""
-    level, target = _fastest(runner, [_level(runner.speculator, nodes), _target(runner, nodes + 1)])
+    level, target = _fastest(runner, [_level(runner.speculator, nodes), _target(runner, nodes + 1)], least=2)
     return threshold(level / target)
 
 
@@ -45,7 +45,7 @@ def _level(speculator: Any, rows: int) -> Prepare:
     return lambda: lambda: speculator.compute_draft_logits(forward(tokens, tokens.long(), None, None, None), 0)
 
 
-def _fastest(runner: Any, forwards: list[Prepare]) -> list[float]:
+def _fastest(runner: Any, forwards: list[Prepare], *, least: int) -> list[float]:
     """Rank 0's."""
 
     def wait() -> None:
@@ -62,6 +62,6 @@ def _fastest(runner: Any, forwards: list[Prepare]) -> list[float]:
     def late(late: bool) -> bool:
         return bool(from_rank_0(torch.tensor(late, dtype=torch.int64, device=runner.device)))
 
-    found = fastest(forwards, rounds=ROUNDS, seconds=SECONDS, late=late, timed=timed)
+    found = fastest(forwards, rounds=ROUNDS, seconds=SECONDS, least=least, late=late, timed=timed)
     agreed: list[float] = from_rank_0(torch.tensor(found, dtype=torch.float64, device=runner.device)).tolist()
     return agreed
