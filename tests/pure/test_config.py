@@ -235,12 +235,6 @@ def test_a_shape_with_a_hole_names_the_path(shape, message):
         parsed("static_tree", {"shape": shape})
 
 
-@pytest.mark.parametrize(
-    ("tree", "message"),
-    [
-        ({"init_width": 2}, r"\['init_width'\]=2 changes what the target says.*use init_width 1.*allow_lossy"),
-    ],
-)
 @pytest.mark.parametrize("budget", [None, 8])
 def test_a_cost_profile_that_nothing_would_read(budget):
     with pytest.raises(ValueError, match=r"\['cost_profile'\] is read and written with budget 'auto' only"):
@@ -248,6 +242,12 @@ def test_a_cost_profile_that_nothing_would_read(budget):
     assert parsed("opt_tree", {"budget": budget, "cost_profile": None}).tree.budget == budget
 
 
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"init_width": 2}, r"\['init_width'\]=2 changes what the target says.*use init_width 1.*allow_lossy"),
+    ],
+)
 def test_what_mcsd_lacks(tree, message):
     with pytest.raises(ValueError, match=message):
         parsed("mcsd", tree)
