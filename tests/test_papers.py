@@ -10,7 +10,7 @@ from benchmarks.papers.__main__ import main
 from benchmarks.papers.decoding import PAIR, Cell, held_out_texts, measure, models
 from benchmarks.papers.judging import difference, judge, nodes_saved, ratio
 from vllm_adaptive_tree.acceptance.optimal import rrs_acceptance, spechub_acceptance
-from vllm_adaptive_tree.methods import draft_temperature, resolve
+from vllm_adaptive_tree.methods import resolve
 from vllm_adaptive_tree.noise import KeyedNoise
 from vllm_adaptive_tree.proposers.base import law
 from vllm_adaptive_tree.reference import decode_step, last_logits
@@ -54,7 +54,7 @@ def test_decodes_as_the_reference(cell):
                 rule=cell.rule,
                 nodes=cell.nodes,
                 temperature=cell.temperature,
-                draft_temperature=draft_temperature(options, cell.temperature),
+                draft_temperature=options.tree.temperature(cell.temperature),
                 seed=number + 1,
             )
             emitted = [token for token in tokens[number].tolist() if token >= 0]

@@ -1,15 +1,11 @@
 """What a user may write into `speculative_config`, validated once, with the remedy in the error."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
-from vllm_adaptive_tree import registry
-from vllm_adaptive_tree.acceptance import RULES
-from vllm_adaptive_tree.method_options import OPTIONS, MethodOptions, OptTreeOptions
-
-METHODS = tuple(OPTIONS)
-VLLM_RULES = ("standard", "synthetic", "block", "fly")
+from vllm_adaptive_tree.acceptance import REGISTERED, RULES, VLLM_RULES
+from vllm_adaptive_tree.proposers import PROPOSERS, MethodOptions
 
 VLLM_KEYS = (
     "revision",
@@ -33,14 +29,13 @@ class TreeOptions:
 
     method: str
     num_speculative_tokens: int
-    rejection_sample_method: str = "auto"
-    tree: MethodOptions = field(default_factory=OptTreeOptions)
-    proposer: str | None = None
-    """Path of a registered proposer's class, for a method that is not built in."""
+    rejection_sample_method: str
+    tree: MethodOptions
+    """The method's `Proposer.Options`."""
+    proposer: str
+    """Path of the method's class: another process knows no names."""
     acceptance: str | None = None
-    """Path of a registered rule, for a rule that is not built in: another process knows no names."""
-    tree_given: Mapping[str, Any] = field(default_factory=dict)
-    """The options of a registered proposer as the user wrote them."""
+    """Path of the rule, if it is not built in."""
 
     def __post_init__(self) -> None:
         nodes, rule = self.num_speculative_tokens, self.rejection_sample_method
@@ -49,7 +44,7 @@ class TreeOptions:
                 "speculative_config['num_speculative_tokens'] is the node budget per request and step: give a whole "
                 f"number of at least 1 (25 is a good start), got {nodes!r}"
             )
-        rules = ("auto", *RULES, *registry.names("acceptance"))
+        rules = ("auto", *RULES, *REGISTERED.names())
         if rule in VLLM_RULES:
             raise ValueError(
                 f"speculative_config['rejection_sample_method']: {rule!r} is vLLM's rule for chains and cannot verify "
@@ -80,16 +75,19 @@ class TreeOptions:
                 raise ValueError(f"speculative_config[{key!r}] is missing: method {method!r} needs {what}")
         if not isinstance(given["model"], str) or not given["model"]:
             raise ValueError(f"speculative_config['model'] must name the draft model, got {given['model']!r}")
-        tree, rest = _tree_options(given.get("tree", {}), method)
+        proposer = PROPOSERS.path(method)
+        if proposer is None:
+            raise ValueError(
+                f"speculative_config['method']: {method!r} is no tree method; use one of {_names(PROPOSERS.names())}"
+            )
         rule = given.get("rejection_sample_method", "auto")
         options = cls(
             method=method,
             num_speculative_tokens=given["num_speculative_tokens"],
             rejection_sample_method=rule,
-            tree=tree,
-            proposer=None if method in METHODS else registry.path_of("proposer", method),
-            acceptance=registry.path_of("acceptance", rule) if isinstance(rule, str) and rule not in RULES else None,
-            tree_given=rest,
+            tree=_tree_options(given.get("tree", {}), method, PROPOSERS.load(proposer).Options),
+            proposer=proposer,
+            acceptance=REGISTERED.path(rule) if isinstance(rule, str) and rule not in RULES else None,
         )
         return options, {key: given[key] for key in ("model", *VLLM_KEYS) if key in given}
 
@@ -98,7 +96,7 @@ class TreeOptions:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        return cls(**{**data, "tree": OPTIONS.get(data["method"], MethodOptions)(**data["tree"])})
+        return cls(**{**data, "tree": PROPOSERS.load(data["proposer"]).Options(**data["tree"])})
 
 
 def is_tree_method(speculative_config: Any) -> bool:
@@ -106,30 +104,25 @@ def is_tree_method(speculative_config: Any) -> bool:
     if not isinstance(speculative_config, Mapping):
         return False
     method = speculative_config.get("method")
-    return isinstance(method, str) and (method in METHODS or registry.path_of("proposer", method) is not None)
+    return isinstance(method, str) and PROPOSERS.path(method) is not None
 
 
-def _tree_options(tree: Any, method: str) -> tuple[MethodOptions, dict[str, Any]]:
-    """The options of a built-in method; or those of all methods, and the rest for a registered proposer."""
+def _tree_options(tree: Any, method: str, options: type[MethodOptions]) -> MethodOptions:
     if not isinstance(tree, Mapping):
         raise ValueError(f"speculative_config['tree'] must be a mapping of options, got {tree!r}")
     given = {key.replace("-", "_"): value for key, value in tree.items()}
-    cls = OPTIONS.get(method, MethodOptions)
-    known = tuple(one.name for one in fields(cls))
-    rest = {}
-    if "draft" in given:
+    known = tuple(one.name for one in fields(options))
+    if "draft" in given and "draft" not in known:
         raise ValueError(
             "speculative_config['tree']['draft'] means nothing yet: this release drafts with an independent model, "
             "told by its checkpoint; remove the key"
         )
-    for key, value in given.items():
-        if key not in known and method in OPTIONS:
+    for key in given:
+        if key not in known:
             raise ValueError(
                 f"speculative_config['tree'][{key!r}] is not an option of {method!r}; known options: {_names(known)}"
             )
-        if key not in known:
-            rest[key] = value
-    return cls(**{key: value for key, value in given.items() if key in known}), rest
+    return options(**given)
 
 
 def _names(names: tuple[str, ...]) -> str:

@@ -1,89 +1,91 @@
-"""Proposers and rules of third parties, by name. What travels to the engine's processes is a path."""
+"""Methods and rules by name: built-in ones and those of third parties, through one door."""
 
 import importlib
+from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-GROUPS = {"proposer": "vllm_adaptive_tree.proposers", "acceptance": "vllm_adaptive_tree.acceptance"}
-_registered: dict[str, dict[str, str]] = {"proposer": {}, "acceptance": {}}
+T = TypeVar("T")
 
 
-def register_proposer(name: str, cls_or_path: type | str) -> None:
-    """Make `method: name` draft with a `proposers.Proposer`.
+class Registry(Generic[T]):
+    """Things of one sort by name.
 
-    Args:
-        name: what users write; no name of a built-in method.
-        cls_or_path: an importable class or "pkg.module:Class". It is called with the `tree` options as keywords.
-
-    Raises:
-        ValueError: the name is taken, or the class cannot be imported in another process.
+    A name stands for a path "pkg.module:Name", which is what travels to the engine's processes. Built-in names go
+    first, then those registered in this process, then those of installed packages.
     """
-    from vllm_adaptive_tree.method_options import OPTIONS
 
-    _register("proposer", name, cls_or_path, taken=tuple(OPTIONS))
+    def __init__(
+        self,
+        sort: str,
+        built_in: Mapping[str, str],
+        *,
+        group: str,
+        lacks: Callable[[Any], str | None],
+        reserved: tuple[str, ...] = (),
+    ):
+        """
+        Args:
+            sort: "proposer", of `register_proposer`; for messages.
+            built_in: name -> path.
+            group: of the entry points by which an installed package registers.
+            lacks: what an object would need to be one of the sort; None: nothing.
+            reserved: further names that nobody may take.
+        """
+        self.sort, self.built_in, self.group, self.lacks, self.reserved = sort, built_in, group, lacks, reserved
+        self.registered: dict[str, str] = {}
 
+    def register(self, name: str, what: Any) -> None:
+        """`what`: an importable object, or its path.
 
-def register_acceptance(name: str, cls_or_path: type | str) -> None:
-    """Make `rejection_sample_method: name` verify with an `acceptance.Rule`.
+        Raises:
+            ValueError: the name is taken, or `what` cannot be imported in another process, or is none of the sort.
+        """
+        if name in (*self.built_in, *self.reserved):
+            raise ValueError(f"register_{self.sort}: {name!r} is built in; choose another name")
+        path = self._importable(what)
+        if self.registered.get(name, path) != path:
+            raise ValueError(
+                f"register_{self.sort}: {name!r} is {self.registered[name]!r} already; choose another name"
+            )
+        self.load(path)
+        self.registered[name] = path
 
-    Args:
-        name: what users write; no name of a built-in rule, or of one of vLLM's.
-        cls_or_path: "pkg.module:RULE", the path of a `Rule`, or a class with its attributes.
+    def names(self) -> tuple[str, ...]:
+        return (*self.built_in, *self.registered, *(point.name for point in entry_points(group=self.group)))
 
-    Raises:
-        ValueError: the name is taken, or the rule cannot be imported in another process.
-    """
-    from vllm_adaptive_tree.acceptance import RULES
-    from vllm_adaptive_tree.config import VLLM_RULES
+    def path(self, name: str) -> str | None:
+        """The path that the name stands for; None: nobody knows it."""
+        known = {**self.registered, **self.built_in}
+        if name in known:
+            return known[name]
+        return next((point.value for point in entry_points(group=self.group) if point.name == name), None)
 
-    _register("acceptance", name, cls_or_path, taken=("auto", *RULES, *VLLM_RULES))
+    def load(self, path: str) -> T:
+        """Import what is at "pkg.module:Name".
 
+        Raises:
+            ValueError: it cannot be imported, or is none of the sort.
+        """
+        module, _, name = path.partition(":")
+        try:
+            found: Any = importlib.import_module(module)
+            for part in name.split("."):
+                found = getattr(found, part)
+        except (ImportError, AttributeError, TypeError, ValueError) as error:
+            raise ValueError(f"{path!r} cannot be imported here ({type(error).__name__}: {error})") from error
+        if lack := self.lacks(found):
+            raise ValueError(f"{path!r} is no {self.sort}: {lack}")
+        one: T = found
+        return one
 
-def path_of(kind: str, name: str) -> str | None:
-    """ "pkg.module:Name" of what is registered here or by an installed package, or None."""
-    if name in _registered[kind]:
-        return _registered[kind][name]
-    found = [point.value for point in entry_points(group=GROUPS[kind]) if point.name == name]
-    return found[0] if found else None
-
-
-def names(kind: str) -> tuple[str, ...]:
-    return (*_registered[kind], *(point.name for point in entry_points(group=GROUPS[kind])))
-
-
-def load(path: str) -> Any:
-    """Import "pkg.module:Name".
-
-    Raises:
-        ValueError: it cannot be imported.
-    """
-    module, _, name = path.partition(":")
-    try:
-        found = importlib.import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"{path!r} cannot be imported here ({type(error).__name__}: {error})") from error
-    return found
-
-
-def _register(kind: str, name: str, what: Any, taken: tuple[str, ...]) -> None:
-    if name in taken:
-        raise ValueError(f"register_{kind}: {name!r} is built in; choose another name")
-    path = _importable(kind, what)
-    if _registered[kind].get(name, path) != path:
-        raise ValueError(f"register_{kind}: {name!r} is {_registered[kind][name]!r} already; choose another name")
-    load(path)
-    _registered[kind][name] = path
-
-
-def _importable(kind: str, what: Any) -> str:
-    path = what
-    if not isinstance(what, str):
-        path = f"{getattr(what, '__module__', '__main__')}:{getattr(what, '__qualname__', '<object>')}"
-    if path.startswith("__main__:") or "<" in path:
-        raise ValueError(
-            f"register_{kind}: {what!r} cannot be imported in the engine's processes (it is local, a lambda, an "
-            'object, or defined in __main__); put it into a module and give "pkg.module:Name"'
-        )
-    return path
+    def _importable(self, what: Any) -> str:
+        path = what
+        if not isinstance(what, str):
+            path = f"{getattr(what, '__module__', '__main__')}:{getattr(what, '__qualname__', '<object>')}"
+        if path.startswith("__main__:") or "<" in path:
+            raise ValueError(
+                f"register_{self.sort}: {what!r} cannot be imported in the engine's processes (it is local, a lambda, "
+                'an object, or defined in __main__); put it into a module and give "pkg.module:Name"'
+            )
+        return path

@@ -11,11 +11,11 @@ from benchmarks.papers.decoding import Cell, measure
 from benchmarks.tokens_per_step import PROMPT_CHARACTERS
 from examples.train_demo_pair import documents, is_held_out
 from vllm_adaptive_tree.acceptance import Accepted
-from vllm_adaptive_tree.gates.mlp import Gate, entropy
 from vllm_adaptive_tree.gates.training import fresh, train_c2t
 from vllm_adaptive_tree.proposers import Proposal
 from vllm_adaptive_tree.proposers.base import log_law
 from vllm_adaptive_tree.proposers.c2t import features
+from vllm_adaptive_tree.proposers.gate import Gate, entropy
 
 TOP_K, LEVELS, ENTROPY_TOP, NEGATIVES = 10, 11, 1000, 8  # C2T's training trees
 

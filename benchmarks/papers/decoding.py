@@ -20,7 +20,7 @@ from benchmarks.papers.llama import Cache, Llama
 from benchmarks.tokens_per_step import PAIR, prompts
 from vllm_adaptive_tree.acceptance import Accepted, Children, traversal, walk
 from vllm_adaptive_tree.config import TreeOptions
-from vllm_adaptive_tree.methods import Pair, draft_temperature, resolve
+from vllm_adaptive_tree.methods import Pair, resolve
 from vllm_adaptive_tree.noise import KeyedNoise
 from vllm_adaptive_tree.proposers import Frontier, Proposal, Request, Rows, draft_tree
 from vllm_adaptive_tree.proposers.base import law
@@ -273,7 +273,7 @@ def measure(
     sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros(count, dtype=torch.float64))
     ranks, each = torch.zeros(count, RANKS, dtype=torch.int64), list[Any]()
     while len(alive):
-        temperature = torch.full((len(alive),), draft_temperature(options, cell.temperature))
+        temperature = torch.full((len(alive),), options.tree.temperature(cell.temperature))
         is_greedy = torch.full((len(alive),), greedy)
         request = Request(temperature, is_greedy, KeyedNoise(seed[alive], root, purpose=0))
         drafter, levels = _Counted(Drafter(models().draft, draft, root)), list[Tensor]()

@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from tqdm import tqdm
 
 from benchmarks.papers.decoding import Cell
-from vllm_adaptive_tree.method_options import shipped
 
 Results = Mapping[str, Any]
 
@@ -37,7 +36,7 @@ class Job:
 def cell(method: str, nodes: int, temperature: float = 0.0, **rest: Any) -> Job:
     """The job of `decoding.Cell`."""
     one = Cell(method, nodes, temperature, **rest)
-    if file := shipped(one.options(Path()).tree):
+    if file := one.options(Path()).tree.shipped():
         one = replace(one, shipped=_checksum(file))
     return Job("jobs:measured", asdict(one))
 

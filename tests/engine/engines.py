@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import vllm_adaptive_tree
-from vllm_adaptive_tree.method_options import OPTIONS
+from vllm_adaptive_tree.proposers import METHODS
 from vllm_adaptive_tree.trees import TokenTree
 
 V2 = os.environ.get("MODEL_RUNNER", "v1") != "v1"
@@ -47,7 +47,7 @@ class Engines:
         from vllm import LLM
 
         self.shutdown()
-        if speculative_config is not None and speculative_config["method"] in OPTIONS:  # cold, unless a test says more
+        if speculative_config is not None and speculative_config["method"] in METHODS:  # cold, unless a test says more
             kept = {"cost_profile": None, **speculative_config.get("tree", {})}
             speculative_config = {**speculative_config, "tree": kept}
         defaults = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "block_size": 32}

@@ -24,7 +24,7 @@ from tests.engine.engines import (
 )
 from vllm_adaptive_tree.budget import FREE, Controller, Costs
 from vllm_adaptive_tree.engine import runner_v1
-from vllm_adaptive_tree.methods import GREEDY_DRAFT_TEMPERATURE
+from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE
 
 NODES, BATCH = 12, 8
 

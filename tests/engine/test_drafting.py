@@ -10,7 +10,7 @@ from vllm import SamplingParams
 
 from tests.engine.engines import DRAFT, PROMPTS, Engines, generate, runner_of, tree
 from vllm_adaptive_tree.engine import runner_v1
-from vllm_adaptive_tree.methods import GREEDY_DRAFT_TEMPERATURE
+from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE
 
 
 def spied_trees(runner: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:

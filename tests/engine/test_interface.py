@@ -10,11 +10,11 @@ from pydantic import ValidationError
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 
 from tests.engine.engines import DRAFT, PROMPTS, TARGET, Engines, generate, runner_of, tree
-from vllm_adaptive_tree import registry
 from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.engine import support, translate
 from vllm_adaptive_tree.engine.translate import tree_options
 from vllm_adaptive_tree.methods import resolve
+from vllm_adaptive_tree.proposers import PROPOSERS
 from vllm_adaptive_tree.versions import SUPPORTED, window
 
 
@@ -306,7 +306,7 @@ def test_targets_outside_the_allow_list(tmp_path: Path, engines: Engines) -> Non
     ],
 )
 def test_a_method_that_nobody_knows(method: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(registry._registered["proposer"], "fan", "some.module:Fan")
+    monkeypatch.setitem(PROPOSERS.registered, "fan", "some.module:Fan")
     with pytest.raises(ValueError, match=r"speculative_config\['method'\]: neither vLLM nor") as error:
         build({**tree(12), "method": method})
     assert all(word in str(error.value) for word in words)
@@ -314,7 +314,7 @@ def test_a_method_that_nobody_knows(method: str, words: list[str], monkeypatch: 
 
 
 def test_methods_of_vllm_are_its_own_business(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(registry._registered["proposer"], "ngram", "some.module:Ngram")  # takes nothing from vLLM
+    monkeypatch.setitem(PROPOSERS.registered, "ngram", "some.module:Ngram")  # takes nothing from vLLM
     ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
     assert build(ngram).speculative_config.method == "ngram"
     chain = {"model": DRAFT, "num_speculative_tokens": 3}

@@ -12,7 +12,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from tests.engine.engines import DRAFT, PROMPTS, V2, Engines, TreeSpy, assert_identical, generate, metric, runner_of
-from vllm_adaptive_tree.gates.mlp import Gate
+from vllm_adaptive_tree.proposers.gate import Gate
 
 BATCH, NODES = (PROMPTS[:4], 10) if V2 else (PROMPTS[:8], 20)  # the interpreter is slow
 

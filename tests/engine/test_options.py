@@ -20,8 +20,8 @@ from vllm_adaptive_tree.budget.levels import FIRST
 from vllm_adaptive_tree.engine import cost_profile
 from vllm_adaptive_tree.engine.cost_profile import CostProfile, key_of
 from vllm_adaptive_tree.engine.startup import settle
-from vllm_adaptive_tree.methods import GREEDY_DRAFT_TEMPERATURE, steered
 from vllm_adaptive_tree.proposers.dyspec import LOWEST
+from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE
 
 profile = importlib.import_module(f"vllm_adaptive_tree.engine.{'v2.' if V2 else ''}profile")
 NODES = 12
@@ -99,7 +99,7 @@ def test_a_threshold_is_measured_once(llm: Any, monkeypatch: pytest.MonkeyPatch)
         runner.options, tree=replace(runner.options.tree, threshold="auto", budget=None, cost_profile=None)
     )
     monkeypatch.setattr(runner, "options", options)
-    monkeypatch.setattr(runner.steering, "steered", steered(options))
+    monkeypatch.setattr(runner.steering, "steered", options.tree.steered)
     before = runner.steering.proposer.threshold
     settle(runner, 0, measures)
     assert measures.asked == ["threshold"]

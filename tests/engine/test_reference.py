@@ -8,7 +8,6 @@ from transformers import AutoModelForCausalLM
 from vllm import SamplingParams
 
 from tests.engine.engines import DRAFT, PROMPTS, TARGET, Engines, runner_of
-from vllm_adaptive_tree.methods import draft_temperature
 from vllm_adaptive_tree.reference import decode_step
 
 PAIRS = [
@@ -63,7 +62,7 @@ def test_every_step(
             rule=rule,
             nodes=9,
             temperature=temperature,
-            draft_temperature=draft_temperature(runner.options, temperature),
+            draft_temperature=runner.options.tree.temperature(temperature),
             seed=12,
         )
         equal = (step.tokens, step.parents, step.emitted) == (tokens, parents, emitted)

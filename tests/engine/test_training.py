@@ -23,9 +23,9 @@ from vllm_adaptive_tree.engine import support, translate
 from vllm_adaptive_tree.engine.translate import tree_options
 from vllm_adaptive_tree.gates import training
 from vllm_adaptive_tree.gates.examples import KINDS, Verified
-from vllm_adaptive_tree.gates.mlp import Gate
 from vllm_adaptive_tree.gates.parts import Parts
 from vllm_adaptive_tree.methods import resolve
+from vllm_adaptive_tree.proposers.gate import Gate
 
 USED = [prompt.strip("\n") for prompt in PROMPTS[:4]]
 LENGTH = 24
@@ -208,11 +208,11 @@ def test_the_bundled_gates_decide(
 
 def test_type_1_is_refused_beside_another_draft(engines: Engines) -> None:
     proposer = resolve(tree_options(config_of({**tree(20, stop="type1"), "method": "mcsd"}))).proposer
-    support.check_gate(proposer, 128)
+    support.check_hidden_size(proposer, 128)
     with pytest.raises(
         ValueError, match=r"reads hidden states of 128, the draft's have 64; train one .*train-gate mcsd"
     ):
-        support.check_gate(proposer, 64)
+        support.check_hidden_size(proposer, 64)
 
 
 @pytest.mark.parametrize(

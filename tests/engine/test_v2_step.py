@@ -26,7 +26,7 @@ from tests.pure.test_no_host_sync import NoHostSync
 from vllm_adaptive_tree.budget.sharpening import PRIOR
 from vllm_adaptive_tree.engine.v2 import fused
 from vllm_adaptive_tree.kernels import draws, leaves, siblings, walking
-from vllm_adaptive_tree.methods import GREEDY_DRAFT_TEMPERATURE
+from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE
 
 pytestmark = pytest.mark.skipif(not V2, reason="MODEL_RUNNER=v2")
 

@@ -18,7 +18,9 @@ from vllm_adaptive_tree.budget.foresight import ENOUGH, RECENT, Foresight
 from vllm_adaptive_tree.budget.levels import EVERY, FIRST
 from vllm_adaptive_tree.budget.pauses import LOSSES, PAUSE
 from vllm_adaptive_tree.budget.sharpening import EACH, TOGETHER
-from vllm_adaptive_tree.proposers import DySpec, OptTree, Proposer
+from vllm_adaptive_tree.proposers import Proposer
+from vllm_adaptive_tree.proposers.dyspec import DySpec
+from vllm_adaptive_tree.proposers.opt_tree import OptTree
 
 from .toys import ToyLM, cut, emitted, every_draft, stacked
 

@@ -10,11 +10,10 @@ from safetensors.torch import save_file
 from vllm_adaptive_tree.budget.allocation import allocate
 from vllm_adaptive_tree.budget.calibration import Calibration
 from vllm_adaptive_tree.budget.controller import FREE
-from vllm_adaptive_tree.gates.mlp import Gate, entropy
 from vllm_adaptive_tree.gates.training import alive_units
-from vllm_adaptive_tree.method_options import C2TOptions, shipped
-from vllm_adaptive_tree.proposers import C2T, Proposal
-from vllm_adaptive_tree.proposers.c2t import features
+from vllm_adaptive_tree.proposers import Proposal
+from vllm_adaptive_tree.proposers.c2t import C2T, C2TOptions, features
+from vllm_adaptive_tree.proposers.gate import Gate, entropy
 
 from .growing import Fixed, Path, Recorder, as_the_engine, grow, grown, log_laws, models_of
 from .toys import ToyLM
@@ -345,7 +344,7 @@ def recorded_like() -> torch.Tensor:
 
 def test_the_shipped_gate_has_learnt_something():
     """Its units are alive, it tells nodes apart, and a more probable path is never less worth verifying."""
-    gate = Gate.load(shipped(C2TOptions()), inputs=3)
+    gate = Gate.load(C2TOptions().shipped(), inputs=3)
     path, entropy, depth = recorded_like()
     inputs = features(path, entropy, depth, gate.features)
     assert [units >= all_ / 2 for units, all_ in alive_units(gate, inputs)] == [True]

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from vllm_adaptive_tree.config import METHODS, OUR_KEYS, VLLM_KEYS, TreeOptions, is_tree_method
+from vllm_adaptive_tree.config import OUR_KEYS, VLLM_KEYS, TreeOptions, is_tree_method
+from vllm_adaptive_tree.proposers import METHODS
 
 ALL = {"allow_lossy": False, "budget": "auto", "cost_profile": "auto"}
 SHAPED = {**ALL, "children": None}

@@ -8,10 +8,12 @@ import torch
 
 from vllm_adaptive_tree.acceptance import RULES, Children, legal_rules, traversal
 from vllm_adaptive_tree.budget.calibration import Calibration
-from vllm_adaptive_tree.gates.mlp import Gate
 from vllm_adaptive_tree.noise import KeyedNoise
-from vllm_adaptive_tree.proposers import Mcsd, OptTree, Request, Rows, StaticTree, draft_tree
+from vllm_adaptive_tree.proposers import Request, Rows, StaticTree, draft_tree
+from vllm_adaptive_tree.proposers.gate import Gate
+from vllm_adaptive_tree.proposers.mcsd import Mcsd
 from vllm_adaptive_tree.proposers.on_host import OptTreeOnHost
+from vllm_adaptive_tree.proposers.opt_tree import OptTree
 from vllm_adaptive_tree.trees import Shape, TokenTree
 
 from .growing import as_the_engine, grow, grown, keyed

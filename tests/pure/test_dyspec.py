@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm_adaptive_tree.proposers import DySpec, Proposal
+from vllm_adaptive_tree.proposers import Proposal
+from vllm_adaptive_tree.proposers.dyspec import DySpec
 
 from .growing import Path, PathNoise, Recorder, as_the_engine, grow, grown, keyed, models_of
 from .toys import ToyLM

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from vllm_adaptive_tree.proposers import Eagle2, OptTree
+from vllm_adaptive_tree.proposers.eagle2 import Eagle2
+from vllm_adaptive_tree.proposers.opt_tree import OptTree
 
 from .growing import Path, Recorder, as_the_engine, grow, grown, log_laws, models_of
 from .toys import ToyLM

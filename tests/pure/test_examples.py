@@ -7,8 +7,10 @@ from torch import Tensor
 from vllm_adaptive_tree.engine.drafts import Draft, to_drafts
 from vllm_adaptive_tree.gates import examples
 from vllm_adaptive_tree.gates.examples import Verified
-from vllm_adaptive_tree.proposers import C2T, Eagle2, Mcsd, Proposer, StaticTree
-from vllm_adaptive_tree.proposers.c2t import features
+from vllm_adaptive_tree.proposers import Proposer, StaticTree
+from vllm_adaptive_tree.proposers.c2t import C2T, features
+from vllm_adaptive_tree.proposers.eagle2 import Eagle2
+from vllm_adaptive_tree.proposers.mcsd import Mcsd
 from vllm_adaptive_tree.trees import Shape
 
 from .growing import Fixed, grow, log_laws

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from vllm_adaptive_tree.acceptance import RULES, Children, longest, walk
-from vllm_adaptive_tree.proposers import Mcsd, Request, draft_tree
+from vllm_adaptive_tree.proposers import Request, draft_tree
+from vllm_adaptive_tree.proposers.mcsd import Mcsd
 from vllm_adaptive_tree.trees import Shape, TokenTree
 
 from .growing import grow, grown, models_of

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_adaptive_tree.gates.mlp import Gate
-from vllm_adaptive_tree.proposers import Mcsd, Rows, StaticTree
-from vllm_adaptive_tree.proposers.mcsd import decision_features
+from vllm_adaptive_tree.proposers import Rows, StaticTree
+from vllm_adaptive_tree.proposers.gate import Gate
+from vllm_adaptive_tree.proposers.mcsd import Mcsd, decision_features
 from vllm_adaptive_tree.trees import Shape
 
 from .growing import Fixed, Path, Recorder, as_the_engine, grow, grown, models_of

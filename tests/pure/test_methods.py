@@ -5,13 +5,15 @@ import re
 import pytest
 from safetensors.torch import save_file
 
-from vllm_adaptive_tree import methods
 from vllm_adaptive_tree.acceptance import RULES
-from vllm_adaptive_tree.config import METHODS
-from vllm_adaptive_tree.gates.mlp import Gate
-from vllm_adaptive_tree.method_options import shipped
 from vllm_adaptive_tree.methods import resolve
-from vllm_adaptive_tree.proposers import C2T, DySpec, Eagle2, Mcsd, OptTree, StaticTree
+from vllm_adaptive_tree.proposers import METHODS, StaticTree
+from vllm_adaptive_tree.proposers.c2t import C2T
+from vllm_adaptive_tree.proposers.dyspec import DySpec
+from vllm_adaptive_tree.proposers.eagle2 import Eagle2
+from vllm_adaptive_tree.proposers.gate import Gate
+from vllm_adaptive_tree.proposers.mcsd import Mcsd
+from vllm_adaptive_tree.proposers.opt_tree import OptTree
 from vllm_adaptive_tree.trees import Shape
 
 from .test_config import in_another_process, parsed
@@ -194,8 +196,8 @@ def test_sequoia_s_shape(files):
 def test_the_draft_s_temperature(method, temperature, greedy, tree):
     """Beside a request of temperature 0.9, and beside a greedy one."""
     options = parsed(method, tree)
-    assert methods.draft_temperature(options, 0.9) == temperature
-    assert methods.draft_temperature(options, 0.0) == greedy
+    assert options.tree.temperature(0.9) == temperature
+    assert options.tree.temperature(0.0) == greedy
 
 
 @pytest.mark.parametrize(
@@ -209,7 +211,7 @@ def test_the_draft_s_temperature(method, temperature, greedy, tree):
 )
 def test_a_method_without_its_file_takes_the_bundled_one(method, tree, file):
     given = parsed(method, tree)
-    default = shipped(given.tree)
+    default = given.tree.shipped()
     assert default is not None
     assert (default.name, default.is_file()) == (file, True)
     ours = resolve(given).proposer
@@ -231,7 +233,7 @@ def test_a_method_without_its_file_takes_the_bundled_one(method, tree, file):
     ],
 )
 def test_the_bundled_files_stand_in_for_missing_ones_alone(method, tree):
-    assert shipped(parsed(method, tree).tree) is None
+    assert parsed(method, tree).tree.shipped() is None
 
 
 @pytest.mark.parametrize(

@@ -16,22 +16,14 @@ from torch.utils._pytree import tree_leaves
 
 from vllm_adaptive_tree.acceptance import RULES, Children, Kind, traversal, walk
 from vllm_adaptive_tree.budget import best
-from vllm_adaptive_tree.gates.mlp import Gate
 from vllm_adaptive_tree.noise import KeyedNoise
-from vllm_adaptive_tree.proposers import (
-    C2T,
-    DySpec,
-    Eagle2,
-    Frontier,
-    Mcsd,
-    OptTree,
-    Proposal,
-    Proposer,
-    Request,
-    Rows,
-    StaticTree,
-    draft_tree,
-)
+from vllm_adaptive_tree.proposers import Frontier, Proposal, Proposer, Request, Rows, StaticTree, draft_tree
+from vllm_adaptive_tree.proposers.c2t import C2T
+from vllm_adaptive_tree.proposers.dyspec import DySpec
+from vllm_adaptive_tree.proposers.eagle2 import Eagle2
+from vllm_adaptive_tree.proposers.gate import Gate
+from vllm_adaptive_tree.proposers.mcsd import Mcsd
+from vllm_adaptive_tree.proposers.opt_tree import OptTree
 from vllm_adaptive_tree.trees import Shape, TreeBatch
 from vllm_adaptive_tree.trees.ancestor_mask import ancestor_mask
 

@@ -5,7 +5,9 @@ from itertools import product
 import pytest
 import torch
 
-from vllm_adaptive_tree.proposers import Eagle2, OptTree, on_host
+from vllm_adaptive_tree.proposers import on_host
+from vllm_adaptive_tree.proposers.eagle2 import Eagle2
+from vllm_adaptive_tree.proposers.opt_tree import OptTree
 
 from .growing import as_the_engine, grow
 from .toys import ToyDrafter, ToyLM
@@ -25,7 +27,7 @@ class Wide(ToyDrafter):
 def both(models, **options):
     """The proposals of OPT-Tree on any device and on the host."""
     limits, floor = {name: options.pop(name) for name in ("max_depth", "threshold")}, options.pop("floor", -torch.inf)
-    proposers = OptTree(**limits), on_host.on_host(OptTree(**limits))
+    proposers = OptTree(**limits), OptTree(**limits).on_host()
     for one in proposers:
         one.floor = floor
     assert type(proposers[1]) is on_host.OptTreeOnHost
@@ -104,4 +106,4 @@ def test_of_equal_siblings_the_smaller_token_comes_first():
 
 def test_others_are_left_as_they_are():
     proposer = Eagle2(max_depth=3, top_k=2)
-    assert on_host.on_host(proposer) is proposer
+    assert proposer.on_host() is proposer

@@ -6,7 +6,8 @@ from itertools import product
 import pytest
 import torch
 
-from vllm_adaptive_tree.proposers import Frontier, OptTree
+from vllm_adaptive_tree.proposers import Frontier
+from vllm_adaptive_tree.proposers.opt_tree import OptTree
 from vllm_adaptive_tree.trees import TreeBatch
 
 from .toys import Path, ToyDrafter, ToyLM, grow_trees, on_host, paths, propose

@@ -1,6 +1,6 @@
 """Every option of every method does something that can be seen, on both model runners.
 
-Both build the same proposer by `resolve`, and draft at the same `draft_temperature`; V1 then grows OPT-Tree's trees on
+Both build the same proposer by `resolve`, and draft at the same temperature; V1 then grows OPT-Tree's trees on
 the host. Options that an engine sets by what it measures: `tests/engine/test_options.py`.
 """
 
@@ -15,17 +15,15 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from vllm_adaptive_tree.config import METHODS, TreeOptions
-from vllm_adaptive_tree.gates.mlp import Gate
-from vllm_adaptive_tree.method_options import OPTIONS
-from vllm_adaptive_tree.methods import draft_temperature, resolve, steered
-from vllm_adaptive_tree.proposers import Request, Rows, draft_tree
-from vllm_adaptive_tree.proposers.on_host import on_host
+from vllm_adaptive_tree.config import TreeOptions
+from vllm_adaptive_tree.methods import resolve
+from vllm_adaptive_tree.proposers import METHODS, PROPOSERS, Request, Rows, draft_tree
+from vllm_adaptive_tree.proposers.gate import Gate
 
 from .growing import as_the_engine, keyed
 
 REQUESTS, VOCABULARY, HIDDEN, NODES = 4, 32, 64, 14
-ADAPTERS: dict[str, Callable[[Any], Any]] = {"V1": on_host, "V2": lambda proposer: proposer}
+ADAPTERS: dict[str, Callable[[Any], Any]] = {"V1": lambda proposer: proposer.on_host(), "V2": lambda proposer: proposer}
 
 TREES: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]] = {  # two values of an option, and what else is set
     ("opt_tree", "max_depth"): ({}, {"max_depth": 2}),
@@ -67,7 +65,8 @@ ENGINE = {"budget", "cost_profile"}
 
 def test_every_option_has_a_row():
     known = {*TREES, *TEMPERATURES, *((method, name) for method in METHODS for name in STARTING | ENGINE)}
-    assert {(method, one.name) for method in METHODS for one in fields(OPTIONS[method])} == known
+    options = {method: fields(PROPOSERS.load(path).Options) for method, path in PROPOSERS.built_in.items()}
+    assert {(method, one.name) for method in METHODS for one in options[method]} == known
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +136,7 @@ def test_it_changes_the_trees(folder, method, option):
 
 @pytest.mark.parametrize("method", sorted({method for method, _ in TEMPERATURES}))
 def test_it_changes_the_temperature_of_the_draft(folder, method):
-    own = [draft_temperature(options(folder, method, {"draft_temperature": one}), 0.0) for one in (0.3, 1.3)]
+    own = [options(folder, method, {"draft_temperature": one}).tree.temperature(0.0) for one in (0.3, 1.3)]
     assert own == [0.3, 1.3]
 
 
@@ -167,5 +166,5 @@ def test_it_decides_whether_an_engine_starts(folder, method):
     ],
 )
 def test_what_an_engine_sets(folder, method, tree, what):
-    found = steered(options(folder, method, {"budget": "auto", **tree}))
+    found = options(folder, method, {"budget": "auto", **tree}).tree.steered
     assert {name for name, on in found._asdict().items() if on} == what

@@ -8,9 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from vllm_adaptive_tree.acceptance import RULES, Kind, legal_rules, optimal
-from vllm_adaptive_tree.gates.mlp import Gate
 from vllm_adaptive_tree.noise import KeyedNoise
-from vllm_adaptive_tree.proposers import C2T, DySpec, Eagle2, Mcsd, OptTree, Proposer, StaticTree
+from vllm_adaptive_tree.proposers import Proposer, StaticTree
+from vllm_adaptive_tree.proposers.c2t import C2T
+from vllm_adaptive_tree.proposers.dyspec import DySpec
+from vllm_adaptive_tree.proposers.eagle2 import Eagle2
+from vllm_adaptive_tree.proposers.gate import Gate
+from vllm_adaptive_tree.proposers.mcsd import Mcsd
+from vllm_adaptive_tree.proposers.opt_tree import OptTree
 from vllm_adaptive_tree.trees import Shape
 from vllm_adaptive_tree.trees.orders import depth_first, heavy_path, permuted
 

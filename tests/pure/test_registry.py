@@ -1,26 +1,54 @@
 """Proposers and rules of third parties."""
 
 import re
+from dataclasses import dataclass
 from importlib.metadata import EntryPoint, EntryPoints
+from pathlib import Path
 
 import pytest
 
 import vllm_adaptive_tree
 from vllm_adaptive_tree import register_acceptance, register_proposer, registry
-from vllm_adaptive_tree.acceptance import RULES, Rule
-from vllm_adaptive_tree.config import METHODS, is_tree_method
+from vllm_adaptive_tree.acceptance import REGISTERED, RULES, Rule
+from vllm_adaptive_tree.config import is_tree_method
+from vllm_adaptive_tree.engine.steering import Steering
 from vllm_adaptive_tree.methods import resolve
-from vllm_adaptive_tree.proposers import Eagle2, OptTree
+from vllm_adaptive_tree.proposers import METHODS, PROPOSERS, MethodOptions, Steered, option
+from vllm_adaptive_tree.proposers.eagle2 import Eagle2
+from vllm_adaptive_tree.proposers.opt_tree import OptTree
 
 from .test_config import in_another_process, parsed
+
+
+@dataclass(frozen=True, kw_only=True)
+class MyOptions(MethodOptions):
+    levels: int = option(2, lambda value: value in range(1, 9), "a whole number from 1 to 8")
+    widths: tuple[int, ...] = option((), lambda value: isinstance(value, list | tuple), "a list")
+
+    @property
+    def steered(self) -> Steered:
+        return Steered(fill=True)
+
+    def temperature(self, own: float, fitted: float = 0.6) -> float:
+        return 0.25
+
+    def shipped(self) -> Path | None:
+        return Path("mine.json")
 
 
 class Mine(OptTree):
     """A proposer of a third party; it lives in an importable module."""
 
-    def __init__(self, *, levels: int, widths: list[int] | None = None):
-        super().__init__(max_depth=levels, threshold=0.0)
-        self.widths = widths
+    Options = MyOptions
+
+    @classmethod
+    def build(cls, options: MyOptions, *, nodes: int) -> "Mine":
+        mine = cls(max_depth=options.levels, threshold=0.0)
+        mine.widths, mine.fills = options.widths, []
+        return mine
+
+    def steer(self, fill: float) -> None:
+        self.fills.append(fill)
 
 
 class Outer:
@@ -35,7 +63,9 @@ HERE = __name__
 
 @pytest.fixture(autouse=True)
 def nothing_registered(monkeypatch):
-    monkeypatch.setattr(registry, "_registered", {"proposer": {}, "acceptance": {}})
+    """As in the engine's processes."""
+    for one in (PROPOSERS, REGISTERED):
+        monkeypatch.setattr(one, "registered", {})
 
 
 @pytest.mark.parametrize("what", [Mine, f"{HERE}:Mine"])
@@ -45,10 +75,10 @@ def test_a_registered_proposer_works_by_class_and_by_path(what, monkeypatch):
     assert is_tree_method({"method": "mine"})
     options = parsed("mine", {"levels": 4, "widths": [2, 1], "allow_lossy": True})
     assert options.tree.allow_lossy
-    assert options.tree_given == {"levels": 4, "widths": [2, 1]}
-    monkeypatch.setattr(registry, "_registered", {"proposer": {}, "acceptance": {}})  # as in the engine's processes
+    assert (options.tree.levels, options.tree.widths) == (4, (2, 1))
+    monkeypatch.setattr(PROPOSERS, "registered", {})
     proposer = resolve(in_another_process(options)).proposer
-    assert (type(proposer), proposer.max_depth, proposer.widths) == (Mine, 4, [2, 1])
+    assert (type(proposer), proposer.max_depth, proposer.widths) == (Mine, 4, (2, 1))
     assert in_another_process(options) == options
 
 
@@ -62,7 +92,7 @@ def test_a_registered_rule_works_in_another_process(monkeypatch):
     register_acceptance("my_rule", f"{HERE}:MY_RULE")
     options = parsed("opt_tree", rejection_sample_method="my_rule")
     assert resolve(options).rule == MY_RULE
-    monkeypatch.setattr(registry, "_registered", {"proposer": {}, "acceptance": {}})
+    monkeypatch.setattr(REGISTERED, "registered", {})
     pair = resolve(in_another_process(options))
     assert (pair.rule_name, pair.rule, pair.lossless) == ("my_rule", MY_RULE, True)
     with pytest.raises(ValueError, match="must be one of"):
@@ -87,11 +117,11 @@ def test_what_no_other_process_can_import_is_refused(register):
         pass
 
     main = type("Script", (), {"__module__": "__main__"})
-    for what in (Local, lambda: None, main, Mine(levels=1), MY_RULE, "__main__:Script"):
+    for what in (Local, lambda: None, main, Mine(max_depth=1, threshold=0.0), MY_RULE, "__main__:Script"):
         with pytest.raises(ValueError, match=r"cannot be imported in the engine's processes.*put it into a module"):
             register("name", what)
-    assert not registry.names("proposer")
-    assert not registry.names("acceptance")
+    assert not PROPOSERS.registered
+    assert not REGISTERED.registered
 
 
 @pytest.mark.parametrize("path", ["no.such.module:X", f"{HERE}:Nothing", HERE, ":X", "", ".relative:X", f"{HERE}.Mine"])
@@ -120,6 +150,38 @@ def test_taken_names_are_refused():
         register_proposer("mine", Outer.Inner)
 
 
+def test_options_of_a_third_party_are_checked_like_ours():
+    register_proposer("mine", Mine)
+    with pytest.raises(ValueError, match=r"\['tree'\]\['levels'\] must be a whole number from 1 to 8, got 9"):
+        parsed("mine", {"levels": 9})
+    with pytest.raises(ValueError, match=r"\['tree'\]\['depth'\] is not an option of 'mine'; known options: .*levels"):
+        parsed("mine", {"depth": 9})
+
+
+def test_what_the_engine_asks_a_third_party():
+    register_proposer("mine", Mine)
+    options = parsed("mine", {"levels": 3})
+    proposer = resolve(options).proposer
+    assert (options.tree.temperature(1.0), options.tree.shipped()) == (0.25, Path("mine.json"))
+    steering = Steering(proposer, options.tree.steered)
+    steering.grown(6, 8)
+    assert proposer.fills == [0.75]
+    assert proposer.on_host() is proposer, "no other class stands in for a subclass"
+
+
+@pytest.mark.parametrize(
+    ("register", "what", "lack"),
+    [
+        (register_proposer, f"{HERE}:Outer", "derive it from vllm_adaptive_tree.proposers.Proposer"),
+        (register_proposer, f"{HERE}:MY_RULE", "derive it from"),
+        (register_acceptance, f"{HERE}:Mine", "it has no draw, most; make it a vllm_adaptive_tree.acceptance.Rule"),
+    ],
+)
+def test_a_thing_of_another_sort_is_refused(register, what, lack):
+    with pytest.raises(ValueError, match=rf"'{re.escape(what)}' is no (proposer|acceptance): {re.escape(lack)}"):
+        register("name", what)
+
+
 def installed(monkeypatch, **groups: dict[str, str]) -> None:
     points = EntryPoints(
         EntryPoint(name, path, group=f"vllm_adaptive_tree.{group}")
@@ -130,7 +192,8 @@ def installed(monkeypatch, **groups: dict[str, str]) -> None:
 
 
 def test_installed_packages_are_found(monkeypatch):
-    assert registry.names("proposer") == registry.names("acceptance") == ()
+    assert PROPOSERS.names() == METHODS
+    assert REGISTERED.names() == ()
     installed(monkeypatch, proposers={"theirs": f"{HERE}:Mine"}, acceptance={"their_rule": f"{HERE}:MY_RULE"})
     assert is_tree_method({"method": "theirs"})
     assert not is_tree_method({"method": "their_rule"})
@@ -145,7 +208,7 @@ def test_installed_packages_are_found(monkeypatch):
 def test_what_is_registered_here_goes_before_what_is_installed(monkeypatch):
     installed(monkeypatch, proposers={"mine": f"{HERE}:Outer.Inner"})
     register_proposer("mine", Mine)
-    assert registry.path_of("proposer", "mine") == f"{HERE}:Mine"
+    assert PROPOSERS.path("mine") == f"{HERE}:Mine"
 
 
 def test_registration_is_part_of_the_package():

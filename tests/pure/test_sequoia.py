@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from vllm_adaptive_tree.proposers import sequoia_shape
+from vllm_adaptive_tree.proposers.sequoia import sequoia_shape
 from vllm_adaptive_tree.trees import Shape
 
 VECTORS = [(0.5, 0.3), (0.9, 0.05), (0.4, 0.4), (0.48, 0.11, 0.06), (0.3, 0.25, 0.2), (0.7, 0.2, 0.1)]

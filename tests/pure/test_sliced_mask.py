@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from vllm_adaptive_tree.proposers import Mcsd
+from vllm_adaptive_tree.proposers.mcsd import Mcsd
 from vllm_adaptive_tree.trees import Shape, SlicedMask
 
 from .growing import Recorder, as_the_engine, grow, models_of

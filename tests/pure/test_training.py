@@ -10,8 +10,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from vllm_adaptive_tree.gates import training
-from vllm_adaptive_tree.gates.mlp import Gate
 from vllm_adaptive_tree.gates.training import Recipe, Score
+from vllm_adaptive_tree.proposers.gate import Gate
 
 torch.set_num_threads(1)  # tiny models
 

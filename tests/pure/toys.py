@@ -9,7 +9,8 @@ from torch.nn.functional import one_hot, pad
 
 from vllm_adaptive_tree.acceptance import RULES, Accepted, Children, Kind, traversal, walk
 from vllm_adaptive_tree.noise import NOTHING, KeyedNoise, Noise
-from vllm_adaptive_tree.proposers import OptTree, Proposal, Proposer, Request, Rows, base, draft_tree
+from vllm_adaptive_tree.proposers import Proposal, Proposer, Request, Rows, base, draft_tree
+from vllm_adaptive_tree.proposers.opt_tree import OptTree
 from vllm_adaptive_tree.trees import TokenTree, TreeBatch
 
 torch.set_num_threads(1)  # many small tensors

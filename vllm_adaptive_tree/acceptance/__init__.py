@@ -2,13 +2,23 @@
 
 from vllm_adaptive_tree.acceptance.initial import longest
 from vllm_adaptive_tree.acceptance.laws import Kind
-from vllm_adaptive_tree.acceptance.pairs import RULES, Rule, common_kind, legal_rules
+from vllm_adaptive_tree.acceptance.pairs import (
+    REGISTERED,
+    RULES,
+    VLLM_RULES,
+    Rule,
+    common_kind,
+    legal_rules,
+    register_acceptance,
+)
 from vllm_adaptive_tree.acceptance.rejection import Children
 from vllm_adaptive_tree.acceptance.traversal import traversal
 from vllm_adaptive_tree.acceptance.walk import Accepted, walk
 
 __all__ = [
+    "REGISTERED",
     "RULES",
+    "VLLM_RULES",
     "Accepted",
     "Children",
     "Kind",
@@ -16,6 +26,7 @@ __all__ = [
     "common_kind",
     "legal_rules",
     "longest",
+    "register_acceptance",
     "traversal",
     "walk",
 ]

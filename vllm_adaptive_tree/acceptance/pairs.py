@@ -1,7 +1,7 @@
 """Which rule keeps the target's law for which kind of children, and what `auto` takes."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -12,6 +12,7 @@ from vllm_adaptive_tree.acceptance.rejection import Children
 from vllm_adaptive_tree.acceptance.rrs import rrs, rrsw
 from vllm_adaptive_tree.acceptance.target_only import target_only
 from vllm_adaptive_tree.noise import Noise
+from vllm_adaptive_tree.registry import Registry
 
 Draw = Callable[[Tensor, Tensor, Children, Noise], Tensor]
 """(p [R, V], q [R, V], children, noise) -> tokens [R], distributed as p."""
@@ -34,6 +35,33 @@ RULES: dict[str, Rule] = {
     "k_seq": Rule(("iid",), k_seq),
     "traversal": Rule(("without_replacement", "iid", "hub_pair", "top_k_plus_one", "one_hot"), None),
 }
+
+VLLM_RULES = ("standard", "synthetic", "block", "fly")
+"""Of its chains; a tree method refuses them by name."""
+
+
+def _lacks(what: Any) -> str | None:
+    missing = [name for name in Rule._fields if not hasattr(what, name)]
+    return f"it has no {', '.join(missing)}; make it a vllm_adaptive_tree.acceptance.Rule" if missing else None
+
+
+REGISTERED: Registry[Rule] = Registry(
+    "acceptance", {}, group="vllm_adaptive_tree.acceptance", lacks=_lacks, reserved=("auto", *RULES, *VLLM_RULES)
+)
+"""Rules of third parties, by the name that users write into `rejection_sample_method`."""
+
+
+def register_acceptance(name: str, cls_or_path: type | str) -> None:
+    """Make `rejection_sample_method: name` verify with a `Rule`.
+
+    Args:
+        name: what users write; no name of a built-in rule, or of one of vLLM's.
+        cls_or_path: "pkg.module:RULE", the path of a `Rule`, or a class with its attributes.
+
+    Raises:
+        ValueError: the name is taken, or the rule cannot be imported in another process.
+    """
+    REGISTERED.register(name, cls_or_path)
 
 
 def legal_rules(kinds: tuple[Kind, ...], most_children: int) -> list[str]:

@@ -15,7 +15,7 @@ from vllm_adaptive_tree.bench.statistics import ENOUGH
 from vllm_adaptive_tree.cli.arguments import positive, prompts_file
 from vllm_adaptive_tree.cli.demo import PAIR, shown
 from vllm_adaptive_tree.cli.enlarge import parameters
-from vllm_adaptive_tree.config import METHODS
+from vllm_adaptive_tree.proposers import METHODS
 from vllm_adaptive_tree.version import __version__
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ from vllm_adaptive_tree.cli import collecting
 from vllm_adaptive_tree.cli.arguments import positive
 from vllm_adaptive_tree.cli.collecting import Job, collect, job_of, resumable
 from vllm_adaptive_tree.gates import training
-from vllm_adaptive_tree.gates.mlp import FEATURES, Gate
 from vllm_adaptive_tree.gates.parts import Collected
 from vllm_adaptive_tree.gates.training import Epoch, Run, Trained, Watch, fresh, score
 from vllm_adaptive_tree.proposers.c2t import features
+from vllm_adaptive_tree.proposers.gate import FEATURES, Gate
 from vllm_adaptive_tree.proposers.mcsd import FEATURES as MCSD_FEATURES
 from vllm_adaptive_tree.trees import Shape
 

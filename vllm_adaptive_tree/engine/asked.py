@@ -6,9 +6,9 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
-from vllm_adaptive_tree import registry
-from vllm_adaptive_tree.config import METHODS, is_tree_method
+from vllm_adaptive_tree.config import is_tree_method
 from vllm_adaptive_tree.engine.patches import install, missing_symbols_named
+from vllm_adaptive_tree.proposers import PROPOSERS
 
 
 def create_engine_config(args: Any, original: Callable[..., Any], *rest: Any, **kwargs: Any) -> Any:
@@ -42,7 +42,7 @@ def _refused_method(error: ValidationError) -> str | None:
 
 
 def _unknown(method: str) -> str:
-    ours = (*METHODS, *registry.names("proposer"))
+    ours = PROPOSERS.names()
     if method in ours:
         return f"{method!r} is a tree method: give it as speculative_config={{'method': {method!r}, ...}}"
     closest = difflib.get_close_matches(method, (*ours, *_methods_of_vllm()), n=1)

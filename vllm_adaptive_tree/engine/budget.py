@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,8 +13,8 @@ from vllm_adaptive_tree.engine.drafts import Draft
 from vllm_adaptive_tree.engine.ranks import from_rank_0, number_from_rank_0
 from vllm_adaptive_tree.engine.steering import Steering
 from vllm_adaptive_tree.engine.verification import Verification
-from vllm_adaptive_tree.methods import GREEDY_DRAFT_TEMPERATURE
-from vllm_adaptive_tree.proposers import Frontier, Proposal, StaticTree
+from vllm_adaptive_tree.proposers import Frontier, Proposal
+from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE
 from vllm_adaptive_tree.trees.tree_batch import EMPTY
 
 Agree = Callable[[Frontier, Tensor], tuple[Frontier, bool]]
@@ -28,7 +27,6 @@ class BatchBudget:
     def __init__(
         self,
         controller: Controller,
-        proposer: Any,
         clock: PhaseClock,
         steering: Steering,
         sharpening: Sharpening | None = None,
@@ -37,7 +35,7 @@ class BatchBudget:
         self.sharpening = sharpening
         self.pauses = Pauses()
         self.controller, self.clock, self.steering = controller, clock, steering
-        self.by_place = isinstance(proposer, StaticTree) and proposer.kind != "one_hot"
+        self.by_place = steering.proposer.by_place
         self.started = 0.0
         self.shortened = False
         """Whether the last trees would have grown on, but for the limit on their levels."""

@@ -40,10 +40,10 @@ from vllm_adaptive_tree.engine.target import Target
 from vllm_adaptive_tree.engine.thinking_budget import ThinkingBudgets
 from vllm_adaptive_tree.engine.translate import tree_options
 from vllm_adaptive_tree.engine.verification import Verification
-from vllm_adaptive_tree.methods import GREEDY_DRAFT_TEMPERATURE, draft_temperature, resolve, steered
+from vllm_adaptive_tree.methods import resolve
 from vllm_adaptive_tree.noise import KeyedNoise
-from vllm_adaptive_tree.proposers import Request, StaticTree, draft_tree
-from vllm_adaptive_tree.proposers.on_host import on_host
+from vllm_adaptive_tree.proposers import Request, draft_tree
+from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE
 
 
 class TreeModelRunner(CPUModelRunner):
@@ -55,15 +55,15 @@ class TreeModelRunner(CPUModelRunner):
             super().__init__(vllm_config, device)
         self.options = tree_options(vllm_config)
         self.pair = resolve(self.options)
-        self.proposer: Any = on_host(self.pair.proposer)
-        support.check_gate(self.proposer, self.speculative_config.draft_model_config.get_hidden_size())
+        self.proposer = self.pair.proposer.on_host()
+        support.check_hidden_size(self.proposer, self.speculative_config.draft_model_config.get_hidden_size())
         # Draft after bookkeeping, from token lists; vLLM's padded drafting is for its own chains.
         self.speculative_config.disable_padded_drafter_batch = True
         self.drafts: dict[str, Draft] = {}  # drafted, not yet scheduled
         self.scheduled: dict[int, Draft] = {}  # of this step, by row
         self.judged: dict[int, Draft] = {}  # the same with what a grammar has refused: to the budget, not accepted
         self.seeds: dict[str, int] = {}  # of requests that brought none
-        self.steering = Steering(self.proposer, steered(self.options))
+        self.steering = Steering(self.proposer, self.options.tree.steered)
         self.cuts_drawn = self.proposer.kind != "one_hot"
         """Whether the budget cuts trees of drawn children."""
         self.profile: CostProfile | None = None
@@ -80,7 +80,7 @@ class TreeModelRunner(CPUModelRunner):
         self.recorder: Recorder | None = None
 
     def begin_budget(self, controller: Controller, sharpening: Sharpening | None = None) -> None:
-        self.budget = BatchBudget(controller, self.proposer, self.clock, self.steering, sharpening)
+        self.budget = BatchBudget(controller, self.clock, self.steering, sharpening)
 
     def load_model(self, load_dummy_weights: bool = False) -> None:
         super().load_model(load_dummy_weights)
@@ -277,15 +277,14 @@ class TreeModelRunner(CPUModelRunner):
         if state is None:
             self._end_step()
             return [[] for _ in requests]
-        if isinstance(self.proposer, StaticTree):
-            state.keys.sliced = self.proposer.mask(nodes)
+        state.keys.sliced = self.proposer.mask(nodes)
         rooted = [item for item in items if item.rooted]
         others = sum(item.rooted for item in news) - len(rooted)
         names = [requests[item.row] for item in rooted]
         sampling = [self.requests[name].sampling_params for name in names]
         wanted = [0.0 if is_greedy(one) else one.temperature for one in sampling]
         fitted = GREEDY_DRAFT_TEMPERATURE if self.budget is None else self.budget.greedy_temperature
-        temperature = torch.tensor([draft_temperature(self.options, one, fitted) for one in wanted])
+        temperature = torch.tensor([self.options.tree.temperature(one, fitted) for one in wanted])
         position = torch.tensor([item.start + len(item.tokens) - 1 for item in rooted])
         request = Request(
             temperature=temperature,

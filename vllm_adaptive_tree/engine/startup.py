@@ -9,7 +9,7 @@ from vllm_adaptive_tree.budget.reading import member
 from vllm_adaptive_tree.engine.cost_profile import CostProfile, key_of
 from vllm_adaptive_tree.engine.ranks import object_from_rank_0
 from vllm_adaptive_tree.engine.steering import Steering
-from vllm_adaptive_tree.methods import GREEDY_DRAFT_TEMPERATURE
+from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE
 
 logger = init_logger(f"vllm.{__name__}")
 

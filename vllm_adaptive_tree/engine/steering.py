@@ -4,15 +4,14 @@ from typing import Any
 
 from vllm_adaptive_tree.budget import Controller
 from vllm_adaptive_tree.budget.reading import member, number
-from vllm_adaptive_tree.methods import Steered
-from vllm_adaptive_tree.proposers.dyspec import HIGHEST, LOWEST
+from vllm_adaptive_tree.proposers import Proposer, Steered
 
 
 class Steering:
     """Thresholds that follow past steps. Host numbers, set before a step draws anything: whatever they are, no drawn
     token decides on its own tree, and the output keeps its law."""
 
-    def __init__(self, proposer: Any, steered: Steered):
+    def __init__(self, proposer: Proposer, steered: Steered):
         self.proposer, self.steered = proposer, steered
 
     def price(self, controller: Controller, requests: int, trees: int) -> None:
@@ -33,4 +32,4 @@ class Steering:
     def restore(self, data: Any) -> None:
         """What `to_json` gave. Raises ValueError where `data` is something else."""
         if self.steered.fill:
-            self.proposer.threshold = number(member(data, "threshold"), LOWEST, HIGHEST)
+            self.proposer.threshold = number(member(data, "threshold"), 0.0, 1.0)

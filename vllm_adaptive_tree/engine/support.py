@@ -6,7 +6,7 @@ from typing import Any
 from vllm_adaptive_tree.attention.cpu import PACKINGS
 from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.engine.checkpoint import tensor_names, why_a_head
-from vllm_adaptive_tree.proposers import Mcsd
+from vllm_adaptive_tree.proposers import Proposer
 
 UNTESTED = "VLLM_ADAPTIVE_TREE_UNTESTED_GPU"
 
@@ -139,16 +139,14 @@ def check_config(config: Any, options: TreeOptions) -> None:
         )
 
 
-def check_gate(proposer: Any, hidden_size: int) -> None:
-    """Refuse a gate that reads another hidden state than the draft's."""
-    if isinstance(proposer, Mcsd) and proposer.gate is not None and proposer.reads == "hidden":
-        inputs = proposer.gate.inputs
-        if inputs != hidden_size:
-            raise ValueError(
-                f"speculative_config['tree']['gate']: the decision model reads hidden states of {inputs}, the draft's "
-                f"have {hidden_size}; train one for this draft with `vllm-adaptive-tree train-gate "
-                "mcsd --type type1` (docs/training.md), or use stop 'type2'"
-            )
+def check_hidden_size(proposer: Proposer, hidden_size: int) -> None:
+    """Refuse a method that reads other hidden states than the draft's."""
+    if proposer.hidden_size not in (None, hidden_size):
+        raise ValueError(
+            f"speculative_config['tree']['gate']: the decision model reads hidden states of {proposer.hidden_size}, "
+            f"the draft's have {hidden_size}; train one for this draft with `vllm-adaptive-tree train-gate mcsd --type "
+            "type1` (docs/training.md), or use stop 'type2'"
+        )
 
 
 def check_layer(name: str, layer: Any) -> None:

@@ -17,7 +17,6 @@ from vllm_adaptive_tree.engine.cost_profile import check_folder
 from vllm_adaptive_tree.engine.mark import installed
 from vllm_adaptive_tree.engine.patches import MARK
 from vllm_adaptive_tree.engine.share import schedule
-from vllm_adaptive_tree.method_options import shipped
 from vllm_adaptive_tree.methods import fitting, resolve
 
 logger = init_logger(f"vllm.{__name__}")
@@ -86,7 +85,7 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
         "on" if config.scheduler_config.async_scheduling else "off",
         options.tree,
     )
-    if (file := shipped(options.tree)) is not None:
+    if (file := options.tree.shipped()) is not None:
         logger.warning(
             "%s uses the bundled %s, learnt from the demo pair: it keeps the output, but for your own pair train one "
             "(docs/training.md) and name it in 'tree'",

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vllm_adaptive_tree.gates.mlp import entropy
 from vllm_adaptive_tree.proposers.base import law, log_law
+from vllm_adaptive_tree.proposers.gate import entropy
 from vllm_adaptive_tree.proposers.mcsd import decision_features
 
 Examples = dict[str, Tensor]

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vllm_adaptive_tree.gates.mlp import Gate
+from vllm_adaptive_tree.proposers.gate import Gate
 
 HELD_OUT = 0.05
 STEPS, LEAST = 200, 20  # of an epoch; examples of a step

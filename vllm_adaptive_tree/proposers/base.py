@@ -1,7 +1,9 @@
 """The contract between a proposer, which decides what to expand, and a drafter, which only runs the draft model."""
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -9,7 +11,8 @@ from torch.nn.functional import pad
 
 from vllm_adaptive_tree.acceptance import Kind
 from vllm_adaptive_tree.noise import Noise
-from vllm_adaptive_tree.trees import TreeBatch
+from vllm_adaptive_tree.proposers.options import MethodOptions
+from vllm_adaptive_tree.trees import SlicedMask, TreeBatch
 from vllm_adaptive_tree.trees.tree_batch import EMPTY
 
 MOST_COLUMNS = 1 << 32
@@ -70,9 +73,15 @@ class Drafter(Protocol):
         ...
 
 
-class Proposer(Protocol):
-    """Grows R trees level by level; `growth` is the proposer's own record and never read by others."""
+class Proposer(ABC):
+    """Grows R trees level by level; `growth` is the proposer's own record and never read by others.
 
+    A method is one subclass with its `Options` and `build`. What else the engine has to know of it, it asks here, never
+    by its class.
+    """
+
+    Options: ClassVar[type[MethodOptions]] = MethodOptions
+    """A frozen dataclass: what users may write into `tree`."""
     max_depth: int
     kinds: tuple[Kind, ...]
     """Kinds of children that it can produce, in order of preference."""
@@ -80,23 +89,59 @@ class Proposer(Protocol):
     """The one that it shall produce; one of `kinds`."""
     most_children: int
     """The most children of a node."""
+    most_nodes: int | None = None
+    """The most nodes of a tree, where the method has a limit of its own."""
+    hidden_size: int | None = None
+    """Width of the draft's hidden states, where it reads them; an engine with others is refused."""
+    threshold: float = 0.0
+    floor: float = -math.inf
+    """Both are set by the engine where `Options.steered` says so: tokens that a level has to bring, or the least value
+    of a slot; and the log value up to which a node is not worth expanding."""
 
+    @classmethod
+    @abstractmethod
+    def build(cls, options: Any, *, nodes: int) -> Self:
+        """From its `Options`; `nodes`: the node budget of a request.
+
+        Raises:
+            ValueError: a file that the options name is missing or holds something else.
+        """
+
+    def on_host(self) -> "Proposer":
+        """Itself, or one that grows the same trees sooner on a CPU."""
+        return self
+
+    def mask(self, nodes: int) -> SlicedMask | None:
+        """The tree mask of the draft's reading, where it is known before a tree of so many `nodes` is drawn."""
+        return None
+
+    @property
+    def by_place(self) -> bool:
+        """Whether a budget has to value nodes by their place in the tree alone: its weights then depend on the tokens
+        that were drawn, and a drawn token must not decide on its own cut."""
+        return False
+
+    def steer(self, fill: float) -> None:
+        """Where `Options.steered.fill` is set: a step's trees, before any cut, filled this share of their budget."""
+        raise AssertionError(f"{type(self).__name__} has no threshold that is steered")
+
+    @abstractmethod
     def begin(self, rows: Rows, *, nodes: int, request: Request) -> Any:
         """Layer 1 from the roots' rows (W = 1); at most `nodes` nodes a tree. None below a dead row, here and later."""
-        ...
 
+    @abstractmethod
     def growing(self, growth: Any) -> Tensor:
         """Which trees want another level: bool [R]."""
-        ...
 
+    @abstractmethod
     def frontier(self, growth: Any) -> Frontier:
         """The nodes whose children decide the next level."""
-        ...
 
+    @abstractmethod
     def extend(self, growth: Any, rows: Rows) -> Any:
         """Add the level below the frontier, from its rows; trees that are not growing stay as they are."""
-        ...
 
+    @abstractmethod
     def finish(self, growth: Any) -> Proposal: ...
 
 

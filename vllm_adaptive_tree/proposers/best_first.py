@@ -5,12 +5,13 @@ far has no descendant that could enter, and its row is not drafted. Levels are p
 nodes make the tree, and in which order, is settled once, at the end.
 """
 
+from abc import abstractmethod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from vllm_adaptive_tree.proposers.base import Frontier, Proposal, Request, Rows
+from vllm_adaptive_tree.proposers.base import Frontier, Proposal, Proposer, Request, Rows
 from vllm_adaptive_tree.trees import TreeBatch
 from vllm_adaptive_tree.trees.tree_batch import EMPTY
 
@@ -64,14 +65,12 @@ class Growth(NamedTuple):
         return self.best.shape[1]
 
 
-class BestFirst:
+class BestFirst(Proposer):
     """A method says what its candidates are worth, and which nodes of a level are worth expanding."""
 
-    max_depth: int
-
+    @abstractmethod
     def candidates(self, growth: Growth, logits: Tensor) -> Candidates:
         """Children of the frontier's first W columns, from their rows [R, W, V]."""
-        raise NotImplementedError
 
     def expand(self, level: Level, worst: Tensor, gain: Tensor) -> Tensor:
         """Nodes [R, C] of the last level that shall have children: no others than those that could enter the n best.

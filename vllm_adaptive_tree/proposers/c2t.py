@@ -1,16 +1,49 @@
 """C2T: a small classifier decides which nodes are worth verifying (Huo et al., arXiv 2502.13652)."""
 
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Self
+
 import torch
 from torch import Tensor
 
 from vllm_adaptive_tree.acceptance import Kind
-from vllm_adaptive_tree.gates.mlp import FEATURES, Gate, entropy
 from vllm_adaptive_tree.proposers.base import log_law
 from vllm_adaptive_tree.proposers.best_first import BestFirst, Candidates, Growth, ranked
+from vllm_adaptive_tree.proposers.gate import FEATURES, Gate, entropy
 from vllm_adaptive_tree.proposers.opt_tree import top_children
+from vllm_adaptive_tree.proposers.options import (
+    GREEDY_DRAFT_TEMPERATURE,
+    MethodOptions,
+    bundled,
+    count,
+    file,
+    flag,
+    one_of,
+    readable,
+    share,
+)
 
 TIE = 1e-6
 """What a path's log probability counts for beside the log of a confidence: it only tells equals apart."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class C2TOptions(MethodOptions):
+    beta: float = share(0.5)
+    top_k: int = count(15)
+    entropy_top: int = count(1000)
+    max_depth: int = count(10)
+    second_pruning: bool = flag(default=True)
+    mode: str = one_of("tree", "tree", "chain")
+    gate: str | None = file()
+
+    def temperature(self, own: float, fitted: float = GREEDY_DRAFT_TEMPERATURE) -> float:
+        """Deterministic trees are shaped by the law itself."""
+        return 1.0
+
+    def shipped(self) -> Path | None:
+        return bundled("c2t.safetensors") if self.gate is None else None
 
 
 class C2T(BestFirst):
@@ -24,6 +57,7 @@ class C2T(BestFirst):
     which the gate believes most stay, and of equals the more probable paths. The paper has no such budget.
     """
 
+    Options: ClassVar[type[MethodOptions]] = C2TOptions
     kinds: tuple[Kind, ...] = ("one_hot",)
 
     def __init__(
@@ -45,6 +79,20 @@ class C2T(BestFirst):
         self.second_pruning = second_pruning
         self.kind: Kind = "one_hot"
         self.most_children = self.width
+
+    @classmethod
+    def build(cls, options: C2TOptions, *, nodes: int) -> Self:
+        gate = Gate.load(readable(options.gate or options.shipped(), "gate"), inputs=3)
+        return cls(
+            gate,
+            beta=options.beta,
+            top_k=options.top_k,
+            entropy_top=options.entropy_top,
+            max_depth=options.max_depth,
+            second_pruning=options.second_pruning,
+            chain=options.mode == "chain",
+            features=gate.features,
+        )
 
     def candidates(self, growth: Growth, logits: Tensor) -> Candidates:
         law = log_law(logits, growth.request.temperature[:, None])  # [R, W, V]

@@ -1,6 +1,8 @@
 """DySpec: spend the budget on the sampling slots that are most likely to be reached (arXiv 2410.11744)."""
 
 import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -9,10 +11,37 @@ from vllm_adaptive_tree.acceptance import Kind
 from vllm_adaptive_tree.proposers.base import law, places
 from vllm_adaptive_tree.proposers.best_first import BestFirst, Candidates, Front, Growth, Level, ranked
 from vllm_adaptive_tree.proposers.children import draw_children
+from vllm_adaptive_tree.proposers.options import (
+    GREEDY_DRAFT_TEMPERATURE,
+    MethodOptions,
+    Steered,
+    count,
+    is_number,
+    one_of,
+    option,
+    threshold,
+)
 from vllm_adaptive_tree.trees.tree_batch import EMPTY
 
 FILL = 0.75
 LOWEST, HIGHEST = 1e-6, 0.9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DySpecOptions(MethodOptions):
+    mode: str = one_of("threshold", "threshold", "heap")
+    threshold: float | Literal["auto"] = threshold("auto", "the smallest slot value")
+    """Smallest slot value; "auto": moved between steps so that trees fill three quarters of the budget."""
+    draft_temperature: float = option(0.6, lambda value: is_number(value) and value > 0, "a number above 0")
+    max_children: int = count(16)
+    max_depth: int = count(16)
+
+    @property
+    def steered(self) -> Steered:
+        return Steered(fill=self.mode == "threshold" and self.threshold == "auto")
+
+    def temperature(self, own: float, fitted: float = GREEDY_DRAFT_TEMPERATURE) -> float:
+        return float(self.draft_temperature)
 
 
 class DySpec(BestFirst):
@@ -28,11 +57,21 @@ class DySpec(BestFirst):
     node the heap's tree is the n best slots. The caps are legal because they look at revealed tokens only.
     """
 
+    Options: ClassVar[type[MethodOptions]] = DySpecOptions
     kinds: tuple[Kind, ...] = ("without_replacement",)
 
     def __init__(self, *, max_depth: int, max_children: int, threshold: float):
         self.max_depth, self.most_children, self.threshold = max_depth, max_children, threshold
         self.kind: Kind = "without_replacement"
+
+    @classmethod
+    def build(cls, options: DySpecOptions, *, nodes: int) -> Self:
+        threshold = min(1 / nodes, HIGHEST) if options.threshold == "auto" else options.threshold
+        return cls(
+            max_depth=options.max_depth,
+            max_children=options.max_children,
+            threshold=0.0 if options.mode == "heap" else threshold,
+        )
 
     def expand(self, level: Level, worst: Tensor, gain: Tensor) -> Tensor:
         """A node's path probability is the value of its first child's slot."""

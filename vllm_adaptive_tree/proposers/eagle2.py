@@ -1,11 +1,25 @@
 """EAGLE-2: expand the K best nodes of each level, then keep the n best of all (Li et al., arXiv 2406.16858)."""
 
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
 from torch import Tensor
 
 from vllm_adaptive_tree.acceptance import Kind
 from vllm_adaptive_tree.proposers.base import Frontier, log_law
 from vllm_adaptive_tree.proposers.best_first import BestFirst, Candidates, Growth, Level, ranked
 from vllm_adaptive_tree.proposers.opt_tree import top_children
+from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE, MethodOptions, count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eagle2Options(MethodOptions):
+    top_k: int = count(10)
+    max_depth: int = count(6)
+
+    def temperature(self, own: float, fitted: float = GREEDY_DRAFT_TEMPERATURE) -> float:
+        """Deterministic trees are shaped by the law itself."""
+        return 1.0
 
 
 class Eagle2(BestFirst):
@@ -15,12 +29,17 @@ class Eagle2(BestFirst):
     are dropped here at once: neither they nor their descendants could survive the reranking.
     """
 
+    Options: ClassVar[type[MethodOptions]] = Eagle2Options
     kinds: tuple[Kind, ...] = ("one_hot",)
 
     def __init__(self, *, max_depth: int, top_k: int):
         self.max_depth, self.top_k = max_depth, top_k
         self.kind: Kind = "one_hot"
         self.most_children = top_k
+
+    @classmethod
+    def build(cls, options: Eagle2Options, *, nodes: int) -> Self:
+        return cls(max_depth=options.max_depth, top_k=options.top_k)
 
     def candidates(self, growth: Growth, logits: Tensor) -> Candidates:
         law = log_law(logits, growth.request.temperature[:, None])  # [R, W, V]

@@ -1,17 +1,40 @@
 """Target-initialised multi-candidate decoding (Lu et al., arXiv 2409.10744): k-configs and forks that stop early."""
 
-from typing import Literal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
 
 from vllm_adaptive_tree.acceptance import Kind
-from vllm_adaptive_tree.gates.mlp import Gate, entropy
-from vllm_adaptive_tree.proposers.static_tree import StaticTree
+from vllm_adaptive_tree.proposers.gate import Gate, entropy
+from vllm_adaptive_tree.proposers.options import MethodOptions, bundled, count, file, one_of, option, readable, share
+from vllm_adaptive_tree.proposers.static_tree import ShapedOptions, StaticTree, is_k_config
 from vllm_adaptive_tree.trees import Shape
 
 TOP = 10
 FEATURES = 1 + TOP
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class McsdOptions(ShapedOptions):
+    shape: Any = option((4, 2, 2, 1), is_k_config, "a k-config as [4, 2, 2, 1]")
+    init_width: int = count(1)
+    stop: str = one_of("none", "none", "type1", "type2")
+    stop_threshold: float = share(0.4)
+    gate: str | None = file()
+
+    def __post_init__(self) -> None:
+        super(McsdOptions, self).__post_init__()
+        if self.init_width > 1 and not self.allow_lossy:
+            raise ValueError(
+                f"speculative_config['tree']['init_width']={self.init_width} changes what the target says, greedy text "
+                "too; use init_width 1, or set tree: {'allow_lossy': true}"
+            )
+
+    def shipped(self) -> Path | None:
+        return bundled(f"mcsd-{self.stop}.safetensors") if self.gate is None and self.stop != "none" else None
 
 
 class Mcsd(StaticTree):
@@ -22,6 +45,8 @@ class Mcsd(StaticTree):
     The gate reads the laws from which a level was drawn (type 2) or the hidden states behind them (type 1), so stopping
     looks at nothing that is still to be drawn; that level stays.
     """
+
+    Options: ClassVar[type[MethodOptions]] = McsdOptions
 
     def __init__(
         self,
@@ -36,6 +61,23 @@ class Mcsd(StaticTree):
         super().__init__(shape, kind=kind)
         self.gate, self.reads, self.stop_threshold = gate, reads, stop_threshold
         self.init_width = init_width
+
+    @classmethod
+    def build(cls, options: McsdOptions, *, nodes: int) -> Self:
+        gate = None
+        if options.stop != "none":
+            file = readable(options.gate or options.shipped(), "gate")
+            gate = Gate.load(file, inputs=None if options.stop == "type1" else FEATURES)
+        first = (options.init_width,) if options.init_width > 1 else ()
+        mcsd = cls(
+            Shape.k_config((*first, *options.shape), nodes),
+            gate=gate,
+            reads="hidden" if options.stop == "type1" else "law",
+            stop_threshold=options.stop_threshold,
+            init_width=options.init_width,
+        ).of_children(options)
+        mcsd.hidden_size = gate.inputs if gate is not None and options.stop == "type1" else None
+        return mcsd
 
     def goes_on(self, q: Tensor, hidden: Tensor | None, used: Tensor) -> Tensor:
         if self.gate is None:

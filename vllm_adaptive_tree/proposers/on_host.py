@@ -88,13 +88,6 @@ class OptTreeOnHost(OptTree):
         return Proposal(tree, torch.from_numpy(read), torch.from_numpy(drawn))
 
 
-def on_host(proposer: Any) -> Any:
-    """The proposer itself, or one that grows the same trees sooner on a CPU."""
-    if type(proposer) is OptTree:
-        return OptTreeOnHost(max_depth=proposer.max_depth, threshold=proposer.threshold)
-    return proposer
-
-
 # Signatures: compiled when this is imported, not within a step. `trees` are those so far, `grown` the first four of
 # `Grown`, to be filled, and `place` is (threshold, floor, level, number of the frontier's first column, and of the
 # next one's).

@@ -1,11 +1,38 @@
 """Sequoia: the best static tree for a positional acceptance vector (Chen et al., arXiv 2402.12374)."""
 
+import json
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Self
 
 import torch
 from torch.nn.functional import pad
 
+from vllm_adaptive_tree.proposers.options import MethodOptions, bundled, count, file, readable
+from vllm_adaptive_tree.proposers.static_tree import ShapedOptions, StaticTree
 from vllm_adaptive_tree.trees import Shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequoiaOptions(ShapedOptions):
+    vector: str | None = file()
+    """JSON file {"vector": [P(first child accepted), P(second), ..]}."""
+    max_depth: int = count(10)
+
+    def shipped(self) -> Path | None:
+        return bundled("sequoia.json") if self.vector is None else None
+
+
+class Sequoia(StaticTree):
+    """A static tree of `sequoia_shape`."""
+
+    Options: ClassVar[type[MethodOptions]] = SequoiaOptions
+
+    @classmethod
+    def build(cls, options: SequoiaOptions, *, nodes: int) -> Self:
+        vector = _vector(options.vector or options.shipped())
+        return cls(sequoia_shape(vector, nodes=nodes, max_depth=options.max_depth)).of_children(options)
 
 
 def sequoia_shape(vector: Sequence[float], *, nodes: int, max_depth: int) -> Shape:
@@ -41,3 +68,16 @@ def sequoia_shape(vector: Sequence[float], *, nodes: int, max_depth: int) -> Sha
 
     lay_out((), nodes, len(shares))
     return Shape.of(paths)
+
+
+def _vector(file: str | Path | None) -> list[float]:
+    path = readable(file, "vector")
+    try:
+        vector = json.loads(path.read_text())["vector"]
+        if not vector or not all(0 <= chance <= 1 for chance in vector):
+            raise ValueError(vector)
+        return [float(chance) for chance in vector]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"speculative_config['tree']['vector']: {str(file)!r} must hold {{\"vector\": [numbers between 0 and 1]}}"
+        ) from error

@@ -1,16 +1,55 @@
 """A tree of one shape, its children chosen or drawn in any way (EAGLE-1, Medusa, MCSD, SpecInfer, SpecHub)."""
 
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from vllm_adaptive_tree.acceptance import Kind
-from vllm_adaptive_tree.proposers.base import Frontier, Proposal, Request, Rows, law, places
+from vllm_adaptive_tree.proposers.base import Frontier, Proposal, Proposer, Request, Rows, law, places
 from vllm_adaptive_tree.proposers.children import draw_children
+from vllm_adaptive_tree.proposers.options import MethodOptions, is_int, option
 from vllm_adaptive_tree.trees import Shape, SlicedMask, TreeBatch
 from vllm_adaptive_tree.trees.tree_batch import EMPTY
+
+SHAPES = ("eagle1", "binary", "ternary")
+CHILDREN: dict[str, Kind] = {"top_k": "one_hot", "without_replacement": "without_replacement", "iid": "iid"}
+"""What users call a kind of children -> the kind."""
+
+
+def is_k_config(value: Any) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and all(is_int(k) and k >= 1 for k in value)
+
+
+def _is_shape(value: Any) -> bool:
+    if is_k_config(value):
+        return True
+    rows = isinstance(value, list | tuple) and bool(value) and all(isinstance(path, list | tuple) for path in value)
+    if not rows or not all(is_int(rank) and rank >= 0 for path in value for rank in path):
+        return False
+    Shape.of(value)  # says itself what is wrong with it
+    return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShapedOptions(MethodOptions):
+    """A method whose shape is fixed and whose children may come about in several ways."""
+
+    children: str | None = option(
+        None, lambda value: value is None or value in tuple(CHILDREN), f"one of {', '.join(map(repr, CHILDREN))}"
+    )
+    """How the children of a node come about; None: as the acceptance rule needs them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StaticTreeOptions(ShapedOptions):
+    shape: Any = option(
+        "eagle1",
+        lambda value: value in SHAPES if isinstance(value, str) else _is_shape(value),
+        "'eagle1', 'binary', 'ternary', a k-config as [4, 2, 2, 1], or rank paths as [[0], [1], [0, 0]]",
+    )
 
 
 class Level(NamedTuple):
@@ -45,14 +84,29 @@ class Growth(NamedTuple):
     request: Request
 
 
-class StaticTree:
+class StaticTree(Proposer):
     """`shape` cut to the node budget; the children by `kind`. Greedy requests get each node's best tokens."""
 
+    Options: ClassVar[type[MethodOptions]] = StaticTreeOptions
     kinds: tuple[Kind, ...] = ("without_replacement", "one_hot", "iid", "hub_pair", "top_k_plus_one")
 
     def __init__(self, shape: Shape, *, kind: Kind = "without_replacement"):
         self.shape, self.kind = shape, kind
-        self.max_depth, self.most_children = shape.depth, shape.most_children
+        self.max_depth, self.most_children, self.most_nodes = shape.depth, shape.most_children, len(shape)
+
+    @classmethod
+    def build(cls, options: Any, *, nodes: int) -> Self:
+        return cls(_shape(options.shape, nodes)).of_children(options)
+
+    def of_children(self, options: ShapedOptions) -> Self:
+        """The same with the children that the options name, if they do."""
+        if options.children is not None:
+            self.kinds = (CHILDREN[options.children],)
+        return self
+
+    @property
+    def by_place(self) -> bool:
+        return self.kind != "one_hot"
 
     def begin(self, rows: Rows, *, nodes: int, request: Request) -> Growth:
         shape = self.shape.cut(nodes)
@@ -64,7 +118,6 @@ class StaticTree:
         return self.extend(growth, rows)
 
     def mask(self, nodes: int) -> SlicedMask:
-        """The tree mask of the draft's reading."""
         return SlicedMask.of(self.shape.cut(nodes))
 
     def growing(self, growth: Growth) -> Tensor:
@@ -131,6 +184,12 @@ class StaticTree:
             path.gather(1, order).masked_fill(gone, -torch.inf),
         )
         return Proposal(tree, read, torch.cat([drawn[:, :1], drawn[:, 1:].gather(1, order)], 1))
+
+
+def _shape(shape: Any, nodes: int) -> Shape:
+    if isinstance(shape, str):
+        return Shape.named(shape, nodes).cut(nodes)
+    return Shape.k_config(shape, nodes) if isinstance(shape[0], int) else Shape.of(shape).cut(nodes)
 
 
 def _given(initial: Tensor | None, growth: Growth) -> Tensor:

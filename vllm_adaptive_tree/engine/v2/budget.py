@@ -10,7 +10,7 @@ from torch import Tensor
 from vllm_adaptive_tree.acceptance import Accepted
 from vllm_adaptive_tree.budget import Controller, Sharpening
 from vllm_adaptive_tree.engine.v2.returning import Returning
-from vllm_adaptive_tree.methods import GREEDY_DRAFT_TEMPERATURE
+from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE
 from vllm_adaptive_tree.trees import TreeBatch
 
 ALL = 1 << 30

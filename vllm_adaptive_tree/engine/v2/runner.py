@@ -25,7 +25,7 @@ from vllm_adaptive_tree.engine.v2.sampler import TreeSampler
 from vllm_adaptive_tree.engine.v2.speculator import TreeSpeculator
 from vllm_adaptive_tree.engine.v2.unread import Unread
 from vllm_adaptive_tree.engine.v2.verification import Verification
-from vllm_adaptive_tree.methods import resolve, steered
+from vllm_adaptive_tree.methods import resolve
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu.model_runner import CPUModelRunner as ModelRunner
@@ -41,12 +41,13 @@ class TreeModelRunnerV2(ModelRunner):
     def __init__(self, vllm_config: Any, device: torch.device):
         self.options = tree_options(vllm_config)
         self.pair = resolve(self.options)
-        support.check_gate(self.pair.proposer, vllm_config.speculative_config.draft_model_config.get_hidden_size())
+        draft = vllm_config.speculative_config.draft_model_config
+        support.check_hidden_size(self.pair.proposer, draft.get_hidden_size())
         if self.pair.init_width > 1:
             raise ValueError("speculative_config['tree']['init_width'] above 1 is not supported by Model Runner V2")
         most = self.options.tree.budget
         self.budget = None if most is None else BatchBudget(most) if isinstance(most, int) else BatchBudget()
-        self.steering = Steering(self.pair.proposer, steered(self.options))
+        self.steering = Steering(self.pair.proposer, self.options.tree.steered)
         self.cuts_drawn = False  # the number of nodes is chosen before the trees are drawn, so any choice is lossless
         self.profile: CostProfile | None = None
         self.unread: Unread | None = None

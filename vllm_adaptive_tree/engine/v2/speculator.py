@@ -18,8 +18,9 @@ from vllm_adaptive_tree.engine.v2.fused import keyed_noise
 from vllm_adaptive_tree.engine.v2.kinds import Kinds
 from vllm_adaptive_tree.engine.v2.resting import RestingSpeculator
 from vllm_adaptive_tree.engine.v2.returning import Returning
-from vllm_adaptive_tree.methods import GREEDY_DRAFT_TEMPERATURE, Pair, draft_temperature
-from vllm_adaptive_tree.proposers import Frontier, Request, Rows, StaticTree, draft_tree
+from vllm_adaptive_tree.methods import Pair
+from vllm_adaptive_tree.proposers import Frontier, Request, Rows, draft_tree
+from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE
 from vllm_adaptive_tree.trees import TreeBatch
 from vllm_adaptive_tree.trees.tree_batch import EMPTY
 
@@ -42,9 +43,9 @@ class TreeSpeculator(RestingSpeculator):
         super().__init__(vllm_config, device, tokens)
         self.options, self.pair, self.kinds, self.budget = options, pair, kinds, budget
         self.steering, self.returning = steering, Returning()
-        self.by_place = isinstance(pair.proposer, StaticTree) and pair.proposer.kind != "one_hot"
-        self.random = draft_temperature(options, 2.0)  # of the draft's law, if it does not follow the request's own
-        self.follows = self.random != draft_temperature(options, 3.0)
+        self.by_place = pair.proposer.by_place
+        self.random = options.tree.temperature(2.0)  # of the draft's law, if it does not follow the request's own
+        self.follows = self.random != options.tree.temperature(3.0)
         self.drafts = Drafts(self.max_num_reqs, self.num_speculative_steps, device)
         self.longest = 0  # rows of a request in the first forward, at most
         self.forwards = 0  # of the draft behind the roots', for the last trees
@@ -117,7 +118,7 @@ class TreeSpeculator(RestingSpeculator):
         root = self.expanded_positions[self.last_token_indices[: batch.num_reqs]]
         greedy = temperature == 0
         fitted = GREEDY_DRAFT_TEMPERATURE if self.budget is None else self.budget.greedy_temperature
-        certain = draft_temperature(self.options, 0.0, fitted)
+        certain = self.options.tree.temperature(0.0, fitted)
         shaping = torch.where(greedy, certain, temperature if self.follows else self.random)
         levels, dead = list[Tensor](), list[Tensor]()
         self.forwards = 0
