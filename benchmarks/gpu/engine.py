@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from vllm_adaptive_tree.cli.prompts import PROMPTS
+from vllm_adaptive_tree.bench.prompts import PROMPTS
 
 PAIR = Path("vllm_adaptive_tree/demo_pair")
 METHODS = ("opt_tree", "dyspec", "eagle2", "mcsd")

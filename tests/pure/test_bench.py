@@ -14,7 +14,7 @@ import torch
 
 from vllm_adaptive_tree.bench import loads, plan, results, statistics, tables
 from vllm_adaptive_tree.bench.arrivals import Arrivals, Counters, measurement
-from vllm_adaptive_tree.bench.curve import roofline, rows_up_to
+from vllm_adaptive_tree.bench.costs import roofline, rows_up_to
 from vllm_adaptive_tree.bench.others import Others
 from vllm_adaptive_tree.bench.plan import BASE, Cell, Config
 from vllm_adaptive_tree.bench.projection import project, read_costs

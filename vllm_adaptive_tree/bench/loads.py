@@ -8,7 +8,7 @@ from functools import cache
 from itertools import cycle, islice
 from pathlib import Path
 
-from vllm_adaptive_tree.cli.prompts import PROMPTS
+from vllm_adaptive_tree.bench.prompts import PROMPTS
 
 FEWEST, WAVES, ENOUGH = 4, 3, 64
 """Requests of a round: at least, for each of those that run at a time, and no more unless more run at a time."""

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from vllm_adaptive_tree.cli.enlarge import enlarge
+from vllm_adaptive_tree.bench.enlarge import enlarge
 
 
 def enlarged(source: str, folder: Path, to: int) -> tuple[str, int]:

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from vllm_adaptive_tree.cli.prompts import parse
+from vllm_adaptive_tree.bench.prompts import parse
 
 
 def positive(text: str) -> int:
@@ -26,3 +26,15 @@ def new_file(text: str) -> Path:
     if not Path(text).resolve().parent.is_dir():
         raise argparse.ArgumentTypeError(f"the folder of {text} does not exist")
     return Path(text)
+
+
+def parameters(text: str) -> int:
+    """ "0.5B", "70M" or a plain number of parameters."""
+    scale = {"B": 10**9, "M": 10**6}.get(text[-1:].upper(), 1)
+    try:
+        count = float(text[:-1] if scale > 1 else text) * scale
+    except ValueError:
+        count = 0
+    if not 1 <= count < 10**13:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of parameters; write 0.5B, 70M or a plain number")
+    return int(count)

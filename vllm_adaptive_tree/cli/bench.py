@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_adaptive_tree.bench.plan import BASE, Cell, Config, Stage
 from vllm_adaptive_tree.bench.statistics import ENOUGH
-from vllm_adaptive_tree.cli.arguments import positive, prompts_file
+from vllm_adaptive_tree.cli.arguments import parameters, positive, prompts_file
 from vllm_adaptive_tree.cli.demo import PAIR, shown
-from vllm_adaptive_tree.cli.enlarge import parameters
 from vllm_adaptive_tree.proposers import METHODS
 from vllm_adaptive_tree.version import __version__
 

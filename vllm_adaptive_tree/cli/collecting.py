@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm_adaptive_tree.bench.prompts import PROMPTS
 from vllm_adaptive_tree.cli.arguments import new_file, positive, prompts_file
 from vllm_adaptive_tree.cli.demo import ENVIRONMENT, PAIR, shown
-from vllm_adaptive_tree.cli.prompts import PROMPTS
 from vllm_adaptive_tree.gates.parts import Collected, Parts, checksum
 
 SAVE_EVERY = 30.0  # seconds: what a killed run loses at most, and one step

@@ -10,11 +10,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from vllm_adaptive_tree.cli.arguments import new_file, positive, prompts_file
+from vllm_adaptive_tree.bench.enlarge import enlarge
+from vllm_adaptive_tree.bench.prompts import PROMPTS
+from vllm_adaptive_tree.cli.arguments import new_file, parameters, positive, prompts_file
 from vllm_adaptive_tree.cli.comparison import Comparison, Method
-from vllm_adaptive_tree.cli.enlarge import enlarge, parameters
 from vllm_adaptive_tree.cli.generation import Generation, Load
-from vllm_adaptive_tree.cli.prompts import PROMPTS
 
 PACKAGE = Path(__file__).resolve().parents[1]
 PAIR = PACKAGE / "demo_pair"

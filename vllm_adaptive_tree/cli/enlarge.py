@@ -4,14 +4,11 @@ For measuring: a small trained model has a step that costs next to nothing, whic
 """
 
 import argparse
-import json
-import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
-PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-MULTIPLE = 64  # of the intermediate size, so that kernels find the shapes that they are made for
+from vllm_adaptive_tree.bench.enlarge import enlarge
+from vllm_adaptive_tree.cli.arguments import parameters
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,59 +25,3 @@ def run(options: argparse.Namespace) -> int:
         return 1
     print(f"{options.out}: {count:,} parameters")
     return 0
-
-
-def parameters(text: str) -> int:
-    """ "0.5B", "70M" or a plain number of parameters."""
-    scale = {"B": 10**9, "M": 10**6}.get(text[-1:].upper(), 1)
-    try:
-        count = float(text[:-1] if scale > 1 else text) * scale
-    except ValueError:
-        count = 0
-    if not 1 <= count < 10**13:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of parameters; write 0.5B, 70M or a plain number")
-    return int(count)
-
-
-def enlarge(source: Path, target: Path, to: int) -> int:
-    """Write a copy of a Llama-like checkpoint with about `to` parameters; returns how many it has.
-
-    The new units' gate and up projections are as large as the old ones', so the kernels do the same work; their column
-    of the down-projection is zero, so what they compute is never read.
-
-    Raises:
-        ValueError: the model is no smaller than `to`, has no such MLP, or `target` is `source`.
-        OSError: a file cannot be read or written.
-    """
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    if target.resolve() == source.resolve():
-        raise ValueError(f"{target} is the model itself; name another folder")
-    weights: dict[str, torch.Tensor] = {}
-    for file in sorted(source.glob("*.safetensors")):
-        weights |= load_file(file)
-    config: dict[str, Any] = json.loads((source / "config.json").read_text())
-    old = config.get("intermediate_size")
-    names = [name for name in weights if name.split(".")[-2] in PROJECTIONS]
-    if not names or old is None:
-        raise ValueError(f"{source} has no MLP of gate, up and down projections; enlarge a Llama-like model")
-    count = sum(weight.numel() for weight in weights.values())
-    width = sum(weights[name].numel() for name in names) // old  # parameters of one unit in all layers
-    units = round((old + (to - count) / width) / MULTIPLE) * MULTIPLE - old
-    if units <= 0:
-        raise ValueError(f"{source} has {count:,} parameters; it cannot be enlarged to {to:,}")
-    generator = torch.Generator().manual_seed(0)
-    for name in names:
-        weight = weights[name]
-        down = name.split(".")[-2] == "down_proj"
-        shape = (weight.shape[0], units) if down else (units, weight.shape[1])
-        new = torch.zeros(shape) if down else torch.randn(shape, generator=generator) * weight.float().std()
-        weights[name] = torch.cat([weight, new.to(weight.dtype)], dim=1 if down else 0).contiguous()
-    target.mkdir(parents=True, exist_ok=True)
-    for file in source.iterdir():
-        if file.is_file() and not file.name.endswith((".safetensors", ".safetensors.index.json")):
-            shutil.copy(file, target / file.name)
-    (target / "config.json").write_text(json.dumps({**config, "intermediate_size": old + units}, indent=2) + "\n")
-    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
-    return sum(weight.numel() for weight in weights.values())

@@ -11,6 +11,7 @@ from vllm_adaptive_tree.version import __version__
 COMMANDS = {
     "bench": "no speculation, chains and tree methods over loads, with intervals",
     "calibrate": "measure what a method needs to know of a pair",
+    "costs": "what forwards cost here, or by a data sheet, for `bench --project`",
     "compat": "what another vLLM release has moved or changed of what this package uses",
     "demo": "no speculation, vLLM's chain and OPT-Tree on the same prompts, side by side",
     "enlarge": "a model of the same function and a larger cost, for measuring",

@@ -1,0 +1,56 @@
+"""Write a model of the same function and a larger cost: MLP units are added whose down-projection is zero.
+
+For measuring: a small trained model has a step that costs next to nothing, which no model in use has.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+MULTIPLE = 64  # of the intermediate size, so that kernels find the shapes that they are made for
+
+
+def enlarge(source: Path, target: Path, to: int) -> int:
+    """Write a copy of a Llama-like checkpoint with about `to` parameters; returns how many it has.
+
+    The new units' gate and up projections are as large as the old ones', so the kernels do the same work; their column
+    of the down-projection is zero, so what they compute is never read.
+
+    Raises:
+        ValueError: the model is no smaller than `to`, has no such MLP, or `target` is `source`.
+        OSError: a file cannot be read or written.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    if target.resolve() == source.resolve():
+        raise ValueError(f"{target} is the model itself; name another folder")
+    weights: dict[str, torch.Tensor] = {}
+    for file in sorted(source.glob("*.safetensors")):
+        weights |= load_file(file)
+    config: dict[str, Any] = json.loads((source / "config.json").read_text())
+    old = config.get("intermediate_size")
+    names = [name for name in weights if name.split(".")[-2] in PROJECTIONS]
+    if not names or old is None:
+        raise ValueError(f"{source} has no MLP of gate, up and down projections; enlarge a Llama-like model")
+    count = sum(weight.numel() for weight in weights.values())
+    width = sum(weights[name].numel() for name in names) // old  # parameters of one unit in all layers
+    units = round((old + (to - count) / width) / MULTIPLE) * MULTIPLE - old
+    if units <= 0:
+        raise ValueError(f"{source} has {count:,} parameters; it cannot be enlarged to {to:,}")
+    generator = torch.Generator().manual_seed(0)
+    for name in names:
+        weight = weights[name]
+        down = name.split(".")[-2] == "down_proj"
+        shape = (weight.shape[0], units) if down else (units, weight.shape[1])
+        new = torch.zeros(shape) if down else torch.randn(shape, generator=generator) * weight.float().std()
+        weights[name] = torch.cat([weight, new.to(weight.dtype)], dim=1 if down else 0).contiguous()
+    target.mkdir(parents=True, exist_ok=True)
+    for file in source.iterdir():
+        if file.is_file() and not file.name.endswith((".safetensors", ".safetensors.index.json")):
+            shutil.copy(file, target / file.name)
+    (target / "config.json").write_text(json.dumps({**config, "intermediate_size": old + units}, indent=2) + "\n")
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    return sum(weight.numel() for weight in weights.values())
