@@ -11,7 +11,6 @@ from vllm_adaptive_tree.bench.results import FORWARDS
 from vllm_adaptive_tree.budget import Curve
 from vllm_adaptive_tree.budget.curve import profiled_rows
 
-MOST = 576
 TOKENS = 32
 ROUNDS, SECONDS = 5, 60.0  # of timing all sizes, at most
 

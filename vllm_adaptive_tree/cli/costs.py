@@ -4,9 +4,10 @@ import argparse
 import json
 import os
 
-from vllm_adaptive_tree.bench.costs import MOST, measured, roofline, rows_up_to
 from vllm_adaptive_tree.cli.arguments import new_file, parameters, positive
 from vllm_adaptive_tree.files import write_whole
+
+MOST = 576  # rows
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,6 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    from vllm_adaptive_tree.bench.costs import measured, roofline, rows_up_to
+
     if options.kind == "measure":
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the model is reached into
         costs = measured(options.model, options.draft, options.dtype, options.rows)

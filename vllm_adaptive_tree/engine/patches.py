@@ -1,16 +1,13 @@
-"""Everything this project changes in vLLM by replacing a function. The ledger with reasons: `patches/README.md`."""
+"""What is replaced in vLLM once a tree method is asked for. The ledger with reasons: `patches/README.md`."""
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import wraps
 from types import ModuleType
 from typing import Any
 
+from vllm_adaptive_tree.engine.names import MARK
 from vllm_adaptive_tree.engine.version_gate import require_supported_vllm
-
-MARK = "_adaptive_tree"
-"""On a wrapped function: it is ours. On a SpeculativeConfig: a `mark.Mark`, it came from a tree method."""
 
 
 def install() -> None:
@@ -23,40 +20,6 @@ def install() -> None:
     with missing_symbols_named():
         patch_validate_spec_decode()
         patch_prometheus_logger()
-
-
-def patch_create_engine_config() -> None:
-    """Wrap `EngineArgs.create_engine_config`: a tree method becomes a configuration that stock vLLM accepts.
-
-    Later hooks are too late: `worker_cls` is read before `create_speculative_config` runs, and pydantic refuses our
-    method names and keys.
-    """
-    from vllm.engine.arg_utils import EngineArgs
-
-    _wrap_create_engine_config(EngineArgs)
-
-
-def refuse_tree_methods() -> None:
-    """The same outside the supported window, where a tree method is refused with the version to install; imports
-    nothing, and does nothing where `EngineArgs` is not as we know it."""
-    args = getattr(sys.modules.get("vllm.engine.arg_utils"), "EngineArgs", None)
-    if isinstance(args, type) and callable(vars(args).get("create_engine_config")):
-        _wrap_create_engine_config(args)
-
-
-def _wrap_create_engine_config(engine_args: Any) -> None:
-    original = engine_args.create_engine_config
-    if getattr(original, MARK, False):
-        return
-
-    @wraps(original)
-    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from vllm_adaptive_tree.engine import asked
-
-        return asked.create_engine_config(self, original, *args, **kwargs)
-
-    setattr(create_engine_config, MARK, True)
-    engine_args.create_engine_config = create_engine_config
 
 
 def patch_validate_spec_decode() -> None:

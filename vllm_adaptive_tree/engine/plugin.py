@@ -15,14 +15,14 @@ def register() -> None:
     try:
         import vllm
 
-        from vllm_adaptive_tree.engine import patches
+        from vllm_adaptive_tree.engine import recognition
         from vllm_adaptive_tree.versions import is_supported, window
 
         version = vllm.__version__
         if is_supported(version):
-            patches.patch_create_engine_config()
+            recognition.patch_create_engine_config()
         else:
             logger.info("vllm-adaptive-tree supports vLLM %s; in vLLM %s it does nothing", window(), version)
-            patches.refuse_tree_methods()
+            recognition.refuse_tree_methods()
     except Exception as error:
         logger.warning("vllm-adaptive-tree does nothing in this vLLM %s: %s", version, error)

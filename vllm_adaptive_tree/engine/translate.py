@@ -15,14 +15,11 @@ from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.engine import support
 from vllm_adaptive_tree.engine.cost_profile import check_folder
 from vllm_adaptive_tree.engine.mark import installed
-from vllm_adaptive_tree.engine.patches import MARK
+from vllm_adaptive_tree.engine.names import CONFIG_KEY, MARK
 from vllm_adaptive_tree.engine.share import schedule
 from vllm_adaptive_tree.methods import fitting, resolve
 
 logger = init_logger(f"vllm.{__name__}")
-
-CONFIG_KEY = "adaptive_tree"
-"""Where our options travel in vLLM's `additional_config`: to every process, and into the compilation hash."""
 
 WORKER = "vllm_adaptive_tree.engine.worker.TreeWorker"
 GPU_WORKER = "vllm_adaptive_tree.engine.v2.worker.TreeGPUWorker"
