@@ -67,13 +67,7 @@ class Registry(Generic[T]):
         Raises:
             ValueError: it cannot be imported, or is none of the sort.
         """
-        module, _, name = path.partition(":")
-        try:
-            found: Any = importlib.import_module(module)
-            for part in name.split("."):
-                found = getattr(found, part)
-        except (ImportError, AttributeError, TypeError, ValueError) as error:
-            raise ValueError(f"{path!r} cannot be imported here ({type(error).__name__}: {error})") from error
+        found = imported(path)
         if lack := self.lacks(found):
             raise ValueError(f"{path!r} is no {self.sort}: {lack}")
         one: T = found
@@ -89,3 +83,19 @@ class Registry(Generic[T]):
                 'an object, or defined in __main__); put it into a module and give "pkg.module:Name"'
             )
         return path
+
+
+def imported(path: str) -> Any:
+    """What is at "pkg.module:Name".
+
+    Raises:
+        ValueError: it cannot be imported.
+    """
+    module, _, name = path.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"{path!r} cannot be imported here ({type(error).__name__}: {error})") from error
+    return found

@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 from vllm_adaptive_tree.acceptance import Kind
 from vllm_adaptive_tree.noise import Noise
 from vllm_adaptive_tree.proposers.options import MethodOptions
+from vllm_adaptive_tree.registry import imported
 from vllm_adaptive_tree.trees import SlicedMask, TreeBatch
 from vllm_adaptive_tree.trees.tree_batch import EMPTY
 
@@ -93,6 +94,8 @@ class Proposer(ABC):
     """The most nodes of a tree, where the method has a limit of its own."""
     hidden_size: int | None = None
     """Width of the draft's hidden states, where it reads them; an engine with others is refused."""
+    compiled: ClassVar[str | None] = None
+    """Path of a class that grows the same trees in compiled loops and is made by `of(proposer)`; imported on CPUs."""
     threshold: float = 0.0
     floor: float = -math.inf
     """Both are set by the engine where `Options.steered` says so: tokens that a level has to bring, or the least value
@@ -108,8 +111,12 @@ class Proposer(ABC):
         """
 
     def on_host(self) -> "Proposer":
-        """Itself, or one that grows the same trees sooner on a CPU."""
-        return self
+        """Itself, or one that grows the same trees sooner on a CPU. A subclass may grow others, so it inherits none."""
+        path = vars(type(self)).get("compiled")
+        if path is None:
+            return self
+        proposer: Proposer = imported(path).of(self)
+        return proposer
 
     def mask(self, nodes: int) -> SlicedMask | None:
         """The tree mask of the draft's reading, where it is known before a tree of so many `nodes` is drawn."""

@@ -48,6 +48,10 @@ class Grown(NamedTuple):
 class OptTreeOnHost(OptTree):
     """Its growth is a `Grown`."""
 
+    @classmethod
+    def of(cls, proposer: OptTree) -> "OptTreeOnHost":
+        return cls(max_depth=proposer.max_depth, threshold=proposer.threshold)
+
     def begin(self, rows: Rows, *, nodes: int, request: Request) -> Any:
         requests = len(rows.logits)
         none = np.full((4, requests, nodes), -1)

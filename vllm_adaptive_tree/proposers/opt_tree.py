@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from vllm_adaptive_tree.acceptance import Kind
-from vllm_adaptive_tree.proposers.base import Proposer, log_law
+from vllm_adaptive_tree.proposers.base import log_law
 from vllm_adaptive_tree.proposers.best_first import BestFirst, Candidates, Growth, Level
 from vllm_adaptive_tree.proposers.options import (
     GREEDY_DRAFT_TEMPERATURE,
@@ -59,6 +59,7 @@ class OptTree(BestFirst):
     """
 
     Options: ClassVar[type[MethodOptions]] = OptTreeOptions
+    compiled: ClassVar[str | None] = "vllm_adaptive_tree.proposers.on_host:OptTreeOnHost"
     kinds: tuple[Kind, ...] = ("one_hot",)
 
     def __init__(self, *, max_depth: int, threshold: float):
@@ -74,13 +75,6 @@ class OptTree(BestFirst):
         steered = options.steered  # until the engine has set it, every level pays
         later = threshold == "auto" or steered.price
         return cls(max_depth=options.max_depth, threshold=0.0 if later else float(threshold))
-
-    def on_host(self) -> Proposer:
-        if type(self) is not OptTree:  # a subclass may choose otherwise
-            return self
-        from vllm_adaptive_tree.proposers.on_host import OptTreeOnHost  # compiles its loops
-
-        return OptTreeOnHost(max_depth=self.max_depth, threshold=self.threshold)
 
     def candidates(self, growth: Growth, logits: Tensor) -> Candidates:
         """The n best paths that go on from the frontier by one token; no other could enter the n best."""
