@@ -200,7 +200,7 @@ def source_route(source: Path) -> dict[str, Any]:
 def test_flags_of_a_tree_method(plugin_route: dict[str, Any], source_route: dict[str, Any]) -> None:
     assert plugin_route["flags"] == {"refused": "by argparse"}
     assert source_route["flags"] == plugin_route["tree"]
-    assert source_route["flags"]["worker"] == "vllm_adaptive_tree.engine.worker.TreeWorker"
+    assert source_route["flags"]["worker"] == "vllm_adaptive_tree.engine.cpu_worker.TreeWorker"
     assert source_route["flags"]["marked"]
     assert source_route["flags"]["min_p"] == "honoured"
     assert source_route["mixed"]["options"]["adaptive_tree"]["tree"]["max_depth"] == 4

@@ -5,8 +5,8 @@ import torch
 from vllm import _custom_ops as ops
 
 from vllm_adaptive_tree.attention.cpu import attend, context_bias, gather_context
-from vllm_adaptive_tree.engine.attention import DraftKeys, TreeRows
-from vllm_adaptive_tree.engine.contexts import PagedContexts
+from vllm_adaptive_tree.engine.common.attention import DraftKeys, TreeRows
+from vllm_adaptive_tree.engine.common.contexts import PagedContexts
 from vllm_adaptive_tree.trees import Shape, SlicedMask
 
 LENGTHS = [1, 31, 32, 33, 100]  # contexts across block borders

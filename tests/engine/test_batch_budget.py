@@ -23,7 +23,7 @@ from tests.engine.engines import (
     tree,
 )
 from vllm_adaptive_tree.budget import FREE, Controller, Costs
-from vllm_adaptive_tree.engine import runner_v1
+from vllm_adaptive_tree.engine.v1 import runner as runner_v1
 from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE
 
 NODES, BATCH = 12, 8

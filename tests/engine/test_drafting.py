@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from vllm import SamplingParams
 
 from tests.engine.engines import DRAFT, PROMPTS, Engines, generate, runner_of, tree
-from vllm_adaptive_tree.engine import runner_v1
+from vllm_adaptive_tree.engine.v1 import runner as runner_v1
 from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE
 
 

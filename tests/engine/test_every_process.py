@@ -19,8 +19,8 @@ from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from tests.engine.engines import DRAFT, PROMPTS, TARGET, V2, Engines, generate, tree
+from vllm_adaptive_tree.engine.common.metrics import NODES, step_figures
 from vllm_adaptive_tree.engine.mark import Mark
-from vllm_adaptive_tree.engine.metrics import NODES, step_figures
 from vllm_adaptive_tree.versions import window
 
 ENGINE = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "block_size": 32}
@@ -332,7 +332,7 @@ def test_every_engine_counts_once_and_a_new_logger_starts_anew() -> None:
 
 
 def test_figures_that_cannot_be_read_end_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_adaptive_tree.engine import metrics
+    from vllm_adaptive_tree.engine.common import metrics
 
     said: list[str] = []
     monkeypatch.setattr(metrics.logger, "exception", said.append)

@@ -15,7 +15,7 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from tests.engine.engines import DRAFT, PROMPTS, TARGET, V2, Engines, metric
 from tests.engine.test_law import chi_square
-from vllm_adaptive_tree.engine import kinds
+from vllm_adaptive_tree.engine.common import kinds
 
 PROMPT = PROMPTS[1]
 # Of what the draft says behind " objects" more than half is refused, and of the rest the target likes another part.

@@ -6,7 +6,7 @@ import pytest
 from vllm import SamplingParams
 
 from tests.engine.engines import PROMPTS, V2, Engines, TreeSpy, assert_identical, generate, metric, runner_of, tree
-from vllm_adaptive_tree.engine import runner_v1
+from vllm_adaptive_tree.engine.v1 import runner as runner_v1
 
 LENGTHS = [24 + 5 * (i % 9) for i in range(len(PROMPTS))]  # requests finish in the middle of the others
 

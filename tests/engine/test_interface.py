@@ -344,4 +344,4 @@ def test_later_patch_releases_pass_the_gate(minor: str, monkeypatch: pytest.Monk
     import vllm
 
     monkeypatch.setattr(vllm, "__version__", f"{minor}.7")
-    assert build(tree(25)).parallel_config.worker_cls == "vllm_adaptive_tree.engine.worker.TreeWorker"
+    assert build(tree(25)).parallel_config.worker_cls == "vllm_adaptive_tree.engine.cpu_worker.TreeWorker"

@@ -13,7 +13,7 @@ import torch
 from vllm import SamplingParams
 
 from tests.engine.engines import DRAFT, PROMPTS, TARGET, V2, Engines
-from vllm_adaptive_tree.engine import runner_v1
+from vllm_adaptive_tree.engine.v1 import runner as runner_v1
 
 pytestmark = pytest.mark.slow
 

@@ -17,13 +17,13 @@ from vllm import SamplingParams
 from tests.engine.engines import DRAFT, PROMPTS, V2, Engines, generate, runner_of, set_costs, tree
 from vllm_adaptive_tree.budget import Costs
 from vllm_adaptive_tree.budget.levels import FIRST
-from vllm_adaptive_tree.engine import cost_profile
-from vllm_adaptive_tree.engine.cost_profile import CostProfile, key_of
-from vllm_adaptive_tree.engine.startup import settle
+from vllm_adaptive_tree.engine.common import cost_profile
+from vllm_adaptive_tree.engine.common.cost_profile import CostProfile, key_of
+from vllm_adaptive_tree.engine.common.startup import settle
 from vllm_adaptive_tree.proposers.dyspec import LOWEST
 from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE
 
-profile = importlib.import_module(f"vllm_adaptive_tree.engine.{'v2.' if V2 else ''}profile")
+profile = importlib.import_module(f"vllm_adaptive_tree.engine.{'v2' if V2 else 'v1'}.profile")
 NODES = 12
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 COSTS: dict[str, Any] = {

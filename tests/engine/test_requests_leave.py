@@ -9,7 +9,7 @@ from vllm import SamplingParams
 
 from tests.engine.engines import DRAFT, PROMPTS, TARGET, V2, Engines, metric, runner_of
 from vllm_adaptive_tree.budget import Controller, Costs
-from vllm_adaptive_tree.engine.drafts import Draft
+from vllm_adaptive_tree.engine.v1.drafts import Draft
 
 NAME = "leaving-"
 REQUESTS = 200

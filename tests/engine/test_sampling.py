@@ -184,7 +184,7 @@ def test_greedy_batch(
     llm: Any, plain: dict[str, Any], name: str, logprobs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is drawn level by level, unless one of the batch has a parameter that greedy sampling heeds."""
-    from vllm_adaptive_tree.engine.target import Target
+    from vllm_adaptive_tree.engine.v1.target import Target
 
     best, seen = Target.best, []
     monkeypatch.setattr(Target, "best", lambda target: seen.append(best(target)) or seen[-1])

@@ -13,10 +13,10 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
 
 from tests.pure.test_trees import random_tree
 from vllm_adaptive_tree.attention.cpu import gather_context
-from vllm_adaptive_tree.engine.commit import commit
-from vllm_adaptive_tree.engine.cpu_attention import CPUTrees, VerifyMetadata
-from vllm_adaptive_tree.engine.scratch import ScratchBlocks
-from vllm_adaptive_tree.engine.verification import Verification
+from vllm_adaptive_tree.engine.common.cpu_attention import CPUTrees, VerifyMetadata
+from vllm_adaptive_tree.engine.common.scratch import ScratchBlocks
+from vllm_adaptive_tree.engine.v1.commit import commit
+from vllm_adaptive_tree.engine.v1.verification import Verification
 from vllm_adaptive_tree.trees import TokenTree
 
 BLOCK, HEADS, KV_HEADS, DIM = 32, 4, 2, 32

@@ -258,7 +258,7 @@ def test_the_command(tmp_path, capsys):
     source = written(tmp_path / "vllm", VLLM)
     assert main(["compat", "9.9.9", "--source", str(source)]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert any(line.startswith("vllm.v1.worker.cpu_worker.CPUWorker: gone  [engine/worker.py:") for line in lines)
+    assert any(line.startswith("vllm.v1.worker.cpu_worker.CPUWorker: gone  [engine/cpu_worker.py:") for line in lines)
     assert "to 9.9.9; " in lines[-1]
     spec = find_spec("vllm")
     assert main(["compat", "0.32.0", "--source", str(Path(spec.origin).parent)]) == 0

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from vllm_adaptive_tree.engine.coverage import Coverage
+from vllm_adaptive_tree.engine.common.coverage import Coverage
 
 FIRST, SECOND = np.array([3, 1, 4, 0]), np.array([3, 1, 2, 5])  # two blocks in common
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm_adaptive_tree.engine.drafts import Draft, to_drafts
+from vllm_adaptive_tree.engine.v1.drafts import Draft, to_drafts
 from vllm_adaptive_tree.gates import examples
 from vllm_adaptive_tree.gates.examples import Verified
 from vllm_adaptive_tree.proposers import Proposer, StaticTree

@@ -11,7 +11,7 @@ import vllm_adaptive_tree
 from vllm_adaptive_tree import register_acceptance, register_proposer, registry
 from vllm_adaptive_tree.acceptance import REGISTERED, RULES, Rule
 from vllm_adaptive_tree.config import is_tree_method
-from vllm_adaptive_tree.engine.steering import Steering
+from vllm_adaptive_tree.engine.common.steering import Steering
 from vllm_adaptive_tree.methods import resolve
 from vllm_adaptive_tree.proposers import METHODS, PROPOSERS, MethodOptions, Steered, option
 from vllm_adaptive_tree.proposers.eagle2 import Eagle2

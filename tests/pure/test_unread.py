@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from vllm_adaptive_tree.engine.coverage import Coverage
+from vllm_adaptive_tree.engine.common.coverage import Coverage
 from vllm_adaptive_tree.engine.v2.unread import Gap, Unread
 
 SIZE = 4

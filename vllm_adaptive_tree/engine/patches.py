@@ -44,7 +44,7 @@ def patch_prometheus_logger() -> None:
     """Wrap `PrometheusStatLogger`: beside its own metrics it has those of our steps, of its own classes."""
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 
-    from vllm_adaptive_tree.engine.metrics import add_tree_metrics, record_tree_metrics
+    from vllm_adaptive_tree.engine.common.metrics import add_tree_metrics, record_tree_metrics
 
     original, original_record = PrometheusStatLogger.__init__, PrometheusStatLogger.record
     if getattr(original, MARK, False):

@@ -13,16 +13,16 @@ from vllm.platforms import current_platform
 
 from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.engine import support
-from vllm_adaptive_tree.engine.cost_profile import check_folder
+from vllm_adaptive_tree.engine.common.cost_profile import check_folder
+from vllm_adaptive_tree.engine.common.share import schedule
 from vllm_adaptive_tree.engine.mark import installed
 from vllm_adaptive_tree.engine.names import CONFIG_KEY, MARK
-from vllm_adaptive_tree.engine.share import schedule
 from vllm_adaptive_tree.methods import fitting, resolve
 
 logger = init_logger(f"vllm.{__name__}")
 
-WORKER = "vllm_adaptive_tree.engine.worker.TreeWorker"
-GPU_WORKER = "vllm_adaptive_tree.engine.v2.worker.TreeGPUWorker"
+WORKER = "vllm_adaptive_tree.engine.cpu_worker.TreeWorker"
+GPU_WORKER = "vllm_adaptive_tree.engine.gpu_worker.TreeGPUWorker"
 
 HEAD_NAMES = ("eagle-", "eagle3", "dflash", "dspark")
 """Substrings of a draft's path from which vLLM concludes that it is a head, whatever `method` says."""

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_adaptive_tree.engine.metrics import step_figures
+from vllm_adaptive_tree.engine.common.metrics import step_figures
 from vllm_adaptive_tree.engine.v2.returning import Returning
 from vllm_adaptive_tree.trees import TreeBatch
 

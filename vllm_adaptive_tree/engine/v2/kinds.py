@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from vllm_adaptive_tree.config import TreeOptions
-from vllm_adaptive_tree.engine.kinds import draws_from_target, has_grammar, is_greedy
+from vllm_adaptive_tree.engine.common.kinds import draws_from_target, has_grammar, is_greedy
 from vllm_adaptive_tree.methods import Pair
 
 

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from vllm_adaptive_tree.engine.attention import TreeAttention
+from vllm_adaptive_tree.engine.common.attention import TreeAttention
 from vllm_adaptive_tree.trees.ancestor_bits import ancestor_bits
 
 

@@ -8,8 +8,8 @@ import torch
 
 from vllm_adaptive_tree.budget import Costs, Curve
 from vllm_adaptive_tree.budget.curve import profiled_rows
-from vllm_adaptive_tree.engine.measuring import POINTS, Prepare, fastest, threshold
-from vllm_adaptive_tree.engine.ranks import from_rank_0
+from vllm_adaptive_tree.engine.common.measuring import POINTS, Prepare, fastest, threshold
+from vllm_adaptive_tree.engine.common.ranks import from_rank_0
 
 ROUNDS = 5
 MOST_ROWS = 256

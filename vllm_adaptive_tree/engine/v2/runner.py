@@ -10,11 +10,11 @@ from vllm.v1.worker.gpu import model_runner
 
 from vllm_adaptive_tree.budget import Controller, Sharpening
 from vllm_adaptive_tree.engine import support
-from vllm_adaptive_tree.engine.cost_profile import CostProfile
-from vllm_adaptive_tree.engine.coverage import Coverage
-from vllm_adaptive_tree.engine.cpu_attention import CPUTrees, DenseTrees
+from vllm_adaptive_tree.engine.common.cost_profile import CostProfile
+from vllm_adaptive_tree.engine.common.coverage import Coverage
+from vllm_adaptive_tree.engine.common.cpu_attention import CPUTrees, DenseTrees
+from vllm_adaptive_tree.engine.common.steering import Steering
 from vllm_adaptive_tree.engine.patches import swapped
-from vllm_adaptive_tree.engine.steering import Steering
 from vllm_adaptive_tree.engine.translate import tree_options
 from vllm_adaptive_tree.engine.v2.budget import SETTLED, BatchBudget
 from vllm_adaptive_tree.engine.v2.compaction import Compaction

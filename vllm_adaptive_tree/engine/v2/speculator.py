@@ -9,9 +9,9 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_adaptive_tree.acceptance import RULES
 from vllm_adaptive_tree.config import TreeOptions
-from vllm_adaptive_tree.engine.attention import DraftKeys, TreeRows
-from vllm_adaptive_tree.engine.contexts import PagedContexts
-from vllm_adaptive_tree.engine.steering import Steering
+from vllm_adaptive_tree.engine.common.attention import DraftKeys, TreeRows
+from vllm_adaptive_tree.engine.common.contexts import PagedContexts
+from vllm_adaptive_tree.engine.common.steering import Steering
 from vllm_adaptive_tree.engine.v2.budget import ALL, BatchBudget
 from vllm_adaptive_tree.engine.v2.drafts import Drafts
 from vllm_adaptive_tree.engine.v2.fused import keyed_noise

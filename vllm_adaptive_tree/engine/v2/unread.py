@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_adaptive_tree.engine.coverage import Coverage
+from vllm_adaptive_tree.engine.common.coverage import Coverage
 
 
 class Gap(NamedTuple):

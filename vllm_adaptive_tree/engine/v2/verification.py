@@ -8,7 +8,7 @@ from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_adaptive_tree.attention.cpu import context_bias
-from vllm_adaptive_tree.engine.cpu_attention import DenseTrees
+from vllm_adaptive_tree.engine.common.cpu_attention import DenseTrees
 from vllm_adaptive_tree.engine.v2.drafts import Drafts, Laws
 from vllm_adaptive_tree.engine.v2.paged import KernelTrees
 from vllm_adaptive_tree.trees import TreeBatch

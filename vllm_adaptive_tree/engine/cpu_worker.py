@@ -1,13 +1,15 @@
+"""vLLM's CPU worker with our model runner, V1 or V2."""
+
 from pathlib import Path
 from typing import Any
 
 from vllm.v1.worker import cpu_worker
 
 from vllm_adaptive_tree.amx import allow_amx
+from vllm_adaptive_tree.engine.common.startup import keep, settle
 from vllm_adaptive_tree.engine.patches import swapped
-from vllm_adaptive_tree.engine.recorder import Recorder
-from vllm_adaptive_tree.engine.runner_v1 import TreeModelRunner
-from vllm_adaptive_tree.engine.startup import keep, settle
+from vllm_adaptive_tree.engine.v1.recorder import Recorder
+from vllm_adaptive_tree.engine.v1.runner import TreeModelRunner
 
 
 class TreeWorker(cpu_worker.CPUWorker):
@@ -33,7 +35,7 @@ class TreeWorker(cpu_worker.CPUWorker):
         if self.use_v2_model_runner:
             from vllm_adaptive_tree.engine.v2 import profile as measures
         else:
-            from vllm_adaptive_tree.engine import profile as measures  # type: ignore[no-redef]
+            from vllm_adaptive_tree.engine.v1 import profile as measures  # type: ignore[no-redef]
         settle(self.model_runner, self.rank, measures)
         if not self.use_v2_model_runner:
             self.model_runner.clock.take()  # of the warm-up

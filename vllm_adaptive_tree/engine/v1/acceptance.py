@@ -8,9 +8,9 @@ from torch import Tensor
 from vllm.v1.outputs import LogprobsTensors
 
 from vllm_adaptive_tree.acceptance import Accepted, Children, longest, traversal, walk
-from vllm_adaptive_tree.engine.drafts import Draft, laws
-from vllm_adaptive_tree.engine.target import Choose, Target, stacked
-from vllm_adaptive_tree.engine.verification import Verification
+from vllm_adaptive_tree.engine.v1.drafts import Draft, laws
+from vllm_adaptive_tree.engine.v1.target import Choose, Target, stacked
+from vllm_adaptive_tree.engine.v1.verification import Verification
 from vllm_adaptive_tree.methods import Pair
 from vllm_adaptive_tree.noise import KeyedNoise
 from vllm_adaptive_tree.proposers.children import draw_children

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from vllm_adaptive_tree.attention.cpu import attend, context_bias
-from vllm_adaptive_tree.engine.contexts import KeptContexts, OpenContexts, PagedContexts, finite
+from vllm_adaptive_tree.engine.common.contexts import KeptContexts, OpenContexts, PagedContexts, finite
 from vllm_adaptive_tree.trees import SlicedMask
 
 

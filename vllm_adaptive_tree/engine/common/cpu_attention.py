@@ -11,8 +11,8 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
 
 from vllm_adaptive_tree.attention.cpu import attend, gather_context
-from vllm_adaptive_tree.engine.attention import TreeAttention
-from vllm_adaptive_tree.engine.scratch import ScratchBlocks
+from vllm_adaptive_tree.engine.common.attention import TreeAttention
+from vllm_adaptive_tree.engine.common.scratch import ScratchBlocks
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,16 +6,16 @@ from vllm.logger import init_logger
 
 from vllm_adaptive_tree.budget import Controller, Costs, Sharpening
 from vllm_adaptive_tree.budget.reading import member
-from vllm_adaptive_tree.engine.cost_profile import CostProfile, key_of
-from vllm_adaptive_tree.engine.ranks import object_from_rank_0
-from vllm_adaptive_tree.engine.steering import Steering
+from vllm_adaptive_tree.engine.common.cost_profile import CostProfile, key_of
+from vllm_adaptive_tree.engine.common.ranks import object_from_rank_0
+from vllm_adaptive_tree.engine.common.steering import Steering
 from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE
 
 logger = init_logger(f"vllm.{__name__}")
 
 
 class Measures(Protocol):
-    """How a model runner's forwards are timed: `engine/profile.py`, `engine/v2/profile.py`."""
+    """How a model runner's forwards are timed: `engine/v1/profile.py`, `engine/v2/profile.py`."""
 
     def measured_threshold(self, runner: Any, nodes: int) -> float: ...
 

@@ -11,8 +11,8 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.logits_processor import LogitBiasLogitsProcessor, MinTokensLogitsProcessor
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-from vllm_adaptive_tree.engine.kinds import GREEDY
-from vllm_adaptive_tree.engine.verification import Verification
+from vllm_adaptive_tree.engine.common.kinds import GREEDY
+from vllm_adaptive_tree.engine.v1.verification import Verification
 
 Choose = Callable[[Tensor, Callable[[], Tensor]], Tensor]
 """(law [R, V], vLLM's own draw from it -> [R]) -> tokens [R]."""

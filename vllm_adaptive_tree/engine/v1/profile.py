@@ -10,10 +10,10 @@ from vllm.forward_context import set_forward_context
 
 from vllm_adaptive_tree.budget import Costs, Curve
 from vllm_adaptive_tree.budget.curve import profiled_rows
-from vllm_adaptive_tree.engine.cpu_attention import native_metadata
-from vllm_adaptive_tree.engine.drafter import CatchUp
-from vllm_adaptive_tree.engine.measuring import POINTS, fastest, threshold
-from vllm_adaptive_tree.engine.ranks import from_rank_0, number_from_rank_0
+from vllm_adaptive_tree.engine.common.cpu_attention import native_metadata
+from vllm_adaptive_tree.engine.common.measuring import POINTS, fastest, threshold
+from vllm_adaptive_tree.engine.common.ranks import from_rank_0, number_from_rank_0
+from vllm_adaptive_tree.engine.v1.drafter import CatchUp
 
 ROUNDS = 20
 """Of the two forwards of a threshold."""

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_adaptive_tree.engine.drafts import Draft
-from vllm_adaptive_tree.engine.target import Target
+from vllm_adaptive_tree.engine.v1.drafts import Draft
+from vllm_adaptive_tree.engine.v1.target import Target
 from vllm_adaptive_tree.gates.examples import KINDS, Examples, Verified
 from vllm_adaptive_tree.gates.parts import Progress, write_part
 

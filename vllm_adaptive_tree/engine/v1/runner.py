@@ -18,28 +18,29 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_adaptive_tree.acceptance import RULES
 from vllm_adaptive_tree.budget import FREE, Controller, Costs, Sharpening
-from vllm_adaptive_tree.engine import scratch, support
-from vllm_adaptive_tree.engine.acceptance import Requests, accept, held
-from vllm_adaptive_tree.engine.budget import BatchBudget
-from vllm_adaptive_tree.engine.clock import PhaseClock
-from vllm_adaptive_tree.engine.commit import commit
-from vllm_adaptive_tree.engine.cost_profile import CostProfile
-from vllm_adaptive_tree.engine.coverage import Coverage
-from vllm_adaptive_tree.engine.cpu_attention import CPUTrees
-from vllm_adaptive_tree.engine.drafter import CatchUp, ModelDrafter, TimedDrafter
-from vllm_adaptive_tree.engine.drafts import Draft, to_drafts
-from vllm_adaptive_tree.engine.kinds import draws_from_target, has_grammar, is_greedy
-from vllm_adaptive_tree.engine.metrics import step_figures
+from vllm_adaptive_tree.engine import support
+from vllm_adaptive_tree.engine.common import scratch
+from vllm_adaptive_tree.engine.common.cost_profile import CostProfile
+from vllm_adaptive_tree.engine.common.coverage import Coverage
+from vllm_adaptive_tree.engine.common.cpu_attention import CPUTrees
+from vllm_adaptive_tree.engine.common.kinds import draws_from_target, has_grammar, is_greedy
+from vllm_adaptive_tree.engine.common.metrics import step_figures
+from vllm_adaptive_tree.engine.common.ranks import accepted_from_rank_0, agree, proposal_from_rank_0
+from vllm_adaptive_tree.engine.common.scratch import ScratchBlocks
+from vllm_adaptive_tree.engine.common.share import nodes_per_request
+from vllm_adaptive_tree.engine.common.steering import Steering
 from vllm_adaptive_tree.engine.patches import swapped
-from vllm_adaptive_tree.engine.ranks import accepted_from_rank_0, agree, proposal_from_rank_0
-from vllm_adaptive_tree.engine.recorder import Recorder
-from vllm_adaptive_tree.engine.scratch import ScratchBlocks
-from vllm_adaptive_tree.engine.share import nodes_per_request
-from vllm_adaptive_tree.engine.steering import Steering
-from vllm_adaptive_tree.engine.target import Target
-from vllm_adaptive_tree.engine.thinking_budget import ThinkingBudgets
 from vllm_adaptive_tree.engine.translate import tree_options
-from vllm_adaptive_tree.engine.verification import Verification
+from vllm_adaptive_tree.engine.v1.acceptance import Requests, accept, held
+from vllm_adaptive_tree.engine.v1.budget import BatchBudget
+from vllm_adaptive_tree.engine.v1.clock import PhaseClock
+from vllm_adaptive_tree.engine.v1.commit import commit
+from vllm_adaptive_tree.engine.v1.drafter import CatchUp, ModelDrafter, TimedDrafter
+from vllm_adaptive_tree.engine.v1.drafts import Draft, to_drafts
+from vllm_adaptive_tree.engine.v1.recorder import Recorder
+from vllm_adaptive_tree.engine.v1.target import Target
+from vllm_adaptive_tree.engine.v1.thinking_budget import ThinkingBudgets
+from vllm_adaptive_tree.engine.v1.verification import Verification
 from vllm_adaptive_tree.methods import resolve
 from vllm_adaptive_tree.noise import KeyedNoise
 from vllm_adaptive_tree.proposers import Request, draft_tree

@@ -8,10 +8,10 @@ from torch import Tensor
 from vllm.forward_context import set_forward_context
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
-from vllm_adaptive_tree.engine.attention import DraftKeys, Reading, TreeRows
-from vllm_adaptive_tree.engine.clock import PhaseClock
-from vllm_adaptive_tree.engine.contexts import KeptContexts
-from vllm_adaptive_tree.engine.cpu_attention import native_metadata
+from vllm_adaptive_tree.engine.common.attention import DraftKeys, Reading, TreeRows
+from vllm_adaptive_tree.engine.common.contexts import KeptContexts
+from vllm_adaptive_tree.engine.common.cpu_attention import native_metadata
+from vllm_adaptive_tree.engine.v1.clock import PhaseClock
 from vllm_adaptive_tree.proposers import Rows
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from vllm.v1.worker import gpu_worker
 
-from vllm_adaptive_tree.engine.startup import keep, settle
+from vllm_adaptive_tree.engine.common.startup import keep, settle
 from vllm_adaptive_tree.engine.v2 import profile
 from vllm_adaptive_tree.engine.v2.runner import TreeModelRunnerV2
 

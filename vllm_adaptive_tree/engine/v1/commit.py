@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from vllm_adaptive_tree.engine.verification import Verification
+from vllm_adaptive_tree.engine.v1.verification import Verification
 
 
 def commit(step: Verification, nodes: Tensor, layers: dict[str, Any]) -> None:
