@@ -116,3 +116,11 @@ def test_what_cannot_travel_to_the_engine_is_refused() -> None:
     for register, name in ((register_proposer, "dyspec"), (register_acceptance, "rrsw"), (register_acceptance, "auto")):
         with pytest.raises(ValueError, match="is built in"):
             register(name, "vllm_adaptive_tree.proposers:StaticTree")
+
+
+def test_the_guide_shows_this_package() -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
+    assert f"```python\n{(THIRD_PARTY / 'fans' / '__init__.py').read_text()}```" in guide
+    points = (THIRD_PARTY / "fans-1.0.dist-info" / "entry_points.txt").read_text()
+    shown = guide.split("```toml\n")[1].split("```")[0]
+    assert shown.replace('project.entry-points."', "").replace('"', "") == points
