@@ -1,8 +1,28 @@
 """Tree speculative decoding for stock vLLM: the draft tree follows the draft model's own probabilities."""
 
-from vllm_adaptive_tree.acceptance import register_acceptance
-from vllm_adaptive_tree.proposers import register_proposer
-from vllm_adaptive_tree.trees import TokenTree
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from vllm_adaptive_tree.version import __version__
 
-__all__ = ["TokenTree", "__version__", "register_acceptance", "register_proposer"]
+if TYPE_CHECKING:
+    from vllm_adaptive_tree.acceptance import Rule, register_acceptance
+    from vllm_adaptive_tree.proposers import Proposer, register_proposer
+    from vllm_adaptive_tree.trees import TokenTree
+
+__all__ = ["Proposer", "Rule", "TokenTree", "__version__", "register_acceptance", "register_proposer"]
+
+_ROOMS = {
+    "Proposer": "proposers",
+    "Rule": "acceptance",
+    "TokenTree": "trees",
+    "register_acceptance": "acceptance",
+    "register_proposer": "proposers",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imported when asked for: a command that only says its version loads no torch."""
+    if name not in _ROOMS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_ROOMS[name]}"), name)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from vllm_adaptive_tree.compat.download import download
+from tools.vllm_diff.download import download
 
 ROOT = Path(__file__).parent.parent.parent
 FOLDER = ROOT / ".next"

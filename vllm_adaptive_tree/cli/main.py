@@ -12,7 +12,6 @@ COMMANDS = {
     "bench": "no speculation, chains and tree methods over loads, with intervals",
     "calibrate": "measure what a method needs to know of a pair",
     "costs": "what forwards cost here, or by a data sheet, for `bench --project`",
-    "compat": "what another vLLM release has moved or changed of what this package uses",
     "demo": "no speculation, vLLM's chain and OPT-Tree on the same prompts, side by side",
     "enlarge": "a model of the same function and a larger cost, for measuring",
     "train-gate": "train C2T's classifier or MCSD's decision models for a pair",
@@ -45,10 +44,12 @@ def _run(arguments: Sequence[str]) -> int:
     parser.add_argument("--version", action="version", version=__version__)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, summary in COMMANDS.items():
-        command = import_module(f"vllm_adaptive_tree.cli.{name.replace('-', '_')}")
-        subparser = subparsers.add_parser(name, help=summary, description=command.__doc__)
-        command.add_arguments(subparser)
-        subparser.set_defaults(run=command.run)
+        subparser = subparsers.add_parser(name, help=summary)
+        if name in arguments[:1]:  # the others are not imported
+            command = import_module(f"vllm_adaptive_tree.cli.{name.replace('-', '_')}")
+            subparser.description = command.__doc__
+            command.add_arguments(subparser)
+            subparser.set_defaults(run=command.run)
     subparsers.add_parser("serve", help="vLLM's own server: the arguments of `vllm serve`")
     options = parser.parse_args(arguments)
     code: int = options.run(options)

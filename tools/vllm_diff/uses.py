@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from vllm_adaptive_tree.compat.scope import OwnClass, Scope
-from vllm_adaptive_tree.compat.signature import Call, Function, Signature
-from vllm_adaptive_tree.compat.sources import ROOT
-from vllm_adaptive_tree.compat.symbols import CALL, Trail
-from vllm_adaptive_tree.compat.syntax import assigned
+from tools.vllm_diff.scope import OwnClass, Scope
+from tools.vllm_diff.signature import Call, Function, Signature
+from tools.vllm_diff.sources import ROOT
+from tools.vllm_diff.symbols import CALL, Trail
+from tools.vllm_diff.syntax import assigned
 
 OBJECT = frozenset(dir(object)) - {"__init__"} | {"__dict__", "__name__"}
 """What everything has."""

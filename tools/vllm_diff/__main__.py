@@ -6,28 +6,27 @@ The exit status is 0 when nothing has moved, 1 when something has, 2 when the so
 import argparse
 import sys
 import tempfile
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
 import vllm_adaptive_tree
+from tools.vllm_diff.comparison import compare
+from tools.vllm_diff.download import download
+from tools.vllm_diff.sources import Sources
+from tools.vllm_diff.symbols import Symbols
+from tools.vllm_diff.uses import uses
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.vllm_diff", description=__doc__)
     parser.add_argument("release", metavar="RELEASE", help="a version of vLLM, such as 0.33.0")
     parser.add_argument(
         "--source", type=Path, help="its sources: a folder that holds vllm/, a wheel or a source archive"
     )
     parser.add_argument("--cache", type=Path, help="folder that keeps the archive which is fetched without --source")
     parser.add_argument("--unfollowed", action="store_true", help="list the symbols that reading cannot follow")
-
-
-def run(options: argparse.Namespace) -> int:
-    from vllm_adaptive_tree.compat.comparison import compare
-    from vllm_adaptive_tree.compat.download import download
-    from vllm_adaptive_tree.compat.sources import Sources
-    from vllm_adaptive_tree.compat.symbols import Symbols
-    from vllm_adaptive_tree.compat.uses import uses
-
+    options = parser.parse_args(arguments)
     package = Path(vllm_adaptive_tree.__file__).parent
     try:
         with tempfile.TemporaryDirectory() as scratch:
@@ -55,3 +54,7 @@ def _installed() -> str:
         except metadata.PackageNotFoundError:
             continue
     return "as installed"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 import vllm_adaptive_tree
-from vllm_adaptive_tree.cli.main import main
-from vllm_adaptive_tree.compat import download
-from vllm_adaptive_tree.compat.comparison import Comparison, compare
-from vllm_adaptive_tree.compat.sources import Sources
-from vllm_adaptive_tree.compat.symbols import Symbols
-from vllm_adaptive_tree.compat.things import Value
-from vllm_adaptive_tree.compat.uses import uses
+from tools.vllm_diff import download
+from tools.vllm_diff.__main__ import main
+from tools.vllm_diff.comparison import Comparison, compare
+from tools.vllm_diff.sources import Sources
+from tools.vllm_diff.symbols import Symbols
+from tools.vllm_diff.things import Value
+from tools.vllm_diff.uses import uses
 
 PACKAGE = Path(vllm_adaptive_tree.__file__).parent
 
@@ -256,13 +256,13 @@ def test_our_own_uses_are_all_in_the_installed_vllm():
 
 def test_the_command(tmp_path, capsys):
     source = written(tmp_path / "vllm", VLLM)
-    assert main(["compat", "9.9.9", "--source", str(source)]) == 1
+    assert main(["9.9.9", "--source", str(source)]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("vllm.v1.worker.cpu_worker.CPUWorker: gone  [engine/cpu_worker.py:") for line in lines)
     assert "to 9.9.9; " in lines[-1]
     spec = find_spec("vllm")
-    assert main(["compat", "0.32.0", "--source", str(Path(spec.origin).parent)]) == 0
-    assert main(["compat", "9.9.9", "--source", str(tmp_path / "nowhere")]) == 2
+    assert main(["0.32.0", "--source", str(Path(spec.origin).parent)]) == 0
+    assert main(["9.9.9", "--source", str(tmp_path / "nowhere")]) == 2
 
 
 def test_without_a_way_to_fetch_it_the_error_says_what_to_give(tmp_path, monkeypatch):

@@ -8,10 +8,10 @@ import ast
 import builtins
 from collections.abc import Iterator
 
-from vllm_adaptive_tree.compat.signature import Function, Signature
-from vllm_adaptive_tree.compat.sources import ROOT, Sources
-from vllm_adaptive_tree.compat.syntax import kept, last_names, mentions, sides, statements
-from vllm_adaptive_tree.compat.things import (
+from tools.vllm_diff.signature import Function, Signature
+from tools.vllm_diff.sources import ROOT, Sources
+from tools.vllm_diff.syntax import kept, last_names, mentions, sides, statements
+from tools.vllm_diff.things import (
     OUTSIDE,
     UNKNOWN,
     Class,

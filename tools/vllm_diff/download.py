@@ -6,7 +6,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from vllm_adaptive_tree.compat.sources import ROOT
+from tools.vllm_diff.sources import ROOT
 
 BACKEND = """
 from email.parser import HeaderParser

@@ -4,8 +4,8 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from vllm_adaptive_tree.compat.signature import Function
-from vllm_adaptive_tree.compat.syntax import assigned, is_property, last_names, sets_property
+from tools.vllm_diff.signature import Function
+from tools.vllm_diff.syntax import assigned, is_property, last_names, sets_property
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Iterator, Sequence
 
-from vllm_adaptive_tree.compat.signature import Function
+from tools.vllm_diff.signature import Function
 
 
 def statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:

@@ -3,10 +3,10 @@
 import ast
 from typing import NamedTuple
 
-from vllm_adaptive_tree.compat.signature import Function
-from vllm_adaptive_tree.compat.sources import ROOT
-from vllm_adaptive_tree.compat.symbols import CALL, Trail
-from vllm_adaptive_tree.compat.syntax import assigned, kept, sides
+from tools.vllm_diff.signature import Function
+from tools.vllm_diff.sources import ROOT
+from tools.vllm_diff.symbols import CALL, Trail
+from tools.vllm_diff.syntax import assigned, kept, sides
 
 
 class OwnClass(NamedTuple):

@@ -4,10 +4,10 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from vllm_adaptive_tree.compat.signature import broken_call, difference
-from vllm_adaptive_tree.compat.symbols import CALL, Symbols, Trail
-from vllm_adaptive_tree.compat.things import Class, Missing, Outside, Unknown, Value
-from vllm_adaptive_tree.compat.uses import Use
+from tools.vllm_diff.signature import broken_call, difference
+from tools.vllm_diff.symbols import CALL, Symbols, Trail
+from tools.vllm_diff.things import Class, Missing, Outside, Unknown, Value
+from tools.vllm_diff.uses import Use
 
 MOST_PLACES = 3
 """A name that more places define has not moved: it is a common one."""

@@ -1,0 +1,1 @@
+"""For maintainers; not in the wheel."""
