@@ -22,9 +22,10 @@ from torch import Tensor
 
 from vllm_adaptive_tree.acceptance import RULES, Children, traversal, walk
 from vllm_adaptive_tree.config import TreeOptions
+from vllm_adaptive_tree.drafters import Frontier, Rows
 from vllm_adaptive_tree.methods import resolve
 from vllm_adaptive_tree.noise import KeyedNoise
-from vllm_adaptive_tree.proposers import Frontier, Proposal, Request, Rows, draft_tree
+from vllm_adaptive_tree.proposers import Proposal, Request, draft_tree
 from vllm_adaptive_tree.proposers.base import law
 
 REQUESTS, NODES, VOCABULARY, ROUNDS = 8, 60, 32_000, 7

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from vllm_adaptive_tree.acceptance import RULES, Children, traversal, walk
+from vllm_adaptive_tree.drafters import Rows
 from vllm_adaptive_tree.noise import KeyedNoise
-from vllm_adaptive_tree.proposers import Proposer, Request, Rows, draft_tree
+from vllm_adaptive_tree.proposers import Proposer, Request, draft_tree
 from vllm_adaptive_tree.proposers.base import law
 
 

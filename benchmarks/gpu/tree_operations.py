@@ -29,10 +29,11 @@ from vllm_adaptive_tree import kernels
 from vllm_adaptive_tree.acceptance import RULES, Accepted, Children, traversal, walk
 from vllm_adaptive_tree.acceptance.pairs import Draw
 from vllm_adaptive_tree.config import TreeOptions
+from vllm_adaptive_tree.drafters import Rows
 from vllm_adaptive_tree.kernels import FUSED, KINDS, FusedNoise, Tables
 from vllm_adaptive_tree.methods import Pair, resolve
 from vllm_adaptive_tree.noise import KeyedNoise
-from vllm_adaptive_tree.proposers import Proposal, Request, Rows, draft_tree
+from vllm_adaptive_tree.proposers import Proposal, Request, draft_tree
 from vllm_adaptive_tree.proposers.base import law
 
 T = TypeVar("T")

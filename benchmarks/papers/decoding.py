@@ -20,9 +20,10 @@ from benchmarks.papers.llama import Cache, Llama
 from benchmarks.tokens_per_step import PAIR, prompts
 from vllm_adaptive_tree.acceptance import Accepted, Children, traversal, walk
 from vllm_adaptive_tree.config import TreeOptions
+from vllm_adaptive_tree.drafters import Frontier, Rows
 from vllm_adaptive_tree.methods import Pair, resolve
 from vllm_adaptive_tree.noise import KeyedNoise
-from vllm_adaptive_tree.proposers import Frontier, Proposal, Request, Rows, draft_tree
+from vllm_adaptive_tree.proposers import Proposal, Request, draft_tree
 from vllm_adaptive_tree.proposers.base import law
 from vllm_adaptive_tree.trees import TreeBatch
 
@@ -122,7 +123,7 @@ def _read_one(model: Llama, cache: Cache, token: Tensor, position: Tensor, reque
 
 
 class Drafter:
-    """`proposers.Drafter` over `Llama`; slot s of a tree lies s places behind the root."""
+    """`drafters.Drafter` over `Llama`; slot s of a tree lies s places behind the root."""
 
     def __init__(self, model: Llama, cache: Cache, root: Tensor):
         self.model, self.cache, self.root = model, cache, root  # root: its position [R]

@@ -11,7 +11,7 @@ import torch
 from vllm import SamplingParams
 
 from tests.engine.engines import DRAFT, PROMPTS, V2, Engines, assert_identical, generate, metric, runner_of
-from vllm_adaptive_tree.proposers import Rows
+from vllm_adaptive_tree.drafters import Rows
 
 TEXTS = [PROMPTS[i] for i in (0, 4, 2, 9, 3, 1)]
 TOKEN = "self"

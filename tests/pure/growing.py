@@ -6,8 +6,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from vllm_adaptive_tree.drafters import Frontier, Rows
 from vllm_adaptive_tree.noise import KeyedNoise
-from vllm_adaptive_tree.proposers import Frontier, Proposal, Proposer, Request, Rows, draft_tree
+from vllm_adaptive_tree.proposers import Proposal, Proposer, Request, draft_tree
 from vllm_adaptive_tree.proposers.base import MOST_COLUMNS
 
 from .toys import ToyDrafter, ToyLM

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from vllm_adaptive_tree.acceptance import RULES, Children, traversal, walk
+from vllm_adaptive_tree.drafters import Rows
 from vllm_adaptive_tree.noise import KeyedNoise
-from vllm_adaptive_tree.proposers import Request, Rows, StaticTree, draft_tree
+from vllm_adaptive_tree.proposers import Request, StaticTree, draft_tree
 from vllm_adaptive_tree.trees import Shape, TreeBatch
 
 from .test_no_host_sync import NoHostSync

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_adaptive_tree.proposers import Rows, StaticTree
+from vllm_adaptive_tree.drafters import Rows
+from vllm_adaptive_tree.proposers import StaticTree
 from vllm_adaptive_tree.proposers.gate import Gate
 from vllm_adaptive_tree.proposers.mcsd import Mcsd, decision_features
 from vllm_adaptive_tree.trees import Shape

@@ -16,8 +16,9 @@ from torch.utils._pytree import tree_leaves
 
 from vllm_adaptive_tree.acceptance import RULES, Children, Kind, traversal, walk
 from vllm_adaptive_tree.budget import best
+from vllm_adaptive_tree.drafters import Frontier, Rows
 from vllm_adaptive_tree.noise import KeyedNoise
-from vllm_adaptive_tree.proposers import Frontier, Proposal, Proposer, Request, Rows, StaticTree, draft_tree
+from vllm_adaptive_tree.proposers import Proposal, Proposer, Request, StaticTree, draft_tree
 from vllm_adaptive_tree.proposers.c2t import C2T
 from vllm_adaptive_tree.proposers.dyspec import DySpec
 from vllm_adaptive_tree.proposers.eagle2 import Eagle2

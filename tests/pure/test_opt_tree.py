@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 
-from vllm_adaptive_tree.proposers import Frontier
+from vllm_adaptive_tree.drafters import Frontier
 from vllm_adaptive_tree.proposers.opt_tree import OptTree
 from vllm_adaptive_tree.trees import TreeBatch
 

@@ -16,8 +16,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vllm_adaptive_tree.config import TreeOptions
+from vllm_adaptive_tree.drafters import Rows
 from vllm_adaptive_tree.methods import resolve
-from vllm_adaptive_tree.proposers import METHODS, PROPOSERS, Request, Rows, draft_tree
+from vllm_adaptive_tree.proposers import METHODS, PROPOSERS, Request, draft_tree
 from vllm_adaptive_tree.proposers.gate import Gate
 
 from .growing import as_the_engine, keyed

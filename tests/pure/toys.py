@@ -8,8 +8,9 @@ from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
 from vllm_adaptive_tree.acceptance import RULES, Accepted, Children, Kind, traversal, walk
+from vllm_adaptive_tree.drafters import Rows
 from vllm_adaptive_tree.noise import NOTHING, KeyedNoise, Noise
-from vllm_adaptive_tree.proposers import Proposal, Proposer, Request, Rows, base, draft_tree
+from vllm_adaptive_tree.proposers import Proposal, Proposer, Request, base, draft_tree
 from vllm_adaptive_tree.proposers.opt_tree import OptTree
 from vllm_adaptive_tree.trees import TokenTree, TreeBatch
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from vllm_adaptive_tree.proposers.base import Drafter, Frontier, Proposal, Proposer, Request, Rows, draft_tree
+from vllm_adaptive_tree.proposers.base import Proposal, Proposer, Request, draft_tree
 from vllm_adaptive_tree.proposers.options import MethodOptions, Steered, option
 from vllm_adaptive_tree.proposers.static_tree import StaticTree
 from vllm_adaptive_tree.registry import Registry
@@ -48,13 +48,10 @@ def register_proposer(name: str, cls_or_path: type | str) -> None:
 __all__ = [
     "METHODS",
     "PROPOSERS",
-    "Drafter",
-    "Frontier",
     "MethodOptions",
     "Proposal",
     "Proposer",
     "Request",
-    "Rows",
     "StaticTree",
     "Steered",
     "draft_tree",

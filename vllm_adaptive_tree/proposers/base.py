@@ -1,15 +1,16 @@
-"""The contract between a proposer, which decides what to expand, and a drafter, which only runs the draft model."""
+"""A proposer, which decides what to expand, and how it grows trees with a drafter."""
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, Protocol, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from vllm_adaptive_tree.acceptance import Kind
+from vllm_adaptive_tree.drafters import Drafter, Frontier, Rows
 from vllm_adaptive_tree.noise import Noise
 from vllm_adaptive_tree.proposers.options import MethodOptions
 from vllm_adaptive_tree.registry import imported
@@ -17,18 +18,6 @@ from vllm_adaptive_tree.trees import SlicedMask, TreeBatch
 from vllm_adaptive_tree.trees.tree_batch import EMPTY
 
 MOST_COLUMNS = 1 << 32
-
-
-class Frontier(NamedTuple):
-    """The nodes that the draft model shall read next.
-
-    `tokens` is -1 where a request has no node; the engine may cut off columns at the end that nobody uses. `parent`
-    counts the slots given to the drafter so far: 0 is the root, then every slot of every frontier in turn, the unused
-    ones included.
-    """
-
-    tokens: Tensor  # [R, W]
-    parent: Tensor  # [R, W]
 
 
 class Proposal(NamedTuple):
@@ -52,26 +41,6 @@ class Request(NamedTuple):
     noise: Noise
     initial: Tensor | None = None
     """[R, W] first-layer tokens that the target drew itself (-1: none), for the proposers that take them."""
-
-
-class Rows(NamedTuple):
-    """What the draft model said of one level of nodes.
-
-    A row is dead if it gives no law: it holds NaN or +Inf, or -Inf throughout. `draft_tree` finds such rows. Behind a
-    dead row nothing is revealed: the node gets no children, and counts as never read.
-    """
-
-    logits: Tensor  # [R, W, V]; a drafter's may be written to
-    hidden: Tensor | None = None  # [R, W, H]: its last hidden states, from a drafter that has them
-    dead: Tensor | None = None  # [R, W] bool, filled in by `draft_tree`; the logits of such a row are all 0 then
-
-
-class Drafter(Protocol):
-    """How it reads what was accepted, up to the roots, is the adapter's affair."""
-
-    def grow(self, tokens: Tensor, parent: Tensor, state: Any) -> tuple[Rows, Any]:
-        """Read one level of nodes, `tokens` and `parent` as in `Frontier`. Returns its rows and the state."""
-        ...
 
 
 class Proposer(ABC):
@@ -168,10 +137,11 @@ def draft_tree(
 
     `agree` may read `growing` [R] to end the growth early, may cut the frontier's unused columns, and makes every rank
     read the same frontier. `keep` is given the logits [R, W, V] of every level, the root's first, 0 in dead rows;
-    `lost` which nodes [R, W] bool had a dead row.
+    `lost` which nodes [R, W] bool had a dead row that the
+    drafter had not expected.
     """
-    rows, dead = _finite(rows, request.temperature)
-    lost(dead)
+    rows, broken = _finite(rows, request.temperature)
+    lost(broken)
     keep(rows.logits)
     growth = proposer.begin(rows, nodes=nodes, request=request)
     for _ in range(proposer.max_depth - 1):
@@ -179,21 +149,25 @@ def draft_tree(
         if not more or frontier.tokens.shape[1] == 0:
             break
         rows, state = drafter.grow(frontier.tokens, frontier.parent, state)
-        rows, dead = _finite(rows, request.temperature)
-        lost(dead & (frontier.tokens != EMPTY))
+        rows, broken = _finite(rows, request.temperature)
+        lost(broken & (frontier.tokens != EMPTY))
         keep(rows.logits)
         growth = proposer.extend(growth, rows)
     return proposer.finish(growth)
 
 
 def _finite(rows: Rows, temperature: Tensor) -> tuple[Rows, Tensor]:
-    """The rows, the logits of dead ones 0 in place, and which are dead [R, W]; `temperature` [R]."""
+    """The rows, the logits of dead ones 0 in place, and which are dead though the drafter did not say so [R, W];
+    `temperature` [R]."""
     logits = rows.logits
-    dead = (logits.amax(-1) / temperature[:, None]).isfinite().logical_not_()  # NaN anywhere is the maximum
+    broken = (logits.amax(-1) / temperature[:, None]).isfinite().logical_not_()  # NaN anywhere is the maximum
+    dead = broken
+    if rows.dead is not None:
+        dead, broken = broken | rows.dead, broken & ~rows.dead
     # On a CPU a look costs nothing, and writing to no row as much as a softmax of all.
     if dead.device.type != "cpu" or dead.numpy().any():
         logits.masked_fill_(dead[..., None], 0.0)
-    return rows._replace(dead=dead), dead
+    return rows._replace(dead=dead), broken
 
 
 def places(level: int, logits: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vllm_adaptive_tree.proposers.base import Frontier, Proposal, Proposer, Request, Rows
+from vllm_adaptive_tree.drafters import Frontier, Rows
+from vllm_adaptive_tree.proposers.base import Proposal, Proposer, Request
 from vllm_adaptive_tree.trees import TreeBatch
 from vllm_adaptive_tree.trees.tree_batch import EMPTY
 

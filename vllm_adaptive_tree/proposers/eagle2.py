@@ -6,7 +6,8 @@ from typing import ClassVar, Self
 from torch import Tensor
 
 from vllm_adaptive_tree.acceptance import Kind
-from vllm_adaptive_tree.proposers.base import Frontier, log_law
+from vllm_adaptive_tree.drafters import Frontier
+from vllm_adaptive_tree.proposers.base import log_law
 from vllm_adaptive_tree.proposers.best_first import BestFirst, Candidates, Growth, Level, ranked
 from vllm_adaptive_tree.proposers.opt_tree import top_children
 from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE, MethodOptions, count

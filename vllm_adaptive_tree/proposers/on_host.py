@@ -15,7 +15,8 @@ from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vllm_adaptive_tree.proposers.base import Frontier, Proposal, Request, Rows, log_law
+from vllm_adaptive_tree.drafters import Frontier, Rows
+from vllm_adaptive_tree.proposers.base import Proposal, Request, log_law
 from vllm_adaptive_tree.proposers.opt_tree import OptTree
 from vllm_adaptive_tree.rows import largest
 from vllm_adaptive_tree.trees import TreeBatch

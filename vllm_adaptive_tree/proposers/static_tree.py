@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from vllm_adaptive_tree.acceptance import Kind
-from vllm_adaptive_tree.proposers.base import Frontier, Proposal, Proposer, Request, Rows, law, places
+from vllm_adaptive_tree.drafters import Frontier, Rows
+from vllm_adaptive_tree.proposers.base import Proposal, Proposer, Request, law, places
 from vllm_adaptive_tree.proposers.children import draw_children
 from vllm_adaptive_tree.proposers.options import MethodOptions, is_int, option
 from vllm_adaptive_tree.trees import Shape, SlicedMask, TreeBatch

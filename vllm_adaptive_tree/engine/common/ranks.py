@@ -9,7 +9,8 @@ from torch.nn.functional import pad
 from vllm.distributed.parallel_state import get_tp_group
 
 from vllm_adaptive_tree.acceptance import Accepted
-from vllm_adaptive_tree.proposers import Frontier, Proposal
+from vllm_adaptive_tree.drafters import Frontier
+from vllm_adaptive_tree.proposers import Proposal
 
 
 def from_rank_0(decision: Tensor) -> Tensor:

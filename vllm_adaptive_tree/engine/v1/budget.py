@@ -8,12 +8,13 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from vllm_adaptive_tree.budget import Controller, Pauses, Sharpening
+from vllm_adaptive_tree.drafters import Frontier
 from vllm_adaptive_tree.engine.common.ranks import from_rank_0, number_from_rank_0
 from vllm_adaptive_tree.engine.common.steering import Steering
 from vllm_adaptive_tree.engine.v1.clock import PhaseClock
 from vllm_adaptive_tree.engine.v1.drafts import Draft
 from vllm_adaptive_tree.engine.v1.verification import Verification
-from vllm_adaptive_tree.proposers import Frontier, Proposal
+from vllm_adaptive_tree.proposers import Proposal
 from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE
 from vllm_adaptive_tree.trees.tree_batch import EMPTY
 

@@ -8,11 +8,11 @@ from torch import Tensor
 from vllm.forward_context import set_forward_context
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
+from vllm_adaptive_tree.drafters import Rows
 from vllm_adaptive_tree.engine.common.attention import DraftKeys, Reading, TreeRows
 from vllm_adaptive_tree.engine.common.contexts import KeptContexts
 from vllm_adaptive_tree.engine.common.cpu_attention import native_metadata
 from vllm_adaptive_tree.engine.v1.clock import PhaseClock
-from vllm_adaptive_tree.proposers import Rows
 
 
 class CatchUp(NamedTuple):
@@ -31,7 +31,7 @@ class DraftState(NamedTuple):
 
 
 class ModelDrafter(DraftModelProposer):
-    """Loading and cache set-up are vLLM's; the forwards are ours. Satisfies `proposers.Drafter`."""
+    """Loading and cache set-up are vLLM's; the forwards are ours. Satisfies `drafters.Drafter`."""
 
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any = None):
         super().__init__(vllm_config, device, runner)

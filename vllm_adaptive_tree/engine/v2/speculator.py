@@ -9,6 +9,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_adaptive_tree.acceptance import RULES
 from vllm_adaptive_tree.config import TreeOptions
+from vllm_adaptive_tree.drafters import Frontier, Rows
 from vllm_adaptive_tree.engine.common.attention import DraftKeys, TreeRows
 from vllm_adaptive_tree.engine.common.contexts import PagedContexts
 from vllm_adaptive_tree.engine.common.steering import Steering
@@ -19,14 +20,14 @@ from vllm_adaptive_tree.engine.v2.kinds import Kinds
 from vllm_adaptive_tree.engine.v2.resting import RestingSpeculator
 from vllm_adaptive_tree.engine.v2.returning import Returning
 from vllm_adaptive_tree.methods import Pair
-from vllm_adaptive_tree.proposers import Frontier, Request, Rows, draft_tree
+from vllm_adaptive_tree.proposers import Request, draft_tree
 from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE
 from vllm_adaptive_tree.trees import TreeBatch
 from vllm_adaptive_tree.trees.tree_batch import EMPTY
 
 
 class TreeSpeculator(RestingSpeculator):
-    """Satisfies `proposers.Drafter`. The draft's K/V of accepted tokens and of the root stand in the paged cache, the
+    """Satisfies `drafters.Drafter`. The draft's K/V of accepted tokens and of the root stand in the paged cache, the
     nodes' beside it."""
 
     def __init__(

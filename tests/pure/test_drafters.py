@@ -1,0 +1,231 @@
+"""Drafts that are no model with a forward a level: proposers grow the same trees of them as of a model that says the
+same, and rules keep the target's law.
+
+The model that says the same is a `ToyLM`: one row for every history, -inf throughout where the draft has ended.
+"""
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from vllm_adaptive_tree.drafters import ByDepth, ByParent, Lookup, Rows
+from vllm_adaptive_tree.proposers import StaticTree
+from vllm_adaptive_tree.proposers.opt_tree import OptTree
+from vllm_adaptive_tree.trees import Shape
+
+from . import toys
+from .growing import as_the_engine, grow, grown, keyed
+from .test_dead_rows import PROPOSERS
+from .test_pairs import CHOSEN, DYSPEC, EXACT, LEGAL, bias, static
+from .toys import ForkingRandom, ToyLM
+
+VOCABULARY, LEVELS, REQUESTS, NODES = 3, 2, 4, 7
+
+
+class Kind(NamedTuple):
+    """A draft of R requests, as `growing.grow` takes one."""
+
+    drafter: Any
+    said: Any  # what `begin` is given
+    law: Callable[[int, tuple[int, ...]], Tensor]  # logits [V] of a request behind a path, by hand
+
+    def catch_up(self, *_: Any) -> tuple[Rows, Any]:
+        rows, state = self.drafter.begin(*self.said)
+        return rows, state
+
+    def grow(self, *arguments: Any) -> tuple[Rows, Any]:
+        rows, state = self.drafter.grow(*arguments)
+        return rows, state
+
+    def models(self, depth: int) -> list[ToyLM]:
+        paths = [path for length in range(depth + 1) for path in product(range(VOCABULARY), repeat=length)]
+        return [ToyLM(torch.stack([self.law(r, path) for path in paths])) for r in range(REQUESTS)]
+
+
+NOTHING = torch.full((VOCABULARY,), -torch.inf, dtype=torch.float64)
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    return 2 * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def by_depth() -> Kind:
+    logits = random(REQUESTS, LEVELS, VOCABULARY, seed=0)
+    return Kind(ByDepth(), (logits,), lambda r, path: logits[r, len(path)] if len(path) < LEVELS else NOTHING)
+
+
+def by_parent() -> Kind:
+    logits, bias = random(REQUESTS, LEVELS, VOCABULARY, seed=1), random(VOCABULARY, VOCABULARY, seed=2)
+
+    def law(r: int, path: tuple[int, ...]) -> Tensor:
+        if len(path) >= LEVELS:
+            return NOTHING
+        return logits[r, len(path)] + (bias[path[-1]] if path else 0)
+
+    return Kind(ByParent(lambda tokens: bias[tokens]), (logits,), law)
+
+
+def lookup() -> Kind:
+    """Of the last request nothing was found."""
+    end = [-1, -1]
+    tokens = torch.tensor(
+        [
+            [[0, 1, 2], [0, 1, 1], [0, 2, *end[:1]], [2, *end]],
+            [[1, 1, 1], [1, 1, 1], [1, *end], [0, 0, 0]],
+            [[2, 0, 1], [0, *end], [-1, *end], [-1, *end]],
+            [[-1, *end]] * 4,
+        ]
+    )
+    weight = torch.tensor([[4.0, 2, 2, 1], [1, 3, 1, 0], [1, 1, 0, 0], [0, 0, 0, 0]], dtype=torch.float64)
+
+    def law(r: int, path: tuple[int, ...]) -> Tensor:
+        counts = torch.zeros(VOCABULARY, dtype=torch.float64)
+        for own, worth in zip(tokens[r].tolist(), weight[r].tolist(), strict=True):
+            if tuple(own[: len(path)]) == path and len(path) < len(own) and own[len(path)] >= 0:
+                counts[own[len(path)]] += worth
+        return counts.log()
+
+    return Kind(Lookup(VOCABULARY), (tokens, weight), law)
+
+
+DRAFTS = {"by depth": by_depth, "by parent": by_parent, "look-up": lookup}
+EVERY = pytest.mark.parametrize("draft", DRAFTS)
+
+
+@EVERY
+@pytest.mark.parametrize("name", PROPOSERS)
+def test_a_proposer_does_not_know_which_it_has(draft, name):
+    kind = DRAFTS[draft]()
+    lost = list[Tensor]()
+    found = [
+        grow(PROPOSERS[name](), kind.models(3), nodes=NODES, drafter=drafter, agree=as_the_engine, lost=lost.append)
+        for drafter in (kind, None)
+    ]
+    for one, other in zip((*found[0].tree, *found[0][1:]), (*found[1].tree, *found[1][1:]), strict=True):
+        assert one.equal(other)
+    assert found[0].tree.valid.any()
+
+
+@EVERY
+def test_what_has_ended_is_no_fault(draft):
+    kind, lost = DRAFTS[draft](), list[Tensor]()
+    proposal = grow(
+        OptTree(max_depth=6, threshold=0.0),
+        kind.models(0),
+        nodes=40,
+        drafter=kind,
+        agree=as_the_engine,
+        lost=lost.append,
+    )
+    assert len(lost) > LEVELS, "it was asked below its last level"
+    assert not torch.cat(lost, 1).any()
+    assert int(proposal.tree.depth.max()) == (3 if draft == "look-up" else LEVELS)
+
+
+def test_what_is_no_number_is_one():
+    logits = random(REQUESTS, LEVELS, VOCABULARY, seed=0)
+    logits[1, 1, 0] = torch.nan
+    kind, lost = Kind(ByDepth(), (logits,), by_depth().law), list[Tensor]()
+    tree = grow(
+        OptTree(max_depth=6, threshold=0.0),
+        kind.models(0),
+        nodes=40,
+        drafter=kind,
+        agree=as_the_engine,
+        lost=lost.append,
+    ).tree
+    assert torch.cat(lost, 1).sum(1).tolist() == [0, VOCABULARY, 0, 0], "every node of its first level"
+    assert tree.depth.amax(1).tolist() == [LEVELS, 1, LEVELS, LEVELS]
+
+
+@pytest.mark.parametrize("draft", ["by depth", "by parent"])
+def test_opt_tree_is_exact(draft):
+    """The n most probable paths of all that the forward allows, by brute force (arXiv 2604.12989)."""
+    kind = DRAFTS[draft]()
+    models = kind.models(LEVELS)
+    for nodes in (1, 3, 6, 9):
+        trees = grown(grow(OptTree(max_depth=LEVELS, threshold=0.0), models, nodes=nodes, drafter=kind))
+        for model, paths in zip(models, trees, strict=True):
+            every = [path for length in (1, 2) for path in product(range(VOCABULARY), repeat=length)]
+            every.sort(key=model.probability, reverse=True)
+            assert set(paths) == set(every[:nodes])
+
+
+def test_a_look_up_s_law_is_the_share_of_its_weight():
+    weights = grow(OptTree(max_depth=3, threshold=0.0), lookup().models(0), nodes=6, drafter=lookup()).tree.log_weight
+    torch.testing.assert_close(
+        weights[0].exp(), torch.tensor([8 / 9, 2 / 3, 4 / 9, 2 / 9, 2 / 9, 1 / 9], dtype=torch.float64)
+    )
+
+
+# -- the law
+
+
+def targets(drafts: list[ToyLM], depth: int) -> list[ToyLM]:
+    return [ToyLM.random(VOCABULARY, depth, seed=9 - r, scale=1.5) for r in range(len(drafts))]
+
+
+def pairs(draft: str, depth: int) -> tuple[list[ToyLM], list[ToyLM]]:
+    drafts = DRAFTS[draft]().models(depth)
+    return drafts, targets(drafts, depth)
+
+
+@EVERY
+@pytest.mark.parametrize(("kind", "rule"), LEGAL)
+def test_static_trees_keep_the_law(draft, kind, rule):
+    assert bias(static(kind, Shape.named("binary", 4)), rule, nodes=4, pairs=pairs(draft, 3)).max() < EXACT
+
+
+@EVERY
+@pytest.mark.parametrize("rule", ["target_only", "rrsw", "traversal"])
+@pytest.mark.parametrize("name", DYSPEC)
+def test_dyspec_keeps_the_law(draft, name, rule):
+    assert bias(DYSPEC[name](), rule, nodes=4, pairs=pairs(draft, 3)).max() < EXACT
+
+
+@EVERY
+@pytest.mark.parametrize("name", CHOSEN)
+def test_chosen_children_keep_the_law(draft, name):
+    assert bias(CHOSEN[name](), "target_only", nodes=5, pairs=pairs(draft, 3)).max() < EXACT
+
+
+class Shared(ForkingRandom):
+    """One draw for all nodes of a level."""
+
+    def draw_without_replacement(self, law: Tensor, k: int) -> Tensor:
+        return super().draw_without_replacement(law[:, :1], k).expand(*law.shape[:2], k)
+
+
+def test_a_shared_draw_is_caught(monkeypatch):
+    def shape() -> StaticTree:
+        return static("without_replacement", Shape.k_config([2, 2]))
+
+    independent = bias(shape(), "traversal", nodes=6, pairs=pairs("by depth", 2)).max()
+    every = toys.every_outcome
+    drafting = True
+
+    def outcomes(run: Any, worlds: int) -> Any:
+        nonlocal drafting
+        with monkeypatch.context() as patch:
+            if drafting:
+                patch.setattr(toys, "ForkingRandom", Shared)
+            drafting = False
+            yield from every(run, worlds)
+
+    monkeypatch.setattr(toys, "every_outcome", outcomes)
+    assert independent < EXACT
+    assert bias(shape(), "traversal", nodes=6, pairs=pairs("by depth", 2)).max() > 0.01
+
+
+def test_noise_is_a_node_s_own():
+    """Equal laws, other children: that is what `draft_tree` asks of its noise."""
+    logits = torch.zeros(1, 2, 64, dtype=torch.float64)
+    kind = Kind(ByDepth(), (logits,), lambda r, path: logits[r, 0])
+    proposer = StaticTree(Shape.k_config([4, 4]), kind="without_replacement")
+    paths = grown(grow(proposer, [ToyLM(logits[0])], nodes=20, drafter=kind, noise=keyed(1)))[0]
+    below = [tuple(path[1] for path in paths if len(path) == 2 and path[0] == first[0]) for first in paths[:4]]
+    assert len(set(below)) == 4

@@ -1,0 +1,7 @@
+"""What runs the draft: one contract for every kind of it."""
+
+from vllm_adaptive_tree.drafters.base import Drafter, Frontier, Rows
+from vllm_adaptive_tree.drafters.lookup import Lookup
+from vllm_adaptive_tree.drafters.one_forward import ByDepth, ByParent
+
+__all__ = ["ByDepth", "ByParent", "Drafter", "Frontier", "Lookup", "Rows"]
