@@ -215,7 +215,7 @@ def test_nothing_waits_for_the_device(
     engines: Engines, plain: list[Any], method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Our part of a step: trees to positions, acceptance, commit, drafting; not what vLLM's CPU attention does."""
-    from vllm_adaptive_tree.engine.v2 import sampler, speculator
+    from vllm_adaptive_tree.engine.v2 import drafting, sampler
     from vllm_adaptive_tree.engine.v2.verification import Verification
 
     calls: dict[str, int] = {}
@@ -238,7 +238,7 @@ def test_nothing_waits_for_the_device(
         (Verification, "dense"),
         (Verification, "commit"),
         (sampler, "accept"),
-        (speculator, "draft_tree"),
+        (drafting, "draft_tree"),
     ):
         guarded(owner, name)
     assert_identical(plain, generate(llm, BATCH, parameters()))

@@ -15,14 +15,14 @@ from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneAR
 from vllm_adaptive_tree.engine.v2.unread import Gap, Unread
 
 
-class RestingSpeculator(StandaloneARSpeculator):
-    def __init__(self, vllm_config: Any, device: torch.device, tokens: Tensor):
-        """`tokens` [requests, length]: vLLM's, of every request, by its index."""
-        super().__init__(vllm_config, device)
-        self.tokens = tokens
-        self.unread: Unread | None = None
-        """What this draft has missed, where a budget may let it rest."""
-        self.late: np.ndarray | None = None  # [R] who still misses something in this step, if there are any
+class Resting(StandaloneARSpeculator):
+    """Of drafts that read token ids alone: those can be read later."""
+
+    tokens: Tensor
+    """[requests, length]: vLLM's, of every request, by its index."""
+    unread: Unread | None = None
+    """What this draft has missed, where a budget may let it rest."""
+    late: np.ndarray | None = None
 
     @property
     def group(self) -> int:

@@ -22,7 +22,7 @@ from vllm_adaptive_tree.engine.v2.figures import Figures
 from vllm_adaptive_tree.engine.v2.kinds import Kinds
 from vllm_adaptive_tree.engine.v2.paged import KernelTrees, PagedTrees
 from vllm_adaptive_tree.engine.v2.sampler import TreeSampler
-from vllm_adaptive_tree.engine.v2.speculator import TreeSpeculator
+from vllm_adaptive_tree.engine.v2.speculator import ModelSpeculator
 from vllm_adaptive_tree.engine.v2.unread import Unread
 from vllm_adaptive_tree.engine.v2.verification import Verification
 from vllm_adaptive_tree.methods import resolve
@@ -86,11 +86,12 @@ class TreeModelRunnerV2(ModelRunner):
             for name, layer in self.compilation_config.static_forward_context.items():
                 support.check_packing(name, layer)
 
-    def _speculator(self, vllm_config: Any, device: torch.device, req_states: Any) -> TreeSpeculator:
-        tokens = req_states.all_token_ids.gpu
-        return TreeSpeculator(
-            vllm_config, device, self.options, self.pair, self.kinds, self.budget, self.steering, tokens
+    def _speculator(self, vllm_config: Any, device: torch.device, req_states: Any) -> ModelSpeculator:
+        speculator = ModelSpeculator(
+            vllm_config, device, self.options, self.pair, self.kinds, self.budget, self.steering
         )
+        speculator.tokens = req_states.all_token_ids.gpu
+        return speculator
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
