@@ -152,7 +152,10 @@ def test_every_method_brings_the_children_that_its_rule_needs(spec: Any, rule: s
         (asked("c2t", gate=f"{DRAFT}/model.safetensors"), ["gate", "3 features"]),
         (asked("c2t", gate=f"{DRAFT}/config.json"), ["gate", "cannot read"]),
         (asked("c2t", beta=2), ["beta", "between 0 and 1"]),
-        (asked("opt_tree", cost_profile="/no/such/folder/costs.json"), ["'cost_profile'", "cannot be written", "null"]),
+        (
+            asked("opt_tree", budget="auto", cost_profile="/no/such/costs.json"),
+            ["'cost_profile'", "cannot be written", "null"],
+        ),
         (asked("sequoia", vector="/no/such/file"), ["'vector'", "/no/such/file"]),
         (asked("sequoia", vector=f"{DRAFT}/config.json"), ["'vector'", '{"vector": [numbers between 0 and 1]}']),
         (asked("mcsd", init_width=2), ["init_width", "changes what the target says", "allow_lossy"]),

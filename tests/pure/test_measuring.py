@@ -1,0 +1,63 @@
+"""Forwards timed on a machine that other things keep busy."""
+
+from functools import partial
+
+import pytest
+
+from vllm_adaptive_tree.engine.measuring import fastest
+
+TRUE = [1.0, 2.0, 4.0]
+WARM_UP = 1
+
+
+class Machine:
+    """Runs forwards of `TRUE` seconds; in the rounds `busy` (0 is the warming one) all take five times as long."""
+
+    def __init__(self, *busy: int):
+        self.busy, self.rounds, self.order = busy, 0, list[int]()
+
+    def prepare(self, place: int) -> object:
+        return partial(self.run, place)
+
+    def run(self, place: int) -> float:
+        self.order.append(place)
+        slow = (len(self.order) - 1) // len(TRUE) in self.busy
+        return TRUE[place] * (5 if slow else 1)
+
+    def measured(self, rounds: int, **options: object) -> list[float]:
+        forwards = [partial(self.prepare, place) for place in range(len(TRUE))]
+        given = {"rounds": rounds, "seconds": 60.0, "least": 2, "timed": lambda forward: forward(), **options}
+        return fastest(forwards, **given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("busy", [(), (1,), (3,), (1, 2), (2, 3), (1, 3)])
+def test_one_quiet_round_is_enough(busy):
+    assert Machine(*busy).measured(3) == TRUE
+
+
+def test_rounds_are_interleaved():
+    """A machine that is busy for a while slows all sizes alike, so their ratios stay."""
+    machine = Machine(1, 2, 3)
+    assert machine.measured(3) == [5 * one for one in TRUE]
+    assert machine.order == [0, 1, 2] * (WARM_UP + 3)
+
+
+def test_the_warming_round_does_not_count():
+    class Warming(Machine):
+        def run(self, place: int) -> float:
+            return super().run(place) if len(self.order) >= len(TRUE) else super().run(place) / 100
+
+    assert Warming().measured(2) == TRUE
+
+
+def test_no_time_for_all():
+    """What the warming round has not come to is left out, but for the least; no further round begins."""
+    machine = Machine()
+    assert machine.measured(5, seconds=0.0) == TRUE[:2]
+    assert machine.order == [0, 1, 0, 1]
+
+
+def test_ranks_that_must_agree_do_as_they_are_told():
+    machine = Machine()
+    assert machine.measured(5, seconds=0.0, late=lambda late: False) == TRUE
+    assert machine.order == [0, 1, 2] * (WARM_UP + 5)
