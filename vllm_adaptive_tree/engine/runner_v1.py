@@ -35,6 +35,7 @@ from vllm_adaptive_tree.engine.ranks import accepted_from_rank_0, agree, proposa
 from vllm_adaptive_tree.engine.recorder import Recorder
 from vllm_adaptive_tree.engine.scratch import ScratchBlocks
 from vllm_adaptive_tree.engine.share import nodes_per_request
+from vllm_adaptive_tree.engine.startup import check_ranks
 from vllm_adaptive_tree.engine.steering import Steering
 from vllm_adaptive_tree.engine.target import Target
 from vllm_adaptive_tree.engine.thinking_budget import ThinkingBudgets
@@ -48,6 +49,7 @@ from vllm_adaptive_tree.proposers.on_host import on_host
 
 class TreeModelRunner(CPUModelRunner):
     def __init__(self, vllm_config: Any, device: torch.device):
+        check_ranks(vllm_config)
         with (
             swapped(gpu_model_runner, "DraftModelProposer", ModelDrafter),
             swapped(gpu_model_runner, "build_logitsprocs", _all_processors),

@@ -14,6 +14,7 @@ from vllm_adaptive_tree.engine.cost_profile import CostProfile
 from vllm_adaptive_tree.engine.coverage import Coverage
 from vllm_adaptive_tree.engine.cpu_attention import CPUTrees, DenseTrees
 from vllm_adaptive_tree.engine.patches import swapped
+from vllm_adaptive_tree.engine.startup import check_ranks
 from vllm_adaptive_tree.engine.steering import Steering
 from vllm_adaptive_tree.engine.translate import tree_options
 from vllm_adaptive_tree.engine.v2.budget import SETTLED, BatchBudget
@@ -39,6 +40,7 @@ IN_FLIGHT = 2
 
 class TreeModelRunnerV2(ModelRunner):
     def __init__(self, vllm_config: Any, device: torch.device):
+        check_ranks(vllm_config)
         self.options = tree_options(vllm_config)
         self.pair = resolve(self.options)
         support.check_gate(self.pair.proposer, vllm_config.speculative_config.draft_model_config.get_hidden_size())
