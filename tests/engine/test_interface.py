@@ -12,7 +12,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from tests.engine.engines import DRAFT, PROMPTS, TARGET, Engines, generate, runner_of, tree
 from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.engine import support, translate
-from vllm_adaptive_tree.engine.translate import tree_options
+from vllm_adaptive_tree.engine.common.options import tree_options
 from vllm_adaptive_tree.methods import resolve
 from vllm_adaptive_tree.proposers import PROPOSERS
 from vllm_adaptive_tree.versions import SUPPORTED, window

@@ -17,7 +17,7 @@ from vllm import SamplingParams
 from tests.engine.engines import DRAFT, PROMPTS, V2, Engines, generate, runner_of, set_costs, tree
 from vllm_adaptive_tree.budget import Costs
 from vllm_adaptive_tree.budget.levels import FIRST
-from vllm_adaptive_tree.engine.common import cost_profile
+from vllm_adaptive_tree.engine.common import cost_profile, startup
 from vllm_adaptive_tree.engine.common.cost_profile import CostProfile, key_of
 from vllm_adaptive_tree.engine.common.startup import settle
 from vllm_adaptive_tree.proposers.dyspec import LOWEST
@@ -111,13 +111,13 @@ BEGUN: list[Any] = []
 """What the last engine that `settled` began with."""
 
 
-def settled(runner: Any, monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[str]:
+def settled(runner: Any, monkeypatch: pytest.MonkeyPatch, *, rank: int = 0, **options: Any) -> list[str]:
     """What an engine with these options would measure; afterwards it is as it was."""
     measures, profile = Measures(), runner.profile
     with monkeypatch.context() as patch:
         patch.setattr(runner, "begin_budget", lambda *learnt: BEGUN.append(learnt))
         patch.setattr(runner, "options", replace(runner.options, tree=replace(runner.options.tree, **options)))
-        settle(runner, 0, measures)
+        settle(runner, rank, measures)
     runner.profile = profile
     return measures.asked
 
@@ -135,6 +135,22 @@ def test_what_was_learnt_is_kept_and_read(llm: Any, file: Path, monkeypatch: pyt
     assert controller.to_json() == written["learnt"]["controller"]
     assert sharpening.to_json() == written["learnt"]["sharpening"]
     assert {size.levels.steps for size in controller.sizes.values()} <= {0, FIRST}
+
+
+def test_another_rank_hears_what_rank_0_has_read(llm: Any, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a node where the file is another one, it looks at none."""
+    runner = runner_of(llm)
+    runner.profile.write()
+    read = json.loads(file.read_text())
+    file.write_text("of this node")
+    passed: list[Any] = []
+    monkeypatch.setattr(startup, "object_from_rank_0", lambda mine: (passed.append(mine), read)[1])
+    assert settled(runner, monkeypatch, rank=1) == []
+    controller, _ = BEGUN.pop()
+    assert controller.costs.to_json() == read["costs"]
+    assert controller.to_json() == read["learnt"]["controller"]
+    assert passed == [None]
+    assert file.read_text() == "of this node"
 
 
 @pytest.mark.parametrize(
@@ -199,7 +215,7 @@ def test_a_gate_trained_anew_makes_another_key(tmp_path: Path) -> None:
     digests = []
     for content in (b"one", b"other"):
         (tmp_path / "gate.safetensors").write_bytes(content)
-        digests.append(cost_profile._digest(str(tmp_path / "gate.safetensors")))
+        digests.append(cost_profile.digest(str(tmp_path / "gate.safetensors")))
     assert digests[0] != digests[1]
 
 

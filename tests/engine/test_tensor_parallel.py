@@ -1,9 +1,14 @@
 """Two tensor-parallel ranks, each in a process of its own."""
 
+import contextlib
 import json
 import os
+import re
+import signal
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +17,7 @@ import pytest
 from vllm import SamplingParams
 
 from tests.engine.engines import PROMPTS, TARGET, V2, Engines, assert_identical, generate, tree
+from tests.engine.installations import with_version
 
 ROOT = Path(__file__).parents[2]
 COUNT, LENGTH = (3, 16) if V2 else (6, 40)  # requests and their tokens; the interpreter is slow
@@ -23,9 +29,9 @@ if os.environ.get("MODEL_RUNNER", "v1") != "v1":  # in every rank
 from vllm import LLM, SamplingParams
 
 def main():
-    target, spec, prompts, params = json.load(sys.stdin)
-    llm = LLM(target, dtype="float32", enforce_eager=True, max_model_len=512, tensor_parallel_size=2,
-              speculative_config={**spec, "draft_tensor_parallel_size": 2}, disable_log_stats=False)
+    target, spec, ranks, prompts, params = json.load(sys.stdin)
+    llm = LLM(target, dtype="float32", enforce_eager=True, max_model_len=512, disable_log_stats=False,
+              speculative_config=spec, **ranks)
     outputs = llm.generate(prompts, [SamplingParams(**own) for own in params], use_tqdm=False)
     names = ["spec_decode_num_accepted_tokens", "spec_decode_num_draft_tokens", "adaptive_tree_nodes"]
     counters = [sum(m.value for m in llm.get_metrics() if m.name == f"vllm:{name}") for name in names]
@@ -37,9 +43,83 @@ if __name__ == "__main__":
 """
 
 
+NODE = """
+import os, sys
+if os.environ.get("MODEL_RUNNER", "v1") != "v1":
+    from tests import interpreter
+    interpreter.install(asynchronous=os.environ["MODEL_RUNNER"] == "v2-async")
+from vllm_adaptive_tree.cli.serve import run
+
+if __name__ == "__main__":
+    run(sys.argv[1:])
+"""
+
+
+class Nodes:
+    """`vllm serve` on two nodes, which are processes here, each with its own address, command line and packages."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.started = folder, list[tuple[subprocess.Popen[bytes], Path]]()
+        (folder / "node.py").write_text(NODE)
+        with socket.socket() as found:
+            found.bind(("127.0.0.1", 0))
+            self.port = found.getsockname()[1]
+
+    def arguments(self, rank: int) -> dict[str, Any]:
+        return {
+            "tensor_parallel_size": 2,
+            "distributed_executor_backend": "mp",
+            "nnodes": 2,
+            "node_rank": rank,
+            "master_addr": "127.0.0.1",
+            "master_port": self.port,
+        }
+
+    def start(self, rank: int, spec: dict[str, Any], path: str = "") -> tuple[subprocess.Popen[bytes], Path]:
+        """A node, with `path` before this package; the process, and the file to which it writes."""
+        given = {"dtype": "float32", "max_model_len": 512, "speculative_config": json.dumps(spec)}
+        asked = [f"--{name.replace('_', '-')}={value}" for name, value in {**self.arguments(rank), **given}.items()]
+        log = self.folder / f"{rank}.log"
+        with log.open("w") as written:
+            process = subprocess.Popen(
+                [
+                    sys.executable,
+                    str(self.folder / "node.py"),
+                    TARGET,
+                    "--enforce-eager",
+                    *["--headless"][:rank],
+                    *asked,
+                ],
+                env={
+                    **os.environ,
+                    "PYTHONPATH": f"{path}:{ROOT}",
+                    "VLLM_HOST_IP": f"127.0.0.{rank + 1}",
+                    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+                },
+                stdout=written,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.started.append((process, log))
+        return process, log
+
+    def end(self) -> None:
+        for process, _ in self.started:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    nodes = Nodes(tmp_path)
+    yield nodes
+    nodes.end()
+
+
 SPECS = {
-    "opt_tree": tree(25, threshold="auto"),
-    "dyspec": {**tree(25), "method": "dyspec", "rejection_sample_method": "rrsw"},
+    "opt_tree": {**tree(25, threshold="auto"), "draft_tensor_parallel_size": 2},
+    "dyspec": {**tree(25), "method": "dyspec", "rejection_sample_method": "rrsw", "draft_tensor_parallel_size": 2},
 }
 
 
@@ -50,21 +130,24 @@ def params(method: str, **extra: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("method", SPECS)
-def test_two_ranks(engines: Engines, tmp_path: object, method: str) -> None:
-    asked = params(method)
+def test_two_ranks(engines: Engines, nodes: Nodes, tmp_path: Path, method: str) -> None:
+    """Of OPT-Tree each has a node of its own."""
+    asked, apart = params(method), method == "opt_tree"
     plain = generate(engines.start(), PROMPTS[:COUNT], [SamplingParams(**own) for own in params(method, logprobs=2)])
     engines.shutdown()
-    script = f"{tmp_path}/two_ranks.py"
-    with open(script, "w") as file:
-        file.write(SCRIPT)
+    (tmp_path / "two_ranks.py").write_text(SCRIPT)
+    if apart:
+        nodes.start(1, SPECS[method])
+    ranks = nodes.arguments(0) if apart else {"tensor_parallel_size": 2}
     result = subprocess.run(
-        [sys.executable, script],
-        input=json.dumps([TARGET, SPECS[method], PROMPTS[:COUNT], asked]),
+        [sys.executable, str(tmp_path / "two_ranks.py")],
+        input=json.dumps([TARGET, SPECS[method], ranks, PROMPTS[:COUNT], asked]),
         env={
             **os.environ,
             "PYTHONPATH": str(ROOT),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind" if apart else "0|1",
+            "VLLM_HOST_IP": "127.0.0.1",
         },
         capture_output=True,
         text=True,
@@ -83,3 +166,22 @@ def test_two_ranks(engines: Engines, tmp_path: object, method: str) -> None:
     assert [len(output.token_ids) for output in ours] == [LENGTH] * COUNT
     greedy = [i for i in range(COUNT) if asked[i]["temperature"] == 0]
     assert_identical([plain[i] for i in greedy], [ours[i] for i in greedy])
+
+
+def test_nodes_with_other_options_or_packages_are_refused(nodes: Nodes, tmp_path: Path) -> None:
+    """Nothing of the configuration travels between them: the ranks compare, before a model is loaded."""
+    nodes.start(0, tree(12))
+    nodes.start(1, tree(25, threshold=0.5), with_version(tmp_path / "second", "9.8.7"))
+    for process, log in nodes.started:
+        try:
+            assert process.wait(240) != 0
+        except subprocess.TimeoutExpired:
+            raise AssertionError(log.read_text()[-3000:]) from None
+        assert re.search(
+            r"RuntimeError: A tree method needs the same packages and options on every node, and on node \S+ "
+            r"\(127\.0\.0\.2\) vllm-adaptive-tree is 9\.8\.7 \(source \w+\), not \S+ \(source \w+\), and "
+            r"speculative_config\['num_speculative_tokens'\] is 25, not 12, and "
+            r"speculative_config\['tree'\]\['threshold'\] is 0\.5, not None as for rank 0 on node \S+ "
+            r"\(127\.0\.0\.1\); install, and give, the same on every node",
+            log.read_text(),
+        ), log.read_text()[-3000:]

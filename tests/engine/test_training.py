@@ -20,7 +20,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from tests.engine.engines import DRAFT, PROMPTS, TARGET, Engines, assert_identical, generate, runner_of, tree
 from vllm_adaptive_tree.cli.main import main
 from vllm_adaptive_tree.engine import support, translate
-from vllm_adaptive_tree.engine.translate import tree_options
+from vllm_adaptive_tree.engine.common.options import tree_options
 from vllm_adaptive_tree.gates import training
 from vllm_adaptive_tree.gates.examples import KINDS, Verified
 from vllm_adaptive_tree.gates.parts import Parts

@@ -3,7 +3,6 @@
 from functools import partial
 
 import pytest
-
 from vllm_adaptive_tree.engine.measuring import fastest
 
 TRUE = [1.0, 2.0, 4.0]

@@ -7,6 +7,7 @@ from vllm.v1.worker import cpu_worker
 
 from vllm_adaptive_tree.amx import allow_amx
 from vllm_adaptive_tree.engine.common.startup import keep, settle
+from vllm_adaptive_tree.engine.installation import here
 from vllm_adaptive_tree.engine.patches import swapped
 from vllm_adaptive_tree.engine.v1.recorder import Recorder
 from vllm_adaptive_tree.engine.v1.runner import TreeModelRunner
@@ -46,6 +47,10 @@ class TreeWorker(cpu_worker.CPUWorker):
         super().shutdown()
 
     # -- for `LLM.collective_rpc`: plain values only, so that it reaches engines in other processes
+
+    def installation(self) -> dict[str, str]:
+        """The node of this rank, and what is installed there."""
+        return here()
 
     def record(self, kind: str, options: dict[str, Any]) -> None:
         """Begin to collect examples of a kind of `gates.examples.KINDS`, on rank 0."""

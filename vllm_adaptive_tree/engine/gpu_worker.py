@@ -5,6 +5,7 @@ from typing import Any
 from vllm.v1.worker import gpu_worker
 
 from vllm_adaptive_tree.engine.common.startup import keep, settle
+from vllm_adaptive_tree.engine.installation import here
 from vllm_adaptive_tree.engine.v2 import profile
 from vllm_adaptive_tree.engine.v2.runner import TreeModelRunnerV2
 
@@ -21,3 +22,7 @@ class TreeGPUWorker(gpu_worker.Worker):
     def shutdown(self) -> None:
         keep(self)
         super().shutdown()
+
+    def installation(self) -> dict[str, str]:
+        """The node of this rank, and what is installed there; for `LLM.collective_rpc`."""
+        return here()

@@ -1,18 +1,27 @@
 """What marks a SpeculativeConfig as that of a tree method, in every process that it reaches."""
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_adaptive_tree.engine import patches
+from vllm_adaptive_tree.engine import installation, patches
+
+ARRIVE = "exec(source, space) or space['arrive'](wanted)"
+"""`installation.arrive(wanted)`, from the text of that file."""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """Unpickled or copied, it first installs what its process needs: a front end may be given a finished configuration
-    and never load a plugin. Without this package, unpickling says so (ModuleNotFoundError)."""
+    """Unpickled or copied, it first compares what is installed with what was installed where it was pickled, and
+    installs what the process needs: a front end may be given a finished configuration and never load a plugin.
+
+    Raises:
+        RuntimeError: unpickled on a node without this package, or with other versions; names the node.
+    """
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return installed, ()
+        text = inspect.getsource(installation)  # by name, a node without this package could not say what it lacks
+        return eval, (ARRIVE, {"source": text, "space": {}, "wanted": installation.here()})
 
 
 def installed() -> Mark:

@@ -94,11 +94,6 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
     return config
 
 
-def tree_options(vllm_config: Any) -> TreeOptions:
-    """Our options, read back in an engine process."""
-    return TreeOptions.from_json(vllm_config.additional_config[CONFIG_KEY])
-
-
 @contextlib.contextmanager
 def _neutral_path(model: str, revision: str | None) -> Iterator[str]:
     """A name for the draft under which vLLM does not mistake a plain model for a head while the config is built."""

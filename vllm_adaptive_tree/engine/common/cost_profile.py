@@ -28,6 +28,8 @@ OURS = b'{"key": ', b'{"verify": '
 LARGEST = 1 << 22
 """Bytes; no profile comes near."""
 WEIGHTS = "*.safetensors", "*.bin", "*.pt"
+LEARNT = "gate", "vector"
+"""Options that name a file, whose content counts."""
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -73,7 +75,7 @@ def key_of(config: Any, options: TreeOptions) -> dict[str, Any]:
         "target": _identity(config.model_config),
         "draft": _identity(config.speculative_config.draft_model_config),
         "options": given,
-        "learnt from": {name: _digest(value) for name, value in given["tree"].items() if name in ("gate", "vector")},
+        "learnt from": {name: digest(value) for name, value in given["tree"].items() if name in LEARNT},
         "machine": [_processor(), current_platform.device_type, current_platform.get_device_name()],
         "threads": torch.get_num_threads(),
         "ranks": [parallel.tensor_parallel_size, parallel.pipeline_parallel_size],
@@ -93,11 +95,11 @@ def _identity(model: Any) -> list[Any]:
     files = sorted(file for pattern in WEIGHTS for file in folder.glob(pattern)) if folder.is_dir() else []
     weights = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
     config = {name: value for name, value in model.hf_config.to_dict().items() if name != "_name_or_path"}
-    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()
-    return [str(model.model), model.revision, digest, str(model.dtype), str(model.quantization), weights]
+    hashed = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()
+    return [str(model.model), model.revision, hashed, str(model.dtype), str(model.quantization), weights]
 
 
-def _digest(file: str | None) -> str | None:
+def digest(file: str | None) -> str | None:
     """Of a file's content."""
     return None if file is None else hashlib.sha256(Path(file).expanduser().read_bytes()).hexdigest()
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed
 from torch import Tensor
 from torch.nn.functional import pad
 from vllm.distributed.parallel_state import get_tp_group
@@ -29,6 +30,15 @@ def object_from_rank_0(decision: Any) -> Any:
     """Anything that can be pickled."""
     group = get_tp_group()
     return decision if group.world_size == 1 else group.broadcast_object(decision, src=0)
+
+
+def objects_of_all(mine: Any) -> list[Any]:
+    """What each rank passes, by rank; anything that can be pickled."""
+    group = get_tp_group()
+    every: list[Any] = [mine] * group.world_size
+    if group.world_size > 1:
+        torch.distributed.all_gather_object(every, mine, group=group.cpu_group)
+    return every
 
 
 def agree(frontier: Frontier, growing: Tensor) -> tuple[Frontier, bool]:

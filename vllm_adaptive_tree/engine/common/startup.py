@@ -1,4 +1,4 @@
-"""What a worker settles once the models are loaded, the same for both model runners."""
+"""What a worker settles before and after its models are loaded, the same for both model runners."""
 
 from typing import Any, NamedTuple, Protocol
 
@@ -6,9 +6,11 @@ from vllm.logger import init_logger
 
 from vllm_adaptive_tree.budget import Controller, Costs, Sharpening
 from vllm_adaptive_tree.budget.reading import member
-from vllm_adaptive_tree.engine.common.cost_profile import CostProfile, key_of
-from vllm_adaptive_tree.engine.common.ranks import object_from_rank_0
+from vllm_adaptive_tree.engine.common.cost_profile import LEARNT, CostProfile, digest, key_of
+from vllm_adaptive_tree.engine.common.options import tree_options
+from vllm_adaptive_tree.engine.common.ranks import object_from_rank_0, objects_of_all
 from vllm_adaptive_tree.engine.common.steering import Steering
+from vllm_adaptive_tree.engine.installation import NODE, difference, here
 from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE
 
 logger = init_logger(f"vllm.{__name__}")
@@ -33,6 +35,40 @@ class Learning(NamedTuple):
         learnt = {"controller": self.controller.to_json(), "steering": self.steering.to_json()}
         sharpening = None if self.sharpening is None else self.sharpening.to_json()
         return {"costs": self.controller.costs.to_json(), "learnt": {**learnt, "sharpening": sharpening}}
+
+
+def check_ranks(vllm_config: Any) -> None:
+    """Every node may have been told on its own what to run (`--node-rank`): all ranks compare, and raise the same.
+
+    Raises:
+        RuntimeError: a rank has other packages or options than rank 0; names its node and what to do.
+    """
+    first, *others = objects_of_all({**here(), **_settings(vllm_config)})
+    wrong = [found for other in others if (found := difference(other, first)) is not None]
+    if wrong:
+        raise RuntimeError(
+            f"A tree method needs the same packages and options on every node, and {'; '.join(wrong)} as for rank 0 on "
+            f"node {first[NODE]}; install, and give, the same on every node"
+        )
+
+
+def _settings(vllm_config: Any) -> dict[str, str]:
+    """All on which the shape of a tree depends, in the words of the user; the cost profile is rank 0's alone."""
+    given = tree_options(vllm_config).to_json()
+    tree = {name: value for name, value in given.pop("tree").items() if name != "cost_profile"}
+    settings = {f"speculative_config['{name}']": value for name, value in given.items()}
+    settings |= {f"speculative_config['tree']['{name}']": value for name, value in tree.items()}
+    settings |= {f"the file of 'tree' '{name}'": _content(tree[name]) for name in LEARNT if name in tree}
+    settings["Model Runner"] = "V2" if vllm_config.use_v2_model_runner else "V1"
+    return {name: repr(value) for name, value in settings.items()}
+
+
+def _content(file: str | None) -> str | None:
+    """What tells a file's content; a node may lack it."""
+    try:
+        return digest(file)
+    except OSError as error:
+        return str(error)
 
 
 def settle(runner: Any, rank: int, measures: Measures) -> None:

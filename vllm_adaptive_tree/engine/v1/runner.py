@@ -25,12 +25,13 @@ from vllm_adaptive_tree.engine.common.coverage import Coverage
 from vllm_adaptive_tree.engine.common.cpu_attention import CPUTrees
 from vllm_adaptive_tree.engine.common.kinds import draws_from_target, has_grammar, is_greedy
 from vllm_adaptive_tree.engine.common.metrics import step_figures
+from vllm_adaptive_tree.engine.common.options import tree_options
 from vllm_adaptive_tree.engine.common.ranks import accepted_from_rank_0, agree, proposal_from_rank_0
 from vllm_adaptive_tree.engine.common.scratch import ScratchBlocks
 from vllm_adaptive_tree.engine.common.share import nodes_per_request
+from vllm_adaptive_tree.engine.common.startup import check_ranks
 from vllm_adaptive_tree.engine.common.steering import Steering
 from vllm_adaptive_tree.engine.patches import swapped
-from vllm_adaptive_tree.engine.translate import tree_options
 from vllm_adaptive_tree.engine.v1.acceptance import Requests, accept, held
 from vllm_adaptive_tree.engine.v1.budget import BatchBudget
 from vllm_adaptive_tree.engine.v1.clock import PhaseClock
@@ -49,6 +50,7 @@ from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE
 
 class TreeModelRunner(CPUModelRunner):
     def __init__(self, vllm_config: Any, device: torch.device):
+        check_ranks(vllm_config)
         with (
             swapped(gpu_model_runner, "DraftModelProposer", ModelDrafter),
             swapped(gpu_model_runner, "build_logitsprocs", _all_processors),

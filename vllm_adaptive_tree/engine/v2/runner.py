@@ -13,9 +13,10 @@ from vllm_adaptive_tree.engine import support
 from vllm_adaptive_tree.engine.common.cost_profile import CostProfile
 from vllm_adaptive_tree.engine.common.coverage import Coverage
 from vllm_adaptive_tree.engine.common.cpu_attention import CPUTrees, DenseTrees
+from vllm_adaptive_tree.engine.common.options import tree_options
+from vllm_adaptive_tree.engine.common.startup import check_ranks
 from vllm_adaptive_tree.engine.common.steering import Steering
 from vllm_adaptive_tree.engine.patches import swapped
-from vllm_adaptive_tree.engine.translate import tree_options
 from vllm_adaptive_tree.engine.v2.budget import SETTLED, BatchBudget
 from vllm_adaptive_tree.engine.v2.compaction import Compaction
 from vllm_adaptive_tree.engine.v2.figures import Figures
@@ -39,6 +40,7 @@ IN_FLIGHT = 2
 
 class TreeModelRunnerV2(ModelRunner):
     def __init__(self, vllm_config: Any, device: torch.device):
+        check_ranks(vllm_config)
         self.options = tree_options(vllm_config)
         self.pair = resolve(self.options)
         draft = vllm_config.speculative_config.draft_model_config
