@@ -11,9 +11,9 @@ from torch import Tensor
 
 from vllm_adaptive_tree.acceptance import RULES, Children, traversal, walk
 from vllm_adaptive_tree.drafters import Rows
-from vllm_adaptive_tree.noise import KeyedNoise
 from vllm_adaptive_tree.proposers import Proposer, Request, draft_tree
 from vllm_adaptive_tree.proposers.base import law
+from vllm_adaptive_tree.rng import CounterRNG
 
 
 class Step(NamedTuple):
@@ -59,13 +59,13 @@ def decode_step(
     """One step behind `sequence`, whose last token is the root. `temperature` 0 is greedy; `rule` a key of `RULES`."""
     position = torch.tensor([len(sequence) - 1])
 
-    def noise(purpose: int) -> KeyedNoise:
-        return KeyedNoise(torch.tensor([seed]), position, purpose)
+    def rng(purpose: int) -> CounterRNG:
+        return CounterRNG(torch.tensor([seed]), position, purpose)
 
     # 1 draft
     levels: list[Tensor] = []
     rows, state = (drafter := PathDrafter(draft)).catch_up(sequence)
-    request = Request(torch.tensor([draft_temperature]), torch.tensor([temperature == 0]), noise(0))
+    request = Request(torch.tensor([draft_temperature]), torch.tensor([temperature == 0]), rng(0))
     tree, read, drawn = draft_tree(proposer, drafter, rows, state, nodes=nodes, request=request, keep=levels.append)
     size = int(tree.valid.sum())
     tokens, parents = tree.tokens[0, :size].tolist(), tree.parent[0, :size].tolist()
@@ -91,12 +91,14 @@ def decode_step(
     def by_rule(node: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
         assert draw is not None
         q, planned = q_rows(node)
-        token = draw(p_rows(node, active), q, Children(tree.children(node, most), planned, most), noise(1).at(node + 1))
+        token = draw(
+            p_rows(node, active), q, Children(tree.children(node, most), planned, most), rng(1).fold_in(node + 1)
+        )
         return token, torch.ones_like(active)
 
     depth = int(tree.depth.max())
     if draw is None:
-        accepted = traversal(tree, proposer.kind, p_rows, q_rows, noise(1), levels=depth, most=most, proceed=bool)
+        accepted = traversal(tree, proposer.kind, p_rows, q_rows, rng(1), levels=depth, most=most, proceed=bool)
     else:
         accepted = walk(tree, by_rule, levels=depth, proceed=bool)
     return Step(tokens, parents, [token for token in accepted.tokens[0].tolist() if token >= 0])

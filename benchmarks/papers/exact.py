@@ -9,8 +9,8 @@ from torch import Tensor
 from benchmarks.papers.decoding import _prefilled, _read_one, held_out_texts, models
 from vllm_adaptive_tree.acceptance.hub import off_hub
 from vllm_adaptive_tree.acceptance.optimal import optimal_acceptance
-from vllm_adaptive_tree.noise import KeyedNoise
 from vllm_adaptive_tree.proposers.base import law
+from vllm_adaptive_tree.rng import CounterRNG
 
 
 class Accepted(NamedTuple):
@@ -73,7 +73,7 @@ def nodes_of_pair(_: Path, *, temperature: float, prompts_: int, tokens: int, ev
     found: dict[str, list[list[float]]] = {f"{rule} {which}": [] for rule in RULES for which in Accepted._fields}
     p = law(logits, heat)
     for step in range(tokens):
-        token = KeyedNoise(requests + 1, position, purpose=1).choose(p)
+        token = CounterRNG(requests + 1, position, purpose=1).sample(p)
         q = law(models().draft.logits(_read_one(models().draft, draft, token, position, requests)), heat)
         p = law(models().target.logits(_read_one(models().target, target, token, position, requests)), heat)
         if step % every == 0:

@@ -26,7 +26,7 @@ from .test_pairs import (
 )
 from .toys import Drafts, ToyLM, cut, histories
 
-TINY, LITTLE = 1e-13, 1e-11  # less than `noise.NOTHING`, and more
+TINY, LITTLE = 1e-13, 1e-11  # less than `rng.EXHAUSTED`, and more
 LAWS = {
     "certain": [1.0, 0.0, 0.0],
     "certain of another": [0.0, 0.0, 1.0],

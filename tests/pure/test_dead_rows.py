@@ -9,12 +9,12 @@ import torch
 from vllm_adaptive_tree.acceptance import RULES, Children, legal_rules, traversal
 from vllm_adaptive_tree.budget.calibration import Calibration
 from vllm_adaptive_tree.drafters import Rows
-from vllm_adaptive_tree.noise import KeyedNoise
 from vllm_adaptive_tree.proposers import Request, StaticTree, draft_tree
 from vllm_adaptive_tree.proposers.gate import Gate
 from vllm_adaptive_tree.proposers.mcsd import Mcsd
 from vllm_adaptive_tree.proposers.on_host import OptTreeOnHost
 from vllm_adaptive_tree.proposers.opt_tree import OptTree
+from vllm_adaptive_tree.rng import CounterRNG
 from vllm_adaptive_tree.trees import Shape, TokenTree
 
 from .growing import as_the_engine, grow, grown, keyed
@@ -178,7 +178,7 @@ def test_hidden_states_that_are_not_finite_stop_their_own_tree():
     assert gate(torch.tensor([[NAN, 0.0, 0.0, 0.0]])).tolist() == [0.0]
 
 
-class Extreme(KeyedNoise):
+class Extreme(CounterRNG):
     """The smallest or the largest number in every draw."""
 
     number = 0.0
@@ -198,22 +198,22 @@ def test_a_draw_is_a_token_that_has_mass(vocabulary, dtype, number):
     logits[30:, : vocabulary // 2] = -INF
     law = logits.softmax(-1)
     law[::3] *= 1e-30  # laws need not sum to 1
-    noise = Extreme(torch.arange(40), torch.zeros(40, dtype=torch.int64), purpose=0)
-    noise.number = number
-    token = noise.choose(law)
+    rng = Extreme(torch.arange(40), torch.zeros(40, dtype=torch.int64), purpose=0)
+    rng.number = number
+    token = rng.sample(law)
     assert token.max() < vocabulary
     assert (law.gather(1, token[:, None]) > 0).all()
-    drawn = noise.draw_without_replacement(law, min(vocabulary, 4))
+    drawn = rng.sample_without_replacement(law, min(vocabulary, 4))
     assert (law.gather(1, drawn.clamp(min=0))[drawn >= 0] > 0).all()
 
 
 @pytest.mark.parametrize("vocabulary", [5, 65, 100])
 def test_a_law_that_is_none_gives_a_token_of_the_vocabulary(vocabulary):
-    noise = KeyedNoise(torch.arange(3), torch.zeros(3, dtype=torch.int64), purpose=0)
+    rng = CounterRNG(torch.arange(3), torch.zeros(3, dtype=torch.int64), purpose=0)
     law = torch.zeros(3, vocabulary)
     law[1], law[2, 0] = NAN, NAN
-    assert ((noise.choose(law) >= 0) & (noise.choose(law) < vocabulary)).all()
-    assert noise.draw_without_replacement(law, 2).tolist() == [[-1, -1]] * 3
+    assert ((rng.sample(law) >= 0) & (rng.sample(law) < vocabulary)).all()
+    assert rng.sample_without_replacement(law, 2).tolist() == [[-1, -1]] * 3
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -227,12 +227,12 @@ def test_a_target_that_gives_no_law(rule):
     drawn = torch.full((3,), 2)
 
     def step(law: torch.Tensor) -> list[int]:
-        noise = KeyedNoise(torch.arange(3), torch.zeros(3, dtype=torch.int64), purpose=1)
+        rng = CounterRNG(torch.arange(3), torch.zeros(3, dtype=torch.int64), purpose=1)
         draw, kind = RULES[rule].draw, RULES[rule].kinds[0]
         if draw is not None:
-            return draw(law, q, Children(tokens, drawn, 2), noise).tolist()
+            return draw(law, q, Children(tokens, drawn, 2), rng).tolist()
         tree = on_device([TokenTree((4, 9), (-1, -1))] * 3)
-        found = traversal(tree, kind, lambda node, active: law, lambda node: (q, drawn), noise, levels=1, most=2)
+        found = traversal(tree, kind, lambda node, active: law, lambda node: (q, drawn), rng, levels=1, most=2)
         return found.tokens[:, 0].tolist()
 
     sound, found = step(p), step(bad)

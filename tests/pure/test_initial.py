@@ -63,11 +63,11 @@ def two_tokens(width: int, drafts: list[ToyLM], targets: list[ToyLM]) -> Tensor:
     p = torch.stack([target.law for target in targets])  # [M, H, V]
     proposer = Mcsd(Shape.k_config((width, 2)), init_width=width)
 
-    def run(noise: ForkingRandom, world: Tensor) -> Tensor:
-        initial = noise.draw_without_replacement(p[world, 0], width)
+    def run(rng: ForkingRandom, world: Tensor) -> Tensor:
+        initial = rng.sample_without_replacement(p[world, 0], width)
         drafter = ToyDrafter(drafts, world)
         rows, state = drafter.catch_up(None, None)
-        request = Request(torch.ones(len(world)).double(), torch.zeros(len(world), dtype=torch.bool), noise, initial)
+        request = Request(torch.ones(len(world)).double(), torch.zeros(len(world), dtype=torch.bool), rng, initial)
         levels: list[Tensor] = []
         tree, read, drawn = draft_tree(
             proposer, drafter, rows, state, nodes=9, request=request, keep=lambda level: levels.append(level)
@@ -82,7 +82,7 @@ def two_tokens(width: int, drafts: list[ToyLM], targets: list[ToyLM]) -> Tensor:
             slot = torch.where(node < 0, 0, read[at, node.clamp(min=0)].clamp(min=0))
             children = Children(tree.children(node, 3).masked_fill(idle[:, None], -1), drawn[at, node + 1], 3)
             token = RULES["rrsw"].draw(
-                torch.where(idle[:, None], certain, laws[at, node + 1]), q[at, slot], children, noise.at(node + 1)
+                torch.where(idle[:, None], certain, laws[at, node + 1]), q[at, slot], children, rng.fold_in(node + 1)
             )
             return token, torch.ones_like(active)
 

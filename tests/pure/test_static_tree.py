@@ -274,7 +274,7 @@ def test_nodes_of_a_level_and_levels_are_drawn_independently():
 def test_a_node_gets_as_many_children_as_were_planned(kind):
     q = ToyLM.random(5, 0, seed=0).law.expand(1, 4, -1)
     planned = torch.tensor([[2, 0, 1, 2]])
-    tokens = draw_children(kind, q, planned, 2, keyed(1).at(torch.arange(4)[None]), None)
+    tokens = draw_children(kind, q, planned, 2, keyed(1).fold_in(torch.arange(4)[None]), None)
     assert torch.equal(tokens >= 0, torch.arange(2) < planned[..., None])
 
 
@@ -363,4 +363,4 @@ def test_a_request_in_a_batch_is_drawn_as_if_alone(kind):
     models = models_of(4, 3, 6)
     proposer = StaticTree(Shape.k_config((2, 2, 1)), kind=kind)
     together = grown(grow(proposer, models, nodes=10))
-    assert together == [grown(grow(proposer, [m], nodes=10, noise=keyed([r])))[0] for r, m in enumerate(models)]
+    assert together == [grown(grow(proposer, [m], nodes=10, rng=keyed([r])))[0] for r, m in enumerate(models)]

@@ -12,7 +12,7 @@ from vllm_adaptive_tree.acceptance.rejection import (
     rounding,
     test,
 )
-from vllm_adaptive_tree.noise import Noise
+from vllm_adaptive_tree.rng import RandomSource
 from vllm_adaptive_tree.rows import best_tokens
 
 
@@ -38,14 +38,14 @@ def off_hub(q: Tensor) -> Tensor:
     return rest(q, hub, torch.ones_like(hub[..., 0]))
 
 
-def spechub(p: Tensor, q: Tensor, children: Children, noise: Noise) -> Tensor:
+def spechub(p: Tensor, q: Tensor, children: Children, rng: RandomSource) -> Tensor:
     """Pairs that always hold the hub a = argmax q: (x, a) with x ~ q, or (a, x) with x ~ q without a.
 
     SpecHub (arXiv 2411.05289); p and q as in the paper. A single child is tested plainly.
     """
     first, second = children.tokens[:, 0], children.tokens[:, 1] if children.tokens.shape[1] > 1 else None
     if second is None:
-        return finish(test(begin(p), first, q, noise), noise)
+        return finish(test(begin(p), first, q, rng), rng)
     a = best_tokens(q, 1)
     p_a, q_a, zero = p.gather(1, a), q.gather(1, a), torch.zeros_like(p[:, :1])
     pair = second >= 0
@@ -62,20 +62,20 @@ def spechub(p: Tensor, q: Tensor, children: Children, noise: Noise) -> Tensor:
     law = torch.where((hub_first & pair)[:, None], joint.gather(1, at), q.gather(1, at))
     left = torch.where((hub_first & pair)[:, None], p1.gather(1, at), p.gather(1, at))
     ratio = (left / law)[:, 0].nan_to_num(0.0).clamp(max=1.0)
-    plain = test(begin(p), torch.where(pair, -1, first), q, noise)  # where there is no pair
-    took_x = noise.accept(torch.where(pair, ratio, 0.0)) & pair
+    plain = test(begin(p), torch.where(pair, -1, first), q, rng)  # where there is no pair
+    took_x = rng.accept(torch.where(pair, ratio, 0.0)) & pair
     hub_left = torch.where(hub_first, p_a, (p_a - a1).clamp(min=0))
     ratio_a = (hub_left / torch.where(hub_first, a1, a2)).nan_to_num(0.0).clamp(max=1.0)
     ratio_a = torch.where(p2.sum(-1) <= rounding(p), 1.0, ratio_a)  # no other token is left
-    took_a = noise.accept(torch.where(pair & ~took_x, ratio_a, 0.0)) & pair & ~took_x
+    took_a = rng.accept(torch.where(pair & ~took_x, ratio_a, 0.0)) & pair & ~took_x
     token = torch.where(took_x, x, torch.where(took_a, a, plain.token))
-    return finish(Round(token, pick(pair, p2, plain.p)), noise)
+    return finish(Round(token, pick(pair, p2, plain.p)), rng)
 
 
-def greedy_multi_draft(p: Tensor, q: Tensor, children: Children, noise: Noise) -> Tensor:
+def greedy_multi_draft(p: Tensor, q: Tensor, children: Children, rng: RandomSource) -> Tensor:
     """One child y sampled from r = q off its k - 1 best tokens, then those tokens (Hu et al., arXiv 2502.18779).
 
     r is zero on the best tokens, so their whole mass of p survives the test of y and the draw may land on them.
     """
     r = rest(q, best_tokens(q, children.most - 1), children.drawn - 1)
-    return finish(test(begin(p), children.tokens[:, 0], r, noise), noise)
+    return finish(test(begin(p), children.tokens[:, 0], r, rng), rng)

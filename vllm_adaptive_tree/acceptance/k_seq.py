@@ -4,12 +4,12 @@ import torch
 from torch import Tensor
 
 from vllm_adaptive_tree.acceptance.rejection import Children, Round, begin, finish, pick
-from vllm_adaptive_tree.noise import Noise
+from vllm_adaptive_tree.rng import RandomSource
 
 HALVINGS = 40
 
 
-def k_seq(p: Tensor, q: Tensor, children: Children, noise: Noise) -> Tensor:
+def k_seq(p: Tensor, q: Tensor, children: Children, rng: RandomSource) -> Tensor:
     """Children drawn independently from q, each accepted with min(1, p / (rho q)) (SpecTr, arXiv 2310.15141).
 
     rho solves 1 - (1 - b)^k = rho b, b = sum min(p / rho, q), for the k children that there are; the upper end of the
@@ -33,5 +33,5 @@ def k_seq(p: Tensor, q: Tensor, children: Children, noise: Noise) -> Tensor:
         at = x.clamp(min=0)[:, None]
         ratio = (kept.gather(1, at) / q.gather(1, at))[:, 0].nan_to_num(0.0).clamp(max=1.0)
         testing = (token < 0) & (x >= 0)
-        token = torch.where(noise.accept(torch.where(testing, ratio, 1.0)) & testing, x, token)
-    return finish(Round(token, pick(residual.sum(-1) > 0, residual, p)), noise)
+        token = torch.where(rng.accept(torch.where(testing, ratio, 1.0)) & testing, x, token)
+    return finish(Round(token, pick(residual.sum(-1) > 0, residual, p)), rng)

@@ -11,11 +11,11 @@ from vllm_adaptive_tree.acceptance.laws import Kind
 from vllm_adaptive_tree.acceptance.rejection import Children
 from vllm_adaptive_tree.acceptance.rrs import rrs, rrsw
 from vllm_adaptive_tree.acceptance.target_only import target_only
-from vllm_adaptive_tree.noise import Noise
 from vllm_adaptive_tree.registry import Registry
+from vllm_adaptive_tree.rng import RandomSource
 
-Draw = Callable[[Tensor, Tensor, Children, Noise], Tensor]
-"""(p [R, V], q [R, V], children, noise) -> tokens [R], distributed as p."""
+Draw = Callable[[Tensor, Tensor, Children, RandomSource], Tensor]
+"""(p [R, V], q [R, V], children, rng) -> tokens [R], distributed as p."""
 
 KINDS: tuple[Kind, ...] = ("one_hot", "without_replacement", "iid", "hub_pair", "top_k_plus_one")
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vllm_adaptive_tree.noise import Noise
+from vllm_adaptive_tree.rng import RandomSource
 
 
 class Children(NamedTuple):
@@ -27,7 +27,7 @@ def begin(p: Tensor) -> Round:
     return Round(torch.full_like(p[:, 0], -1, dtype=torch.int64), p)
 
 
-def test(before: Round, x: Tensor, d: Tensor, noise: Noise) -> Round:
+def test(before: Round, x: Tensor, d: Tensor, rng: RandomSource) -> Round:
     """Accept x ~ d with probability min(1, p(x) / d(x)); otherwise p becomes norm((p - d)+).
 
     Rows that have a token, and rows whose x [R] is -1, stay as they are. Where p == d nothing is left to reject into:
@@ -40,15 +40,15 @@ def test(before: Round, x: Tensor, d: Tensor, noise: Noise) -> Round:
     equal = mass <= rounding(p)
     testing = (token < 0) & (x >= 0)
     certain = ~testing | (equal & (d_x > 0))
-    coin = noise.accept(torch.where(certain, 1.0, (p_x / d_x).nan_to_num(0.0).clamp(max=1.0)))
+    coin = rng.accept(torch.where(certain, 1.0, (p_x / d_x).nan_to_num(0.0).clamp(max=1.0)))
     rejected = testing & ~coin & ~equal
     return Round(torch.where(testing & coin, x, token), pick(rejected, residual, p))
 
 
-def finish(last: Round, noise: Noise) -> Tensor:
+def finish(last: Round, rng: RandomSource) -> Tensor:
     """The accepted token, or one drawn from what is left of p."""
     taken = last.token >= 0
-    drawn = noise.choose(last.p * ~taken[:, None])  # no choice where there is one
+    drawn = rng.sample(last.p * ~taken[:, None])  # no choice where there is one
     return torch.where(taken, last.token, drawn)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from vllm_adaptive_tree.acceptance.laws import Kind, first_law, next_law
 from vllm_adaptive_tree.acceptance.rejection import pick, rounding, subtract
 from vllm_adaptive_tree.acceptance.walk import Accepted
-from vllm_adaptive_tree.noise import Noise
+from vllm_adaptive_tree.rng import RandomSource
 from vllm_adaptive_tree.trees import TreeBatch
 
 
@@ -17,7 +17,7 @@ def traversal(
     kind: Kind,
     p_rows: Callable[[Tensor, Tensor], Tensor],
     q_rows: Callable[[Tensor], tuple[Tensor, Tensor]],
-    noise: Noise,
+    rng: RandomSource,
     *,
     levels: int,
     most: int,
@@ -55,7 +55,7 @@ def traversal(
     active = torch.ones_like(root, dtype=torch.bool) if among is None else among
     end = root.clone()  # the step that accepted
     for step in range(2 * slots + 1):
-        coins = noise.at(torch.full_like(root, step))
+        coins = rng.fold_in(torch.full_like(root, step))
         node, deleted = path[row, depth], rank[row, depth]
         child = tree.nth_child(node, deleted)
         down = active & (child >= 0)
@@ -94,7 +94,7 @@ def traversal(
         active = active & ~done
         if not proceed(active):
             break
-    extra = torch.where(end >= 0, noise.at(end).choose(p_at[row, depth]), -1)
+    extra = torch.where(end >= 0, rng.fold_in(end).sample(p_at[row, depth]), -1)
 
     level = torch.arange(levels + 1, device=root.device)[None]
     inner = level < depth[:, None]

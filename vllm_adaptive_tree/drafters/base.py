@@ -8,8 +8,8 @@ Three kinds follow it, and a proposer does not know which one it has:
   depth and parent token.
 - look-up (`lookup.py`): weighted continuations of the text in place of a model.
 
-Laws may be shared between nodes, draws may not: each node's children are drawn with noise of their own. Where all
-parents of a level share one draw, `traversal` is biased (total variation .09 on a toy).
+Nodes may share a distribution but never a draw: the children of each node are sampled with random numbers of their own.
+If all parents of a level shared one draw, `traversal` would be biased (total variation 0.09 on a toy model).
 """
 
 from typing import Any, NamedTuple, Protocol

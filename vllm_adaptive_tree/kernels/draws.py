@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_adaptive_tree.kernels.uniform import mix, uniform
-from vllm_adaptive_tree.noise import NOTHING, KeyedNoise
+from vllm_adaptive_tree.rng import EXHAUSTED, CounterRNG
 from vllm_adaptive_tree.rows import CHUNK, chunk_sums
 
 BIND = 256  # keys of a program
@@ -33,13 +33,13 @@ def _draw(
     CHUNK: tl.constexpr,
     PADDED_CHUNKS: tl.constexpr,  # a power of two, as the next
     PADDED_K: tl.constexpr,
-    NOTHING: tl.constexpr,
+    EXHAUSTED: tl.constexpr,
     BELOW_ONE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     index, lane, column = tl.arange(0, PADDED_CHUNKS), tl.arange(0, CHUNK), tl.arange(0, PADDED_K)
     left = tl.load(sums + row * chunks + index, mask=index < chunks, other=0.0)
-    nothing = tl.sum(left, 0) * NOTHING
+    exhausted = tl.sum(left, 0) * EXHAUSTED
     place = tl.load(key + row)
     drawn = tl.full([PADDED_K], -1, tl.int64)
     for i in range(k):
@@ -56,7 +56,7 @@ def _draw(
         inside = tl.minimum(tl.maximum(target - before, 0.0), tl.max(inner, 0) * BELOW_ONE)
         at = tl.minimum(tl.sum((inner <= inside).to(tl.int32), 0), CHUNK - 1)
         inside_law = tl.minimum(chunk.to(tl.int64) * CHUNK + at, vocabulary - 1)
-        found = tl.where(tl.sum(left, 0) <= nothing, -1, inside_law)
+        found = tl.where(tl.sum(left, 0) <= exhausted, -1, inside_law)
         drawn = tl.where(column == i, found, drawn)
         left = tl.where(here, tl.sum(tl.where(lane == at, 0.0, entry), 0), left)
     tl.store(tokens + row * k + column, drawn, mask=column < k)
@@ -72,10 +72,10 @@ def _bind(bound, base, key, places, count, BLOCK: tl.constexpr):
     tl.store(bound + at, found.to(tl.int64), mask=there)
 
 
-class FusedNoise(KeyedNoise):
+class FusedRNG(CounterRNG):
     """Draws by one kernel, behind one pass over the law."""
 
-    def at(self, key: Tensor) -> Self:
+    def fold_in(self, key: Tensor) -> Self:
         key = key.contiguous()
         bound = type(self)(self.seed, self.position, self.purpose)
         bound.key = torch.empty_like(key)
@@ -84,15 +84,15 @@ class FusedNoise(KeyedNoise):
             _bind[grid](bound.key, self.key, key, key.numel() // key.shape[0], key.numel(), BLOCK=BIND)
         return bound
 
-    def choose(self, law: Tensor) -> Tensor:
-        self.draws += 1
-        return self._tokens(law, 1, 2 * self.draws + 1, nothing=-math.inf)[..., 0]
+    def sample(self, law: Tensor) -> Tensor:
+        self.num_samples += 1
+        return self._tokens(law, 1, 2 * self.num_samples + 1, exhausted=-math.inf)[..., 0]
 
-    def draw_without_replacement(self, law: Tensor, k: int) -> Tensor:
-        first, self.draws = self.draws + 1, self.draws + k
-        return self._tokens(law, k, 2 * first + 1, nothing=NOTHING)
+    def sample_without_replacement(self, law: Tensor, k: int) -> Tensor:
+        first, self.num_samples = self.num_samples + 1, self.num_samples + k
+        return self._tokens(law, k, 2 * first + 1, exhausted=EXHAUSTED)
 
-    def _tokens(self, law: Tensor, k: int, number: int, nothing: float) -> Tensor:
+    def _tokens(self, law: Tensor, k: int, number: int, exhausted: float) -> Tensor:
         """[..., k]; -1 where no more than this share of the law is left."""
         law = law.contiguous()
         sums = chunk_sums(law)
@@ -105,7 +105,7 @@ class FusedNoise(KeyedNoise):
             CHUNK=CHUNK,
             PADDED_CHUNKS=triton.next_power_of_2(sums.shape[-1]),
             PADDED_K=triton.next_power_of_2(k),
-            NOTHING=nothing,
+            EXHAUSTED=exhausted,
             BELOW_ONE=BELOW_ONE,
             num_warps=4 if sums.shape[-1] <= 1024 else 8,
         )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vllm_adaptive_tree.acceptance import Accepted, Kind
 from vllm_adaptive_tree.acceptance.rejection import rounding
-from vllm_adaptive_tree.kernels.draws import FusedNoise
+from vllm_adaptive_tree.kernels.draws import FusedRNG
 from vllm_adaptive_tree.kernels.uniform import mix, uniform
 from vllm_adaptive_tree.trees import TreeBatch
 
@@ -220,7 +220,7 @@ class Tables(NamedTuple):
 
 
 def traversal(
-    tree: TreeBatch, kind: Kind, tables: Tables, noise: FusedNoise, *, levels: int, among: Tensor | None = None
+    tree: TreeBatch, kind: Kind, tables: Tables, rng: FusedRNG, *, levels: int, among: Tensor | None = None
 ) -> Accepted:
     """As `acceptance.traversal`, for one of the `KINDS` of children."""
     requests, slots = tree.tokens.shape
@@ -235,7 +235,7 @@ def traversal(
         _traverse[(requests,)](
             *(path, end, law, left[0], left[1], tree.tokens.contiguous(), tree.parent.contiguous(), target),
             *(tables.first.contiguous(), tables.draft.contiguous(), tables.drawn_from.contiguous()),
-            *(tables.temperature.contiguous(), noise.key.contiguous(), among.to(torch.int8)),
+            *(tables.temperature.contiguous(), rng.key.contiguous(), among.to(torch.int8)),
             *(slots, 2 * slots + 1, vocabulary),
             TINY=torch.finfo(law.dtype).tiny,
             ROUNDING=rounding(law),
@@ -247,7 +247,7 @@ def traversal(
             TYPE=tl.float64 if law.dtype == torch.float64 else tl.float32,
             num_warps=16,
         )
-    extra = noise.at(end).choose(law)[:, None]
+    extra = rng.fold_in(end).sample(law)[:, None]
     depth = (path >= 0).sum(1, keepdim=True)
     level = torch.arange(levels + 1, device=path.device)
     nodes = torch.nn.functional.pad(path, (0, 1), value=-1)

@@ -12,9 +12,9 @@ from vllm_adaptive_tree.acceptance import Children
 from vllm_adaptive_tree.acceptance.pairs import Draw
 from vllm_adaptive_tree.acceptance.rejection import rounding
 from vllm_adaptive_tree.acceptance.rrs import rrs, rrsw
-from vllm_adaptive_tree.kernels.draws import FusedNoise
+from vllm_adaptive_tree.kernels.draws import FusedRNG
 from vllm_adaptive_tree.kernels.uniform import uniform
-from vllm_adaptive_tree.noise import Noise
+from vllm_adaptive_tree.rng import RandomSource
 
 BLOCK = 4096
 
@@ -89,15 +89,15 @@ def _test(
 
 
 def _rule(replaced: bool) -> Draw:
-    def draw(p: Tensor, q: Tensor, children: Children, noise: Noise) -> Tensor:
+    def draw(p: Tensor, q: Tensor, children: Children, rng: RandomSource) -> Tensor:
         """As the rule of that name; `p` and `q` [R, V] are used up."""
-        assert isinstance(noise, FusedNoise)
+        assert isinstance(rng, FusedRNG)
         p, q = p.contiguous(), q.contiguous()
         accepted = torch.empty_like(p[:, 0], dtype=torch.int64)
-        noise.coins += children.tokens.shape[1]
+        rng.num_accepts += children.tokens.shape[1]
         if len(p):
             _test[(len(p),)](
-                *(accepted, p, q, children.tokens.contiguous(), noise.key.contiguous()),
+                *(accepted, p, q, children.tokens.contiguous(), rng.key.contiguous()),
                 *(children.tokens.shape[1], p.shape[1]),
                 TINY=torch.finfo(p.dtype).tiny,
                 ROUNDING=rounding(p),
@@ -105,7 +105,7 @@ def _rule(replaced: bool) -> Draw:
                 BLOCK=min(BLOCK, triton.next_power_of_2(p.shape[1])),
                 num_warps=16,
             )
-        return torch.where(accepted >= 0, accepted, noise.choose(p))
+        return torch.where(accepted >= 0, accepted, rng.sample(p))
 
     return draw
 

@@ -1,4 +1,4 @@
-"""The numbers of `noise.KeyedNoise` inside a kernel."""
+"""The numbers of `rng.CounterRNG` inside a kernel."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def mix(x):
-    """uint64, as `noise._mix`."""
+    """uint64, as `rng._mix`."""
     x = x + 0x9E3779B97F4A7C15
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB

@@ -11,9 +11,9 @@ from torch.nn.functional import pad
 
 from vllm_adaptive_tree.acceptance import Kind
 from vllm_adaptive_tree.drafters import Drafter, Frontier, Rows
-from vllm_adaptive_tree.noise import Noise
 from vllm_adaptive_tree.proposers.options import MethodOptions
 from vllm_adaptive_tree.registry import imported
+from vllm_adaptive_tree.rng import RandomSource
 from vllm_adaptive_tree.trees import SlicedMask, TreeBatch
 from vllm_adaptive_tree.trees.tree_batch import EMPTY
 
@@ -38,9 +38,14 @@ class Request(NamedTuple):
 
     temperature: Tensor  # [R]: the law q that shapes or draws the children is softmax(logits / temperature)
     greedy: Tensor  # [R] bool: the target takes its argmax, so the best children serve better than sampled ones
-    noise: Noise
+    rng: RandomSource
     initial: Tensor | None = None
     """[R, W] first-layer tokens that the target drew itself (-1: none), for the proposers that take them."""
+
+    @property
+    def noise(self) -> RandomSource:
+        """The name of release 0.1 for `rng`."""
+        return self.rng
 
 
 class Proposer(ABC):
@@ -171,8 +176,8 @@ def _finite(rows: Rows, temperature: Tensor) -> tuple[Rows, Tensor]:
 
 
 def places(level: int, logits: Tensor) -> Tensor:
-    """Keys [R, W] for the noise of a frontier with logits [R, W, V]: a request's own level and column, so that neither
-    the batch around it nor columns that are cut off change its draws."""
+    """Keys [R, W] for `rng.fold_in` at a frontier with logits [R, W, V]: the request's own level and column, so neither
+    the rest of the batch nor trimmed columns change its draws."""
     requests, width, _ = logits.shape
     return (level * MOST_COLUMNS + torch.arange(width, device=logits.device)).expand(requests, width)
 

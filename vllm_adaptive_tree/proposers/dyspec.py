@@ -93,7 +93,7 @@ class DySpec(BestFirst):
         place = places(growth.level, logits)
         most = min(self.most_children, q.shape[-1])
         drawn = torch.full_like(place, most)
-        tokens = draw_children(self.kind, q, drawn, self.most_children, request.noise.at(place), None)  # [R, W, k]
+        tokens = draw_children(self.kind, q, drawn, self.most_children, request.rng.fold_in(place), None)  # [R, W, k]
         chance = q.gather(2, tokens.clamp(min=0)).masked_fill(tokens < 0, 0.0)
         before = 1 - (chance.cumsum(2) - chance)  # nothing of the earlier siblings is accepted
         # Rounding must not put a sibling before an earlier one, nor a child's slot before its parent's.

@@ -143,8 +143,8 @@ class StaticTree(Proposer):
             there = there & (growth.tokens.index_select(1, inner) != EMPTY)
         q = law(logits, request.temperature[:, None])  # [R, W, V]
         fanout = level.fanout[:width].expand(number.shape)
-        noise = request.noise.at(places(growth.level, logits))
-        drawn = draw_children(self.kind, q, fanout, level.most, noise, request.greedy)  # [R, W, K]
+        rng = request.rng.fold_in(places(growth.level, logits))
+        drawn = draw_children(self.kind, q, fanout, level.most, rng, request.greedy)  # [R, W, K]
         if request.initial is not None and growth.level == 0:
             drawn = torch.where(given[:, None, None], request.initial[:, None, : drawn.shape[2]], drawn)
         drawn = drawn.masked_fill(~there[:, :, None], EMPTY)

@@ -12,8 +12,8 @@ from vllm_adaptive_tree.engine.v1.drafts import Draft, laws
 from vllm_adaptive_tree.engine.v1.target import Choose, Target, stacked
 from vllm_adaptive_tree.engine.v1.verification import Verification
 from vllm_adaptive_tree.methods import Pair
-from vllm_adaptive_tree.noise import KeyedNoise
 from vllm_adaptive_tree.proposers.children import draw_children
+from vllm_adaptive_tree.rng import CounterRNG
 from vllm_adaptive_tree.trees import TreeBatch
 
 
@@ -59,7 +59,7 @@ def accept(
             pair.proposer.kind,
             target.law,
             rule.laws,
-            rule.noise,
+            rule.rng,
             levels=step.levels,
             most=pair.most,
             among=~own,
@@ -128,20 +128,20 @@ class _Rule:
     ):
         self.pair, self.tree, self.widest, self.target = pair, tree, widest, target
         self.drafts, self.requests = drafts, requests
-        self.noise = KeyedNoise(requests.seed, requests.position, purpose=1)
+        self.rng = CounterRNG(requests.seed, requests.position, purpose=1)
 
     def laws(self, node: Tensor) -> tuple[Tensor, Tensor]:
         return laws(self.drafts, node, self.target.logits.shape[1])
 
     def choice(self, node: Tensor) -> Choose:
         def choose(p: Tensor, own: Callable[[], Tensor]) -> Tensor:
-            noise = self.noise.at(node + 1)
+            rng = self.rng.fold_in(node + 1)
             if self.pair.rule.draw is None:
-                token = noise.choose(p)
+                token = rng.sample(p)
             else:
                 q, drawn = self.laws(node)
                 token = self.pair.rule.draw(
-                    p, q, Children(self.tree.children(node, self.widest), drawn, self.pair.most), noise
+                    p, q, Children(self.tree.children(node, self.widest), drawn, self.pair.most), rng
                 )
             return torch.where(self.requests.own, own(), token.clamp(min=0))
 
@@ -161,9 +161,9 @@ def _candidates(target: Target, accepted: Accepted, width: int, requests: Reques
     stop = nodes.gather(1, (count - 1).clamp(min=0)[:, None])[:, 0]
     everyone = torch.ones_like(count, dtype=torch.bool)
     rest = target.law(stop, everyone, greedy=True).scatter(1, first, 0.0)[:, None]
-    noise = KeyedNoise(requests.seed, requests.position, purpose=2).at(torch.zeros_like(count)[:, None])
+    rng = CounterRNG(requests.seed, requests.position, purpose=2).fold_in(torch.zeros_like(count)[:, None])
     fanout = torch.full_like(rest[:, :, 0], width - 1, dtype=torch.int64)
-    others = draw_children("without_replacement", rest, fanout, width - 1, noise, requests.greedy)[:, 0]
+    others = draw_children("without_replacement", rest, fanout, width - 1, rng, requests.greedy)[:, 0]
     return torch.cat([first, others], 1).masked_fill((count == 0)[:, None], -1)
 
 

@@ -42,9 +42,9 @@ from vllm_adaptive_tree.engine.v1.target import Target
 from vllm_adaptive_tree.engine.v1.thinking_budget import ThinkingBudgets
 from vllm_adaptive_tree.engine.v1.verification import Verification
 from vllm_adaptive_tree.methods import resolve
-from vllm_adaptive_tree.noise import KeyedNoise
 from vllm_adaptive_tree.proposers import Request, draft_tree
 from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE
+from vllm_adaptive_tree.rng import CounterRNG
 
 
 class TreeModelRunner(CPUModelRunner):
@@ -290,7 +290,7 @@ class TreeModelRunner(CPUModelRunner):
         request = Request(
             temperature=temperature,
             greedy=torch.tensor([is_greedy(one) for one in sampling]),
-            noise=KeyedNoise(self._seeds(names), position, purpose=0),
+            rng=CounterRNG(self._seeds(names), position, purpose=0),
             initial=None if self.initial is None else self.initial[[item.row for item in rooted]],
         )
         levels, dead = list[Tensor](), list[Tensor]()

@@ -6,23 +6,23 @@ from torch import Tensor
 from vllm_adaptive_tree.acceptance.pairs import Draw
 from vllm_adaptive_tree.engine.v2.drafts import Laws
 from vllm_adaptive_tree.engine.v2.target import Target
-from vllm_adaptive_tree.kernels import FUSED, KINDS, FusedNoise, Tables
+from vllm_adaptive_tree.kernels import FUSED, KINDS, FusedRNG, Tables
 from vllm_adaptive_tree.methods import Pair
-from vllm_adaptive_tree.noise import KeyedNoise, Noise
+from vllm_adaptive_tree.rng import CounterRNG, RandomSource
 
 
 def compiles(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def keyed_noise(seed: Tensor, position: Tensor, purpose: int) -> KeyedNoise:
-    return (FusedNoise if compiles(seed.device) else KeyedNoise)(seed, position, purpose)
+def counter_rng(seed: Tensor, position: Tensor, purpose: int) -> CounterRNG:
+    return (FusedRNG if compiles(seed.device) else CounterRNG)(seed, position, purpose)
 
 
-def draw_of(pair: Pair, noise: Noise) -> Draw | None:
+def draw_of(pair: Pair, rng: RandomSource) -> Draw | None:
     """The pair's rule; its p and q may be used up."""
     rule = pair.rule.draw
-    return FUSED.get(rule, rule) if rule is not None and isinstance(noise, FusedNoise) else rule
+    return FUSED.get(rule, rule) if rule is not None and isinstance(rng, FusedRNG) else rule
 
 
 def traverses(pair: Pair, target: Target) -> bool:
