@@ -6,7 +6,7 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from vllm_adaptive_tree.rows import CHUNK, chunk_sums, inside
+from vllm_adaptive_tree.vocab_ops import CHUNK, chunk_entries, chunk_sums
 
 EXHAUSTED = 1e-12
 """Sampling without replacement stops when no more than this fraction of the mass is left: below rounding error."""
@@ -87,7 +87,7 @@ class CounterRNG:
         target = cdf[..., -1:] * self._uniform(2 * self.num_samples + 1).expand(cdf.shape[:-1])[..., None]
         chunk = _invert(cdf, target)
         before = cdf.gather(-1, chunk) - sums.gather(-1, chunk)
-        entries = inside(probs, chunk, removed, 0.0)
+        entries = chunk_entries(probs, chunk, removed, 0.0)
         return chunk, entries, _invert(entries.cumsum(-1), (target - before).clamp_(min=0))
 
     def _uniform(self, number: int) -> Tensor:

@@ -13,7 +13,7 @@ from vllm_adaptive_tree.acceptance.rejection import (
     test,
 )
 from vllm_adaptive_tree.rng import RandomSource
-from vllm_adaptive_tree.rows import best_tokens
+from vllm_adaptive_tree.vocab_ops import topk_tokens
 
 
 def rest(q: Tensor, best: Tensor, count: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ def rest(q: Tensor, best: Tensor, count: Tensor) -> Tensor:
 
 def off_hub(q: Tensor) -> Tensor:
     """q [..., V] given that the token is not its largest."""
-    hub = best_tokens(q, 1)
+    hub = topk_tokens(q, 1)
     return rest(q, hub, torch.ones_like(hub[..., 0]))
 
 
@@ -46,7 +46,7 @@ def spechub(p: Tensor, q: Tensor, children: Children, rng: RandomSource) -> Tens
     first, second = children.tokens[:, 0], children.tokens[:, 1] if children.tokens.shape[1] > 1 else None
     if second is None:
         return finish(test(begin(p), first, q, rng), rng)
-    a = best_tokens(q, 1)
+    a = topk_tokens(q, 1)
     p_a, q_a, zero = p.gather(1, a), q.gather(1, a), torch.zeros_like(p[:, :1])
     pair = second >= 0
     joint = rest(q, a, torch.ones_like(first)).mul_(q_a)  # Q(a, x)
@@ -77,5 +77,5 @@ def greedy_multi_draft(p: Tensor, q: Tensor, children: Children, rng: RandomSour
 
     r is zero on the best tokens, so their whole mass of p survives the test of y and the draw may land on them.
     """
-    r = rest(q, best_tokens(q, children.most - 1), children.drawn - 1)
+    r = rest(q, topk_tokens(q, children.most - 1), children.drawn - 1)
     return finish(test(begin(p), children.tokens[:, 0], r, rng), rng)

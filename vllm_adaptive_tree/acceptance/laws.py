@@ -6,7 +6,7 @@ from torch import Tensor
 
 from vllm_adaptive_tree.acceptance.hub import off_hub, rest
 from vllm_adaptive_tree.acceptance.rejection import one_hot, pick, without
-from vllm_adaptive_tree.rows import best_tokens
+from vllm_adaptive_tree.vocab_ops import topk_tokens
 
 Kind = Literal["one_hot", "without_replacement", "iid", "hub_pair", "top_k_plus_one"]
 """How the children of a node come about: chosen, drawn from q in two ways, or as SpecHub and Greedy mix both."""
@@ -18,7 +18,7 @@ def first_law(kind: Kind, q: Tensor, drawn: Tensor, most: int, x: Tensor) -> Ten
         case "one_hot":
             return one_hot(x, q)
         case "top_k_plus_one":
-            return rest(q, best_tokens(q, most - 1), drawn - 1)
+            return rest(q, topk_tokens(q, most - 1), drawn - 1)
         case _:
             return q
 
@@ -31,7 +31,7 @@ def next_law(kind: Kind, q: Tensor, d: Tensor, before: Tensor, x: Tensor) -> Ten
         case "iid":
             return q
         case "hub_pair":
-            hub = best_tokens(q, 1)[:, 0]
+            hub = topk_tokens(q, 1)[:, 0]
             return pick(before == hub, off_hub(q), one_hot(hub, q))
         case _:
             return one_hot(x, q)

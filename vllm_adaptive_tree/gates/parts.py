@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from vllm_adaptive_tree.files import UNFINISHED, write_whole
+from vllm_adaptive_tree.files import TMP_SUFFIX, atomic_write
 
 MANIFEST = "manifest.json"
 FORMAT = 2
@@ -41,7 +41,7 @@ class Parts:
         """
         manifest, parts = folder / MANIFEST, cls(folder)
         wanted = json.loads(json.dumps({"format": FORMAT, **arguments}))
-        for file in folder.glob(f".*{UNFINISHED}"):  # of a run that was killed while it wrote
+        for file in folder.glob(f".*{TMP_SUFFIX}"):  # of a run that was killed while it wrote
             file.unlink()
         if not manifest.exists() and folder.exists() and any(folder.iterdir()):
             raise ValueError(f"{folder} is not empty and holds no {MANIFEST}; give another --out or delete that folder")
@@ -56,7 +56,7 @@ class Parts:
                 )
         else:  # new, or of a run that came to nothing
             folder.mkdir(parents=True, exist_ok=True)
-            write_whole(manifest, (json.dumps(wanted, indent=2) + "\n").encode())
+            atomic_write(manifest, (json.dumps(wanted, indent=2) + "\n").encode())
         return parts
 
     @property
@@ -87,7 +87,7 @@ class Parts:
 def write_part(file: Path, columns: dict[str, Tensor], *, trees: int, progress: Progress) -> None:
     head = {"head": json.dumps({"trees": trees, "progress": dict(progress)})}
     columns = {name: column.contiguous() for name, column in columns.items()}
-    write_whole(file, save(columns, metadata=head))
+    atomic_write(file, save(columns, metadata=head))
 
 
 def checksum(prompts: Sequence[str]) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vllm_adaptive_tree.kernels.uniform import mix, uniform
 from vllm_adaptive_tree.rng import EXHAUSTED, CounterRNG
-from vllm_adaptive_tree.rows import CHUNK, chunk_sums
+from vllm_adaptive_tree.vocab_ops import CHUNK, chunk_sums
 
 BIND = 256  # keys of a program
 BELOW_ONE = 1 - 2.0**-53

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from vllm_adaptive_tree.acceptance import Kind
 from vllm_adaptive_tree.rng import RandomSource
-from vllm_adaptive_tree.rows import best_tokens, largest
+from vllm_adaptive_tree.vocab_ops import joint_topk, topk_tokens
 
 
 def draw_children(kind: Kind, q: Tensor, drawn: Tensor, most: int, rng: RandomSource, greedy: Tensor | None) -> Tensor:
@@ -26,12 +26,12 @@ def draw_children(kind: Kind, q: Tensor, drawn: Tensor, most: int, rng: RandomSo
         case "iid":
             tokens = torch.stack([rng.sample(q) for _ in range(most)], -1)
         case "hub_pair":
-            best = best_tokens(q, 2)
+            best = topk_tokens(q, 2)
             hub, first = best[..., 0], rng.sample(q)
             other = _choose_off(q, best, torch.ones_like(hub), rng)
             tokens = torch.stack([first, torch.where(first == hub, other, hub)], -1)
         case "top_k_plus_one":
-            best = best_tokens(q, most)
+            best = topk_tokens(q, most)
             tokens = torch.cat([_choose_off(q, best, drawn - 1, rng)[..., None], best[..., : most - 1]], -1)
     if greedy is not None and kind != "one_hot":
         found = top(q, most) if best is None else best.masked_fill(q.gather(-1, best) <= 0, -1)
@@ -55,5 +55,5 @@ def _choose_off(q: Tensor, best: Tensor, count: Tensor, rng: RandomSource) -> Te
 
 def top(q: Tensor, most: int) -> Tensor:
     """The `most` largest tokens of q [R, W, V] by value: [R, W, most], -1 where q is zero."""
-    value, _, token = largest(q[:, :, None], torch.zeros_like(q[:, :, :1]), most)
+    value, _, token = joint_topk(q[:, :, None], torch.zeros_like(q[:, :, :1]), most)
     return token.masked_fill(value <= 0, -1)

@@ -8,7 +8,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from vllm_adaptive_tree.files import write_whole
+from vllm_adaptive_tree.files import atomic_write
 
 LEAST_PATH = -60.0
 """Log probabilities below this are one to a gate: such paths are not followed."""
@@ -44,7 +44,7 @@ class Gate(nn.Module):
     def save(self, file: Path, about: Mapping[str, Any]) -> None:
         """Write a safetensors file, whole or not at all; `about` (JSON): how the gate was made."""
         metadata = {"about": json.dumps(about), "features": self.features}
-        write_whole(file, save(self.state_dict(), metadata=metadata))
+        atomic_write(file, save(self.state_dict(), metadata=metadata))
 
     @classmethod
     def load(cls, file: str | Path, inputs: int | None) -> "Gate":

@@ -18,14 +18,14 @@ from torch import Tensor
 from vllm_adaptive_tree.drafters import Frontier, Rows
 from vllm_adaptive_tree.proposers.base import Proposal, Request, log_law
 from vllm_adaptive_tree.proposers.opt_tree import OptTree
-from vllm_adaptive_tree.rows import largest
 from vllm_adaptive_tree.trees import TreeBatch
+from vllm_adaptive_tree.vocab_ops import joint_topk
 
 # A vLLM engine that starts in this process reads the `__dict__` of all that modules hold; LLVM's library, to which any
 # name is a function, would answer with one. The ledger: `patches/README.md`.
 getattr(ffi.lib, "_fntab", {}).setdefault("__dict__", {})
 
-SHORT = 1 << 18
+SORT_LIMIT = 1 << 18
 """Entries of the laws of a level; of more, PyTorch's threads find the largest sooner."""
 BLOCK = 32
 """Entries compared at once: a short loop of known length becomes a few instructions."""
@@ -77,10 +77,10 @@ class OptTreeOnHost(OptTree):
         nodes, value, front, path = map(np.empty_like, (*trees, growth.nodes[:2], growth.value))
         grown = nodes, value, front, path
         place = (float(self.threshold), float(self.floor), level, growth.first, first)
-        if law.numel() <= SHORT:
+        if law.numel() <= SORT_LIMIT:
             _grow(law.contiguous().numpy(), above, trees, grown, place)
         else:
-            found, column, token = (one.contiguous().numpy() for one in largest(law, torch.from_numpy(above), most))
+            found, column, token = (one.contiguous().numpy() for one in joint_topk(law, torch.from_numpy(above), most))
             _grow_by(found, token, column, above, trees, grown, place)
         return Grown(*grown, level, first, min(most, law.shape[-1]), growth.request)
 

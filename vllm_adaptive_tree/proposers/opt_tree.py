@@ -18,7 +18,7 @@ from vllm_adaptive_tree.proposers.options import (
     option,
     threshold,
 )
-from vllm_adaptive_tree.rows import largest
+from vllm_adaptive_tree.vocab_ops import joint_topk
 
 THRESHOLD = 0.5
 """Where neither the user nor the budget says otherwise."""
@@ -79,7 +79,7 @@ class OptTree(BestFirst):
     def candidates(self, growth: Growth, logits: Tensor) -> Candidates:
         """The n best paths that go on from the frontier by one token; no other could enter the n best."""
         law = log_law(logits, growth.request.temperature[:, None])  # [R, W, V]
-        value, column, token = largest(law, growth.front.path[:, : law.shape[1]], growth.nodes)
+        value, column, token = joint_topk(law, growth.front.path[:, : law.shape[1]], growth.nodes)
         return Candidates(token, column, value, value, min(growth.nodes, law.shape[-1]))
 
     def expand(self, level: Level, worst: Tensor, gain: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ class OptTree(BestFirst):
 def top_children(law: Tensor, path: Tensor, most: int) -> Candidates:
     """The `most` best tokens of each log law [R, W, V], node by node, their value the path probability below log `path`
     [R, W]."""
-    value, _, token = largest(law[:, :, None], torch.zeros_like(law[:, :, :1]), most)  # [R, W, k]
+    value, _, token = joint_topk(law[:, :, None], torch.zeros_like(law[:, :, :1]), most)  # [R, W, k]
     value = (value + path[:, :, None]).flatten(1)
     column = torch.arange(path.shape[1], device=path.device)[None, :, None].expand_as(token)
     return Candidates(token.flatten(1), column.flatten(1), value, value, token.shape[-1])
