@@ -17,7 +17,7 @@ from vllm_adaptive_tree.rng import CounterRNG
 
 
 class Step(NamedTuple):
-    tokens: list[int]  # the drafted tree, in reveal order
+    tokens: list[int]  # the drafted tree, in generation order
     parents: list[int]
     emitted: list[int]  # the accepted path and one more token
 

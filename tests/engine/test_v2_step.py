@@ -99,7 +99,7 @@ def test_auto_follows_the_costs(
 def test_large_trees_stand_depth_first(engines: Engines, plain: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm_adaptive_tree.engine.v2 import verification
 
-    monkeypatch.setattr(verification, "IN_REVEAL_ORDER", 8)
+    monkeypatch.setattr(verification, "IN_GENERATION_ORDER", 8)
     llm = engines.start(tree(9))
     orders, depth_first = [], verification.depth_first
 

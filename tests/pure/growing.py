@@ -63,7 +63,7 @@ def as_the_engine(frontier: Frontier, growing: Tensor) -> tuple[Frontier, bool]:
 
 
 def grown(proposal: Proposal) -> list[list[Path]]:
-    """The paths of every tree's nodes, in reveal order; what does not belong into a proposal fails here."""
+    """The paths of every tree's nodes, in generation order; what does not belong into a proposal fails here."""
     tree, read, drawn = proposal
     assert read.shape == tree.tokens.shape
     assert drawn.shape[1] == read.shape[1] + 1

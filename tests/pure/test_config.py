@@ -228,7 +228,7 @@ def test_the_checkpoint_tells_the_kind_of_draft(method, value):
     [
         ([[0], [1, 0]], r"\[1, 0\] has no parent \[1\]; add it"),
         ([[0], [2]], r"\[2\] needs its earlier sibling \[1\]; add it"),
-        ([[0], [0]], r"\[0\] is empty or stands there twice"),
+        ([[0], [0]], r"\[0\] is empty or listed twice"),
     ],
 )
 def test_a_shape_with_a_hole_names_the_path(shape, message):

@@ -68,7 +68,7 @@ def test_the_law_of_dyspec(name, rule):
 @pytest.mark.parametrize("shape", [Shape.named("binary", 6), IRREGULAR])
 def test_the_law_of_static_trees(shape, rule):
     for kind in KINDS:
-        if rule in legal_rules((kind,), shape.most_children):
+        if rule in legal_rules((kind,), shape.max_children):
             assert bias(static(kind, shape), rule, nodes=5, pairs=with_dead_rows(3, shape.depth)).max() < EXACT
 
 

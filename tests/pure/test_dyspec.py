@@ -15,7 +15,7 @@ from vllm_adaptive_tree.proposers.dyspec import DySpec
 from .growing import Path, PathNoise, Recorder, as_the_engine, grow, grown, keyed, models_of
 from .toys import ToyLM
 
-Slots = list[tuple[float, Path]]  # slot value and the path of the node that fills it, in reveal order
+Slots = list[tuple[float, Path]]  # slot value and the path of the node that fills it, in generation order
 
 COUNT = 18
 SETTINGS = [  # V, nodes, depth, children: 7 x 18 runs

@@ -148,7 +148,7 @@ def test_dyspec(name, rule):
         (name, kind, rule)
         for name, (shape, _, _) in SHAPES.items()
         for kind in KINDS
-        for rule in legal_rules((kind,), shape.most_children)
+        for rule in legal_rules((kind,), shape.max_children)
     ],
 )
 def test_static_trees(shape, kind, rule):
@@ -221,7 +221,7 @@ def test_traversal_must_be_told_the_kind(kind):
 
 
 @pytest.mark.parametrize("order", [depth_first, heavy_path])
-def test_only_reveal_order_may_be_cut(order):
+def test_only_generation_order_may_be_cut(order):
     """Depth first the whole tree is exact still; by heavy paths siblings change places, and it is not."""
 
     def reordered(drafts: Drafts) -> Drafts:

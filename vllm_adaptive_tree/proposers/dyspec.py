@@ -54,7 +54,7 @@ class DySpec(BestFirst):
 
     With `threshold` 0 the tree is that of Algorithm 1 (the heap, with the depth limited), otherwise that of Algorithm
     2, cut in slot order where it is over the budget. Either is grown level by level: for one order of draws at every
-    node the heap's tree is the n best slots. The caps are legal because they look at revealed tokens only.
+    node the heap's tree is the n best slots. The caps are legal because they look only at tokens generated before.
     """
 
     Options: ClassVar[type[MethodOptions]] = DySpecOptions

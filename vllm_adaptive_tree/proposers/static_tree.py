@@ -93,7 +93,7 @@ class StaticTree(Proposer):
 
     def __init__(self, shape: Shape, *, kind: Kind = "without_replacement"):
         self.shape, self.kind = shape, kind
-        self.max_depth, self.most_children, self.most_nodes = shape.depth, shape.most_children, len(shape)
+        self.max_depth, self.most_children, self.most_nodes = shape.depth, shape.max_children, len(shape)
 
     @classmethod
     def build(cls, options: Any, *, nodes: int) -> Self:
@@ -119,7 +119,7 @@ class StaticTree(Proposer):
         return self.extend(growth, rows)
 
     def mask(self, nodes: int) -> SlicedMask:
-        return SlicedMask.of(self.shape.cut(nodes))
+        return SlicedMask.cached(self.shape.cut(nodes))
 
     def growing(self, growth: Growth) -> Tensor:
         return growth.going & (growth.level < len(growth.plan.levels))
@@ -208,9 +208,9 @@ def _plan(shape: Shape, device: torch.device) -> Plan:
     slots = {(): 0, **{path: slot for slot, path in enumerate(shape.paths, start=1)}}
     levels = []
     for depth in range(shape.depth):
-        inner = [path for path in slots if len(path) == depth and shape.children_of(path)]
+        inner = [path for path in slots if len(path) == depth and shape.num_children(path)]
         children = [path for path in shape.paths if len(path) == depth + 1]
-        fanout = [shape.children_of(path) for path in inner]
+        fanout = [shape.num_children(path) for path in inner]
         levels.append(
             Level(
                 column([slots[path] for path in inner]),
@@ -226,5 +226,5 @@ def _plan(shape: Shape, device: torch.device) -> Plan:
         levels,
         column([slots[path[:-1]] - 1 for path in shape.paths]),
         column([len(path) for path in shape.paths]),
-        column([shape.children_of(path) for path in slots]),
+        column([shape.num_children(path) for path in slots]),
     )

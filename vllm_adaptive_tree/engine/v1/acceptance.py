@@ -47,7 +47,7 @@ def accept(
     if pair.init_width == 1 and (best := target.best()) is not None:
         return Outcome(_along(best, target.first.tolist(), step, limit), None, None)
     tree, requests, most = step.batch(), known(), torch.tensor(limit)
-    rule = _Rule(pair, tree, max((one.widest for one in step.trees.values()), default=1), target, drafts, requests)
+    rule = _Rule(pair, tree, max((one.max_fanout for one in step.trees.values()), default=1), target, drafts, requests)
     by_target, own, forced = bool(requests.own.all()), requests.own, None
     if pair.init_width > 1:  # the longest of several walks; the last one below only repeats it
         initial = torch.tensor([drafts[r].initial if r in drafts else 0 for r in range(len(own))])
@@ -98,7 +98,7 @@ def _along(best: list[int], first: list[int], step: Verification, limit: list[in
     paths = []
     for request, (root, most) in enumerate(zip(first, limit, strict=True)):
         tree = step.trees.get(request)
-        paths.append([] if tree is None else tree.along(best[root : root + 1 + len(tree)])[: most - 1])
+        paths.append([] if tree is None else tree.follow(best[root : root + 1 + len(tree)])[: most - 1])
     length = 1 + max(map(len, paths))
     tokens = [
         [best[root + 1 + node] for node in (-1, *path)] + [-1] * (length - 1 - len(path))
