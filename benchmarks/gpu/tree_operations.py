@@ -27,7 +27,7 @@ from benchmarks.gpu.timing import copy_bandwidth, microseconds, wall_microsecond
 from benchmarks.tree_work import CASES
 from vllm_adaptive_tree import kernels
 from vllm_adaptive_tree.acceptance import RULES, Accepted, Children, traversal, walk
-from vllm_adaptive_tree.acceptance.pairs import Draw
+from vllm_adaptive_tree.acceptance.legality import Draw
 from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.drafters import Rows
 from vllm_adaptive_tree.kernels import FUSED, KINDS, FusedRNG, Tables

@@ -109,7 +109,7 @@ def test_vllm_s_keys_go_on():
 
 def test_unknown_keys_list_the_known_ones():
     with pytest.raises(
-        ValueError, match=r"\['prompt_lookup_max'\] has no meaning beside method 'eagle2'; remove it"
+        ValueError, match=r"\['prompt_lookup_max'\] has no meaning with method 'eagle2'; remove it"
     ) as e:
         parsed("eagle2", prompt_lookup_max=3)
     assert all(key in str(e.value) for key in (*OUR_KEYS, *VLLM_KEYS))

@@ -59,7 +59,7 @@ def test_legal_pairs(method, rule, files):
 def test_illegal_pairs_are_refused_with_the_legal_rules(method, rule, files):
     tree = files.get(method, {})
     with pytest.raises(
-        ValueError, match=rf"\['rejection_sample_method'\]: '{rule}' would change the target's law"
+        ValueError, match=rf"\['rejection_sample_method'\]: '{rule}' would change the target's distribution"
     ) as e:
         resolve(parsed(method, tree, rejection_sample_method=rule))
     listed = re.search(r"Use one of: auto, ([^;]*); or set tree: \{'allow_lossy': true\}", str(e.value))

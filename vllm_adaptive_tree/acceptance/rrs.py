@@ -9,7 +9,7 @@ from vllm_adaptive_tree.rng import RandomSource
 def rrs(p: Tensor, q: Tensor, children: Children, rng: RandomSource) -> Tensor:
     """Children drawn independently from q (SpecInfer, arXiv 2305.09781; MCSD, arXiv 2401.06706).
 
-    A duplicate of a rejected token is tested too: its rejection is certain, its update of p is needed.
+    A duplicate of a rejected token is tested too: it is always rejected, but p must be updated.
     """
     state = begin(p)
     for x in children.tokens.unbind(1):

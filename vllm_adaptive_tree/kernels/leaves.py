@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_adaptive_tree.acceptance import Accepted, Kind
-from vllm_adaptive_tree.acceptance.rejection import rounding
+from vllm_adaptive_tree.acceptance.rejection import rounding_mass
 from vllm_adaptive_tree.kernels.draws import FusedRNG
 from vllm_adaptive_tree.kernels.uniform import mix, uniform
 from vllm_adaptive_tree.trees import TreeBatch
@@ -238,7 +238,7 @@ def traversal(
             *(tables.temperature.contiguous(), rng.key.contiguous(), among.to(torch.int8)),
             *(slots, 2 * slots + 1, vocabulary),
             TINY=torch.finfo(law.dtype).tiny,
-            ROUNDING=rounding(law),
+            ROUNDING=rounding_mass(law),
             REPLACED=kind == "iid",
             LEVELS=levels,
             PADDED_LEVELS=triton.next_power_of_2(levels + 1),

@@ -9,8 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_adaptive_tree.acceptance import Children
-from vllm_adaptive_tree.acceptance.pairs import Draw
-from vllm_adaptive_tree.acceptance.rejection import rounding
+from vllm_adaptive_tree.acceptance.legality import Draw
+from vllm_adaptive_tree.acceptance.rejection import rounding_mass
 from vllm_adaptive_tree.acceptance.rrs import rrs, rrsw
 from vllm_adaptive_tree.kernels.draws import FusedRNG
 from vllm_adaptive_tree.kernels.uniform import uniform
@@ -100,7 +100,7 @@ def _rule(replaced: bool) -> Draw:
                 *(accepted, p, q, children.tokens.contiguous(), rng.key.contiguous()),
                 *(children.tokens.shape[1], p.shape[1]),
                 TINY=torch.finfo(p.dtype).tiny,
-                ROUNDING=rounding(p),
+                ROUNDING=rounding_mass(p),
                 REPLACED=replaced,
                 BLOCK=min(BLOCK, triton.next_power_of_2(p.shape[1])),
                 num_warps=16,

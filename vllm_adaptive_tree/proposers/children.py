@@ -41,7 +41,7 @@ def draw_children(kind: Kind, q: Tensor, drawn: Tensor, most: int, rng: RandomSo
 
 
 def _choose_off(q: Tensor, best: Tensor, count: Tensor, rng: RandomSource) -> Tensor:
-    """A token that is none of the first `count` of the `best` [..., K]; drawn as from `acceptance.hub.rest`."""
+    """A token that is none of the first `count` of the `best` [..., K]; drawn as from `acceptance.hub.without_best`."""
     gone = torch.arange(best.shape[-1], device=q.device) < count[..., None]
     q = q.contiguous()
     chance = q.gather(-1, best)

@@ -72,7 +72,7 @@ class MethodOptions:
     """Options of all methods."""
 
     allow_lossy: bool = flag(default=False)
-    """Let a proposer be verified by a rule that changes the target's law."""
+    """Let a proposer be verified by a rule that changes the target's distribution."""
     budget: int | str | None = option(
         "auto",
         lambda value: value in (None, "auto") or (is_int(value) and value >= 1),

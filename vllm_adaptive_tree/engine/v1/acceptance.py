@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from vllm.v1.outputs import LogprobsTensors
 
-from vllm_adaptive_tree.acceptance import Accepted, Children, longest, traversal, walk
+from vllm_adaptive_tree.acceptance import Accepted, Children, longest_continuation, traversal, walk
 from vllm_adaptive_tree.engine.v1.drafts import Draft, laws
 from vllm_adaptive_tree.engine.v1.target import Choose, Target, stacked
 from vllm_adaptive_tree.engine.v1.verification import Verification
@@ -51,7 +51,7 @@ def accept(
     by_target, own, forced = bool(requests.own.all()), requests.own, None
     if pair.init_width > 1:  # the longest of several walks; the last one below only repeats it
         initial = torch.tensor([drafts[r].initial if r in drafts else 0 for r in range(len(own))])
-        forced = longest(tree, initial, rule.draw, levels=step.levels, most=pair.init_width, proceed=_any)
+        forced = longest_continuation(tree, initial, rule.draw, levels=step.levels, most=pair.init_width, proceed=_any)
         by_target, own = False, torch.zeros_like(own)
     elif pair.rule.draw is None and not by_target and step.trees:
         forced = traversal(
@@ -148,7 +148,7 @@ class _Rule:
         return choose
 
     def draw(self, node: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
-        """For `longest`, greedy requests too."""
+        """For `longest_continuation`, greedy requests too."""
         output = self.target.draw_by(self.choice(node), node, active, greedy=True)
         return output.sampled_token_ids[:, 0].long(), torch.ones_like(active)
 

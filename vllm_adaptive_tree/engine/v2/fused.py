@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from vllm_adaptive_tree.acceptance.pairs import Draw
+from vllm_adaptive_tree.acceptance.legality import Draw
 from vllm_adaptive_tree.engine.v2.drafts import Laws
 from vllm_adaptive_tree.engine.v2.target import Target
 from vllm_adaptive_tree.kernels import FUSED, KINDS, FusedRNG, Tables

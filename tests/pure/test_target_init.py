@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm_adaptive_tree.acceptance import RULES, Children, longest, walk
+from vllm_adaptive_tree.acceptance import RULES, Children, longest_continuation, walk
 from vllm_adaptive_tree.proposers import Request, draft_tree
 from vllm_adaptive_tree.proposers.mcsd import Mcsd
 from vllm_adaptive_tree.trees import Shape, TokenTree
@@ -21,7 +21,7 @@ def kept(tree: TokenTree, initial: int, says: dict[int, int]) -> list[int]:
     def draw(node: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
         return torch.tensor([says.get(int(node[0]), 0)]), torch.ones_like(active)
 
-    tokens = longest(on_device([tree]), torch.tensor([initial]), draw, levels=3, most=3).tokens[0].tolist()
+    tokens = longest_continuation(on_device([tree]), torch.tensor([initial]), draw, levels=3, most=3).tokens[0].tolist()
     return [token for token in tokens if token >= 0]
 
 
@@ -51,7 +51,7 @@ def test_without_initial_tokens_it_is_the_walk():
         return script.gather(1, depth[:, None])[:, 0], torch.ones_like(active)
 
     for ours, theirs in zip(
-        longest(tree, torch.zeros(3, dtype=torch.int64), draw, levels=3, most=2),
+        longest_continuation(tree, torch.zeros(3, dtype=torch.int64), draw, levels=3, most=2),
         walk(tree, draw, levels=3),
         strict=True,
     ):
@@ -86,7 +86,7 @@ def two_tokens(width: int, drafts: list[ToyLM], targets: list[ToyLM]) -> Tensor:
             )
             return token, torch.ones_like(active)
 
-        return longest(tree, torch.full_like(world, width), draw, levels=2, most=width).tokens[:, :2]
+        return longest_continuation(tree, torch.full_like(world, width), draw, levels=2, most=width).tokens[:, :2]
 
     law = torch.zeros(len(drafts), 3, 3).double()
     for weight, world, tokens in every_outcome(run, worlds=len(drafts)):
