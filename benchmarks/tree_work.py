@@ -25,7 +25,7 @@ from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.drafters import Frontier, Rows
 from vllm_adaptive_tree.methods import resolve
 from vllm_adaptive_tree.proposers import Proposal, Request, draft_tree
-from vllm_adaptive_tree.proposers.base import law
+from vllm_adaptive_tree.proposers.base import softmax_at
 from vllm_adaptive_tree.rng import CounterRNG
 
 REQUESTS, NODES, VOCABULARY, ROUNDS = 8, 60, 32_000, 7
@@ -84,7 +84,7 @@ def seconds(run: Callable[[], Any]) -> float:
 
 def softmax_seconds(pool: Tensor, widths: list[int]) -> float:
     temperature = torch.full((REQUESTS, 1), 0.8)
-    return sum(seconds(lambda width=width: law(pool[:, :width], temperature)) for width in widths)
+    return sum(seconds(lambda width=width: softmax_at(pool[:, :width], temperature)) for width in widths)
 
 
 def floor_seconds(pool: Tensor, widths: list[int]) -> float:
@@ -123,16 +123,16 @@ def once(method: str, rule: str, tree_options: dict[str, Any], number: int) -> d
 
 
 def _walk(pair: Any, rule: str, proposal: Proposal, pool: Tensor, rng: CounterRNG, visited: list[int]) -> None:
-    tree, most = proposal.tree, min(pair.proposer.most_children, NODES)
+    tree, most = proposal.tree, min(pair.proposer.max_children, NODES)
     temperature = torch.full((REQUESTS,), 0.8)
 
     def p_rows(node: Tensor, active: Tensor) -> Tensor:
         visited[0] += 1
-        return law(pool[torch.arange(REQUESTS), 1 + node % 60], temperature)
+        return softmax_at(pool[torch.arange(REQUESTS), 1 + node % 60], temperature)
 
     def q_rows(node: Tensor) -> tuple[Tensor, Tensor]:
-        q = law(pool[torch.arange(REQUESTS), node % 64], temperature)
-        return q, proposal.drawn.gather(1, node[:, None] + 1)[:, 0]
+        q = softmax_at(pool[torch.arange(REQUESTS), node % 64], temperature)
+        return q, proposal.num_planned.gather(1, node[:, None] + 1)[:, 0]
 
     def draw(node: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
         p = p_rows(node, active)

@@ -11,7 +11,7 @@ from benchmarks.papers.decoding import PAIR, Cell, held_out_texts, measure, mode
 from benchmarks.papers.judging import difference, judge, nodes_saved, ratio
 from vllm_adaptive_tree.acceptance.optimal import rrs_acceptance, spechub_acceptance
 from vllm_adaptive_tree.methods import resolve
-from vllm_adaptive_tree.proposers.base import law
+from vllm_adaptive_tree.proposers.base import softmax_at
 from vllm_adaptive_tree.reference import decode_step, last_logits
 from vllm_adaptive_tree.rng import CounterRNG
 
@@ -42,7 +42,7 @@ def test_decodes_as_the_reference(cell):
             rng = CounterRNG(torch.tensor([number + 1]), torch.tensor([len(sequence) - 1]), 1).fold_in(
                 torch.tensor([0])
             )
-            first = int(rng.sample(law(logits, torch.tensor([cell.temperature]))))
+            first = int(rng.sample(softmax_at(logits, torch.tensor([cell.temperature]))))
         else:
             first = int(logits.argmax())
         sequence = [*sequence, first]

@@ -32,7 +32,7 @@ def resolve(options: TreeOptions) -> Pair:
     name = options.rejection_sample_method
     registered = _registered_rules(options)
     legal = [
-        *legal_rules(proposer.kinds, proposer.most_children),
+        *legal_rules(proposer.kinds, proposer.max_children),
         *(name for name, rule in registered.items() if _serves(rule, proposer)),
     ]
     init_width = getattr(options.tree, "init_width", 1)
@@ -67,7 +67,7 @@ def resolve(options: TreeOptions) -> Pair:
         )
     elif name not in legal:
         loss = f"{name} with {proposer.kind} children changes the target's distribution"
-    most = min(proposer.most_children, options.num_speculative_tokens)
+    most = min(proposer.max_children, options.num_speculative_tokens)
     return Pair(proposer, name, rule, loss, most, init_width)
 
 
@@ -80,7 +80,7 @@ def best_rule(kinds: tuple[Kind, ...]) -> str:
 def fitting(options: TreeOptions, proposer: Proposer) -> TreeOptions:
     """Cap the node budget at what the proposer can draft: the scheduler reserves a slot for each node."""
     most = options.num_speculative_tokens
-    return replace(options, num_speculative_tokens=min(most, proposer.most_nodes or most))
+    return replace(options, num_speculative_tokens=min(most, proposer.max_nodes or most))
 
 
 def _registered_rules(options: TreeOptions) -> dict[str, Rule]:
@@ -91,4 +91,4 @@ def _registered_rules(options: TreeOptions) -> dict[str, Rule]:
 
 
 def _serves(rule: Rule, proposer: Proposer) -> bool:
-    return common_kind(proposer.kinds, rule) is not None and (rule.most is None or proposer.most_children <= rule.most)
+    return common_kind(proposer.kinds, rule) is not None and (rule.most is None or proposer.max_children <= rule.most)

@@ -12,7 +12,7 @@ from torch import Tensor
 from vllm_adaptive_tree.acceptance import RULES, Children, traversal, walk
 from vllm_adaptive_tree.drafters import Rows
 from vllm_adaptive_tree.proposers import Proposer, Request, draft_tree
-from vllm_adaptive_tree.proposers.base import law
+from vllm_adaptive_tree.proposers.base import softmax_at
 from vllm_adaptive_tree.rng import CounterRNG
 
 
@@ -79,14 +79,14 @@ def decode_step(
         logits = last_logits(target, path(int(node)))[None]
         if temperature == 0:
             return torch.zeros_like(logits).scatter(1, logits.argmax(1, keepdim=True), 1.0)
-        return law(logits, torch.tensor([temperature]))
+        return softmax_at(logits, torch.tensor([temperature]))
 
     def q_rows(node: Tensor) -> tuple[Tensor, Tensor]:
         slot = 0 if node < 0 else int(read[0, node])
-        return law(below[[max(slot, 0)]], torch.tensor([draft_temperature])), drawn[:, int(node) + 1]
+        return softmax_at(below[[max(slot, 0)]], torch.tensor([draft_temperature])), drawn[:, int(node) + 1]
 
     # 3 accept
-    draw, most = RULES[rule].draw, min(nodes, proposer.most_children)
+    draw, most = RULES[rule].draw, min(nodes, proposer.max_children)
 
     def by_rule(node: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
         assert draw is not None

@@ -33,7 +33,7 @@ from vllm_adaptive_tree.drafters import Rows
 from vllm_adaptive_tree.kernels import FUSED, KINDS, FusedRNG, Tables
 from vllm_adaptive_tree.methods import Pair, resolve
 from vllm_adaptive_tree.proposers import Proposal, Request, draft_tree
-from vllm_adaptive_tree.proposers.base import law
+from vllm_adaptive_tree.proposers.base import softmax_at
 from vllm_adaptive_tree.rng import CounterRNG
 
 T = TypeVar("T")
@@ -94,7 +94,7 @@ class Case(NamedTuple):
         return proposal, drafter.rows
 
     def accept(self, proposal: Proposal) -> Accepted:
-        tree, pair, most = proposal.tree, self.pair, min(self.pair.proposer.most_children, self.nodes)
+        tree, pair, most = proposal.tree, self.pair, min(self.pair.proposer.max_children, self.nodes)
         row = torch.arange(len(self.pool), device=self.pool.device)
         temperature = self.request.temperature
         slot = torch.nn.functional.pad(proposal.read, (1, 0)).clamp(0, self.pool.shape[1] - 1)
@@ -104,7 +104,8 @@ class Case(NamedTuple):
 
         def q(node: Tensor) -> tuple[Tensor, Tensor]:
             at = node[:, None] + 1
-            return law(self.pool[row, slot.gather(1, at)[:, 0]], temperature), proposal.drawn.gather(1, at)[:, 0]
+            q = softmax_at(self.pool[row, slot.gather(1, at)[:, 0]], temperature)
+            return q, proposal.num_planned.gather(1, at)[:, 0]
 
         rule, kind, rows = self.rule, pair.proposer.kind, self.pool.shape[1]
         if rule is None and isinstance(self.rng, FusedRNG) and kind in KINDS:

@@ -23,7 +23,7 @@ from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.drafters import Frontier, Rows
 from vllm_adaptive_tree.methods import Pair, resolve
 from vllm_adaptive_tree.proposers import Proposal, Request, draft_tree
-from vllm_adaptive_tree.proposers.base import law
+from vllm_adaptive_tree.proposers.base import softmax_at
 from vllm_adaptive_tree.rng import CounterRNG
 from vllm_adaptive_tree.trees import TreeBatch
 
@@ -217,14 +217,14 @@ class Step:
         if len(asked):
             position = (self.root + depth)[asked]
             hidden = _read_one(models().target, self.cache, token[asked], position, asked)
-            laws[asked] = law(models().target.logits(hidden), torch.full((len(asked),), self.temperature))
+            laws[asked] = softmax_at(models().target.logits(hidden), torch.full((len(asked),), self.temperature))
         return laws
 
     def q(self, node: Tensor) -> tuple[Tensor, Tensor]:
         """Draft law [R, V] behind `node` [R], zero where it was never read, and how many children were planned [R]."""
         slot = torch.where(node < 0, 0, self.proposal.read.gather(1, node.clamp(min=0)[:, None])[:, 0])
-        q = law(self.below[torch.arange(len(node)), slot.clamp(min=0)], self.q_temperature)
-        drawn = self.proposal.drawn.gather(1, node[:, None] + 1)[:, 0]
+        q = softmax_at(self.below[torch.arange(len(node)), slot.clamp(min=0)], self.q_temperature)
+        drawn = self.proposal.num_planned.gather(1, node[:, None] + 1)[:, 0]
         return q.masked_fill((slot < 0)[:, None], 0.0), drawn.masked_fill(slot < 0, 0)
 
 
@@ -268,7 +268,7 @@ def measure(
     seed = alive + 1
     first = logits.argmax(-1)
     if not greedy:
-        p = law(logits, torch.full((count,), cell.temperature))
+        p = softmax_at(logits, torch.full((count,), cell.temperature))
         first = CounterRNG(seed, lengths - 1, purpose=1).fold_in(torch.zeros_like(alive)).sample(p)
     accepted, root, emitted = first[:, None], lengths, torch.ones_like(alive)
     sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros(count, dtype=torch.float64))

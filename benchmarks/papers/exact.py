@@ -9,7 +9,7 @@ from torch import Tensor
 from benchmarks.papers.decoding import _prefilled, _read_one, held_out_texts, models
 from vllm_adaptive_tree.acceptance.hub import without_argmax
 from vllm_adaptive_tree.acceptance.optimal import optimal_acceptance
-from vllm_adaptive_tree.proposers.base import law
+from vllm_adaptive_tree.proposers.base import softmax_at
 from vllm_adaptive_tree.rng import CounterRNG
 
 
@@ -71,11 +71,11 @@ def nodes_of_pair(_: Path, *, temperature: float, prompts_: int, tokens: int, ev
     position = torch.tensor([len(one) for one in given])
     heat = torch.full((len(given),), temperature)
     found: dict[str, list[list[float]]] = {f"{rule} {which}": [] for rule in RULES for which in Accepted._fields}
-    p = law(logits, heat)
+    p = softmax_at(logits, heat)
     for step in range(tokens):
         token = CounterRNG(requests + 1, position, purpose=1).sample(p)
-        q = law(models().draft.logits(_read_one(models().draft, draft, token, position, requests)), heat)
-        p = law(models().target.logits(_read_one(models().target, target, token, position, requests)), heat)
+        q = softmax_at(models().draft.logits(_read_one(models().draft, draft, token, position, requests)), heat)
+        p = softmax_at(models().target.logits(_read_one(models().target, target, token, position, requests)), heat)
         if step % every == 0:
             for rule, accepted in RULES.items():
                 for which, value in accepted(p.double(), q.double())._asdict().items():

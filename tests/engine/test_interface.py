@@ -155,7 +155,7 @@ def test_every_method_brings_the_children_that_its_rule_needs(spec: Any, rule: s
         (asked("opt_tree", cost_profile="/no/such/folder/costs.json"), ["'cost_profile'", "cannot be written", "null"]),
         (asked("sequoia", vector="/no/such/file"), ["'vector'", "/no/such/file"]),
         (asked("sequoia", vector=f"{DRAFT}/config.json"), ["'vector'", '{"vector": [numbers between 0 and 1]}']),
-        (asked("mcsd", init_width=2), ["init_width", "changes what the target says", "allow_lossy"]),
+        (asked("mcsd", init_width=2), ["init_width", "changes the output", "allow_lossy"]),
         (asked("mcsd", stop="type1", gate=f"{DRAFT}/config.json"), ["gate", "cannot read"]),
         (asked("mcsd", shape="binary"), ["shape", "k-config"]),
         (asked("static_tree", shape="quaternary"), ["shape", "'ternary'"]),

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from vllm_adaptive_tree.drafters import Frontier, Rows
 from vllm_adaptive_tree.proposers import Proposal, Proposer, Request, draft_tree
-from vllm_adaptive_tree.proposers.base import MOST_COLUMNS
+from vllm_adaptive_tree.proposers.base import KEYS_PER_LEVEL
 from vllm_adaptive_tree.rng import CounterRNG
 
 from .toys import ToyDrafter, ToyLM
@@ -100,7 +100,7 @@ class Recorder(ToyDrafter):
     def draws(self, rng: CounterRNG, law: Tensor) -> list[dict[int, list[int]]]:
         """Every request's histories that were read -> their tokens in the order of the draws; `law` [R, H, V]."""
         keys = [
-            level * MOST_COLUMNS + torch.arange(histories.shape[1]) for level, histories in enumerate(self.histories)
+            level * KEYS_PER_LEVEL + torch.arange(histories.shape[1]) for level, histories in enumerate(self.histories)
         ]
         histories = torch.cat(self.histories, 1)
         return orders(rng, torch.cat(keys).expand(histories.shape), histories, law)
@@ -113,8 +113,8 @@ class PathNoise:
         self.recorder, self.rng = recorder, keyed(seeds)
 
     def fold_in(self, place: Tensor) -> CounterRNG:
-        histories = self.recorder.histories[int(place[0, 0]) // MOST_COLUMNS]
-        return self.rng.fold_in(histories.gather(1, place % MOST_COLUMNS))
+        histories = self.recorder.histories[int(place[0, 0]) // KEYS_PER_LEVEL]
+        return self.rng.fold_in(histories.gather(1, place % KEYS_PER_LEVEL))
 
     def draws(self, law: Tensor) -> list[dict[int, list[int]]]:
         """Every request's histories -> their tokens in the order of the draws; `law` [R, H, V]."""

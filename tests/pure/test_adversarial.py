@@ -60,7 +60,7 @@ PROPOSERS = {
 
 def rules(name: str) -> list[str]:
     proposer: Proposer = PROPOSERS[name]()
-    return list(legal_rules((proposer.kind,), proposer.most_children))
+    return list(legal_rules((proposer.kind,), proposer.max_children))
 
 
 @pytest.mark.parametrize(("name", "rule"), [(name, rule) for name in PROPOSERS for rule in rules(name)])

@@ -246,7 +246,7 @@ def test_a_cost_profile_that_nothing_would_read(budget):
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
-        ({"init_width": 2}, r"\['init_width'\]=2 changes what the target says.*use init_width 1.*allow_lossy"),
+        ({"init_width": 2}, r"\['init_width'\]=2 changes the output.*use init_width 1.*allow_lossy"),
     ],
 )
 def test_what_mcsd_lacks(tree, message):

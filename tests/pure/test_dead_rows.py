@@ -12,8 +12,8 @@ from vllm_adaptive_tree.drafters import Rows
 from vllm_adaptive_tree.proposers import Request, StaticTree, draft_tree
 from vllm_adaptive_tree.proposers.gate import Gate
 from vllm_adaptive_tree.proposers.mcsd import Mcsd
-from vllm_adaptive_tree.proposers.on_host import OptTreeOnHost
 from vllm_adaptive_tree.proposers.opt_tree import OptTree
+from vllm_adaptive_tree.proposers.opt_tree_cpu import OptTreeCPU
 from vllm_adaptive_tree.rng import CounterRNG
 from vllm_adaptive_tree.trees import Shape, TokenTree
 
@@ -53,7 +53,7 @@ def with_dead_rows(vocabulary: int, depth: int) -> Models:
 @pytest.mark.parametrize("rule", ["target_only", "traversal"])
 @pytest.mark.parametrize("name", [*CHOSEN, "on the host"])
 def test_the_law_of_chosen_children(name, rule):
-    proposer = OptTreeOnHost(max_depth=3, threshold=0.1) if name == "on the host" else CHOSEN[name]()
+    proposer = OptTreeCPU(max_depth=3, threshold=0.1) if name == "on the host" else CHOSEN[name]()
     assert bias(proposer, rule, nodes=5, pairs=with_dead_rows(3, 3)).max() < EXACT
 
 
@@ -98,7 +98,7 @@ def test_greedy_requests(kind):
         assert bias(static(kind, IRREGULAR), rule, nodes=5, pairs=(drafts, certain), greedy=True).max() < EXACT
 
 
-PROPOSERS: dict[str, Any] = {**CHOSEN, **DYSPEC, "on the host": lambda: OptTreeOnHost(max_depth=3, threshold=0.1)}
+PROPOSERS: dict[str, Any] = {**CHOSEN, **DYSPEC, "on the host": lambda: OptTreeCPU(max_depth=3, threshold=0.1)}
 PROPOSERS |= {f"static, {kind}": lambda kind=kind: StaticTree(IRREGULAR, kind=kind) for kind in KINDS}
 PROPOSERS |= {f"mcsd, {kind}": lambda kind=kind: stopping(kind) for kind in KINDS}
 
@@ -124,14 +124,14 @@ def test_only_what_is_behind_it_is_lost(name, value, vocabulary):
     assert found[0] == expected[0]
     assert found[3] == expected[3]
     assert found[2] == []
-    assert proposal.drawn[2, 0] == 0
+    assert proposal.num_planned[2, 0] == 0
     assert inner
     assert inner in found[1], "the node itself is as good as any"
     assert not [path for path in found[1] if path[:1] == inner and len(path) > 1]
     assert {path for path in expected[1] if path[:1] != inner} <= set(found[1])
     at = found[1].index(inner)
     assert proposal.read[1, at] == -1
-    assert proposal.drawn[1, 1 + at] == 0
+    assert proposal.num_planned[1, 1 + at] == 0
     read = int(before.read[1, expected[1].index(inner)] >= 0)
     assert torch.cat(lost, 1).sum(1).tolist() == [0, read, 1, 0]
 
@@ -139,7 +139,7 @@ def test_only_what_is_behind_it_is_lost(name, value, vocabulary):
 def test_room_goes_to_the_other_branches():
     """OPT-Tree: of all paths that do not lead through the dead row the n most probable."""
     model = ToyLM.random(5, 3, seed=3, scale=1.0, dtype=torch.float64)
-    for proposer in (OptTree(max_depth=3, threshold=0.0), OptTreeOnHost(max_depth=3, threshold=0.0)):
+    for proposer in (OptTree(max_depth=3, threshold=0.0), OptTreeCPU(max_depth=3, threshold=0.0)):
         best = grown(grow(proposer, [model], nodes=1))[0][0]
         found = grown(grow(proposer, [poisoned(model, NAN, best)], nodes=12, agree=as_the_engine))[0]
         paths = [path for length in (1, 2, 3) for path in torch.cartesian_prod(*[torch.arange(5)] * length).tolist()]

@@ -150,7 +150,7 @@ class TestKernels:
         among = row < 7
 
         def q(node: Tensor) -> tuple[Tensor, Tensor]:
-            drawn = proposal.drawn.gather(1, node[:, None] + 1)[:, 0]
+            drawn = proposal.num_planned.gather(1, node[:, None] + 1)[:, 0]
             return (draft[row, slot[row, node + 1]] / temperature[:, None]).softmax(-1), drawn
 
         def p(node: Tensor, active: Tensor) -> Tensor:

@@ -139,7 +139,7 @@ def test_proposers_get_their_options(files):
     assert (type(opt_tree), opt_tree.max_depth, opt_tree.threshold) == (OptTree, 3, 0.2)
     assert built("opt_tree", threshold="auto").threshold == 0, "until it is measured, every level pays"
     dyspec = built("dyspec", max_depth=3, max_children=4, threshold=0.1)
-    assert (type(dyspec), dyspec.max_depth, dyspec.most_children, dyspec.threshold) == (DySpec, 3, 4, 0.1)
+    assert (type(dyspec), dyspec.max_depth, dyspec.max_children, dyspec.threshold) == (DySpec, 3, 4, 0.1)
     assert built("dyspec").threshold == 1 / 25
     assert built("dyspec", mode="heap", threshold=0.1).threshold == 0
     eagle2 = built("eagle2", max_depth=3, top_k=4)
@@ -176,7 +176,7 @@ def test_shapes_are_cut_to_the_budget(shape, nodes, expected):
 
 def test_sequoia_s_shape(files):
     proposer = resolve(parsed("sequoia", {**files["sequoia"], "max_depth": 3}, num_speculative_tokens=9)).proposer
-    assert (len(proposer.shape), proposer.shape.depth, proposer.most_children) == (9, 3, 3)
+    assert (len(proposer.shape), proposer.shape.depth, proposer.max_children) == (9, 3, 3)
 
 
 @pytest.mark.parametrize(

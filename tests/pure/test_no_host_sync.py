@@ -199,7 +199,7 @@ def test_proposers(name, device):
     run()  # what is made once for a device may wait
     with NoHostSync():
         proposal = run()
-    columns = [*proposal.tree, proposal.read, proposal.drawn]
+    columns = [*proposal.tree, proposal.read, proposal.num_planned]
     assert [(column.shape[1], column.device.type) for column in columns] == [(NODES, device)] * 5 + [
         (NODES + 1, device)
     ]

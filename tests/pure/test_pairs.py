@@ -353,7 +353,7 @@ def step(
         requests,
         proposal.tree,
         *node_laws(proposal, levels, 1.0),
-        min(5, proposer.most_children),
+        min(5, proposer.max_children),
     )
     p = torch.stack([target.law for target in targets])[requests[:, None], histories(proposal.tree, 3)]
     tokens = verify(made, p, rule, proposer.kind, rng(1)).tokens.tolist()

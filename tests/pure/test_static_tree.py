@@ -291,7 +291,7 @@ def test_read_and_drawn(kind, options):
     said = torch.cat(levels, 1)
     fanout = [shape.num_children(path) for path in ((), *shape.paths)]
     for r, (model, tree) in enumerate(zip(models, grown(proposal), strict=True)):
-        assert proposal.drawn[r].tolist() == fanout
+        assert proposal.num_planned[r].tolist() == fanout
         for path, number, planned in zip(tree, proposal.read[r].tolist(), fanout[1:], strict=True):
             assert (number >= 0) == (planned > 0)
             if number >= 0:
@@ -326,8 +326,8 @@ def test_children_that_the_vocabulary_lacks_are_missing_and_parents_stay_right(k
             above = [path for path in tree if len(path) < 3]
             assert set(above) == {path for depth in (1, 2) for path in product(range(2), repeat=depth)}
             assert len(tree) == len(set(tree)) == 2 + 4 + 4
-    counts = proposal.drawn[:, 1:].masked_fill(~proposal.tree.valid, 0)
-    assert torch.equal(proposal.drawn[:, 1:], counts), "nothing is drawn below a missing node"
+    counts = proposal.num_planned[:, 1:].masked_fill(~proposal.tree.valid, 0)
+    assert torch.equal(proposal.num_planned[:, 1:], counts), "nothing is drawn below a missing node"
 
 
 @EVERY_KIND

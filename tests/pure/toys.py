@@ -264,8 +264,8 @@ def node_laws(proposal: Proposal, levels: Sequence[Tensor], temperature: float) 
     logits = torch.cat(list(levels), 1)
     logits = logits.gather(1, read.clamp(min=0)[..., None].expand(-1, -1, logits.shape[2]))
     there = read >= 0
-    q = base.law(logits, torch.tensor(temperature, dtype=logits.dtype))
-    return q * there[..., None], proposal.drawn * there
+    q = base.softmax_at(logits, torch.tensor(temperature, dtype=logits.dtype))
+    return q * there[..., None], proposal.num_planned * there
 
 
 def every_draft(
@@ -285,7 +285,7 @@ def every_draft(
         proposal = propose(proposer, drafter, keep=levels.append, **options)
         return proposal, *node_laws(proposal, levels, temperature)
 
-    most = min(nodes, proposer.most_children)
+    most = min(nodes, proposer.max_children)
     return distinct(
         stacked(
             [

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vllm_adaptive_tree.proposers.base import law, log_law
+from vllm_adaptive_tree.proposers.base import log_softmax_at, softmax_at
 from vllm_adaptive_tree.proposers.gate import entropy
 from vllm_adaptive_tree.proposers.mcsd import decision_features
 
@@ -90,11 +90,11 @@ KINDS: dict[str, Callable[..., Examples]] = {
 
 
 def _log_law(tree: Verified, logits: Tensor) -> Tensor:
-    return log_law(logits, torch.full_like(logits[:, 0], tree.draft_temperature, dtype=torch.float32))
+    return log_softmax_at(logits, torch.full_like(logits[:, 0], tree.draft_temperature, dtype=torch.float32))
 
 
 def _target_law(logits: Tensor, temperature: float) -> Tensor:
     """[M, V]: what a request without other sampling parameters is drawn from."""
     if temperature == 0:
         return torch.zeros_like(logits).scatter(1, logits.argmax(1, keepdim=True), 1.0)
-    return law(logits, torch.full_like(logits[:, 0], temperature, dtype=torch.float32))
+    return softmax_at(logits, torch.full_like(logits[:, 0], temperature, dtype=torch.float32))

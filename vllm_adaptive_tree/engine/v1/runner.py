@@ -56,7 +56,7 @@ class TreeModelRunner(CPUModelRunner):
             super().__init__(vllm_config, device)
         self.options = tree_options(vllm_config)
         self.pair = resolve(self.options)
-        self.proposer = self.pair.proposer.on_host()
+        self.proposer = self.pair.proposer.for_cpu()
         support.check_hidden_size(self.proposer, self.speculative_config.draft_model_config.get_hidden_size())
         # Draft after bookkeeping, from token lists; vLLM's padded drafting is for its own chains.
         self.speculative_config.disable_padded_drafter_batch = True
