@@ -30,7 +30,7 @@ from vllm_adaptive_tree.acceptance import RULES, Accepted, Children, traversal, 
 from vllm_adaptive_tree.acceptance.legality import Draw
 from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.drafters import Rows
-from vllm_adaptive_tree.kernels import FUSED, KINDS, FusedRNG, Tables
+from vllm_adaptive_tree.kernels import FUSED_RULES, TRAVERSAL_KINDS, FusedRNG, TraversalInputs
 from vllm_adaptive_tree.methods import Pair, resolve
 from vllm_adaptive_tree.proposers import Proposal, Request, draft_tree
 from vllm_adaptive_tree.proposers.base import softmax_at
@@ -43,7 +43,7 @@ MOST_LEVELS = 8
 """Of a tree; a heap (one node a level) would take `NODES` forwards of the draft."""
 IDLE = ("empty", "empty_like", "promote_types", "_unsafe_view")
 """Operations that run nothing."""
-KERNELS = ("draws._bind", "draws._draw", "siblings._test", "leaves._traverse", "walking._walk")
+KERNELS = ("sampling._fold_in", "sampling._sample", "rejection._test", "traversal._traverse", "walk._walk")
 SMALL = 100.0
 """Microseconds besides the floor."""
 
@@ -68,7 +68,7 @@ class Case(NamedTuple):
         pair = resolve(options)
         draw = pair.rule.draw
         if fused and draw is not None:
-            draw = FUSED.get(draw, draw)
+            draw = FUSED_RULES.get(draw, draw)
         return cls(pair, pool, Request(temperature, temperature < 0, rng[0]), rng[1], nodes, draw, pool / 0.8)
 
     @property
@@ -108,9 +108,9 @@ class Case(NamedTuple):
             return q, proposal.num_planned.gather(1, at)[:, 0]
 
         rule, kind, rows = self.rule, pair.proposer.kind, self.pool.shape[1]
-        if rule is None and isinstance(self.rng, FusedRNG) and kind in KINDS:
+        if rule is None and isinstance(self.rng, FusedRNG) and kind in TRAVERSAL_KINDS:
             draft, target = self.pool.flatten(0, 1), self.processed.flatten(0, 1)
-            tables = Tables(target, row * rows, draft, row[:, None] * rows + slot, temperature)
+            tables = TraversalInputs(target, row * rows, draft, row[:, None] * rows + slot, temperature)
             return kernels.traversal(tree, kind, tables, self.rng, levels=self.levels)
         if rule is None:
             return traversal(tree, kind, p, q, self.rng, levels=self.levels, most=most)

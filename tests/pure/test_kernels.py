@@ -71,7 +71,7 @@ class TestKernels:
     __test__ = INTERPRETED or DEVICE == "cuda"
 
     @pytest.mark.parametrize("vocabulary", [1, 5, 64, 65, 1000])
-    def test_choose(self, vocabulary):
+    def test_sample(self, vocabulary):
         expected, found = rngs(20)
         law = laws(20, vocabulary)
         for _ in range(3):
@@ -120,7 +120,7 @@ class TestKernels:
         tokens[:3] = q[:3].topk(k, largest=False).indices  # impossible, where p is q
         children = Children(tokens, torch.full_like(tokens[:, 0], k), k)
         wanted = RULES[rule].draw(p, q, children, expected.fold_in(tokens[:, 0]))
-        got = kernels().FUSED[RULES[rule].draw](p.clone(), q.clone(), children, found.fold_in(tokens[:, 0]))
+        got = kernels().FUSED_RULES[RULES[rule].draw](p.clone(), q.clone(), children, found.fold_in(tokens[:, 0]))
         same = wanted == got
         assert same.all() if dtype == torch.float64 else same.float().mean() > 0.98, "rounding at a border at most"
         taken = (wanted[:, None] == tokens).int()
@@ -157,7 +157,7 @@ class TestKernels:
             return target[row, node + 1].softmax(-1)
 
         rows = draft.shape[1]
-        tables = kernels().Tables(
+        tables = kernels().TraversalInputs(
             target.flatten(0, 1), row * rows, draft.flatten(0, 1), row[:, None] * rows + slot, temperature
         )
         lengths = set()
@@ -197,32 +197,34 @@ class TestKernels:
         law = laws(1, 70)[:0]
         assert found.sample(law).shape == (0,)
         nobody = Children(torch.empty(0, 2, dtype=torch.int64, device=DEVICE), torch.empty(0), 2)
-        assert kernels().FUSED[RULES["rrs"].draw](law, law, nobody, found).shape == (0,)
+        assert kernels().FUSED_RULES[RULES["rrs"].draw](law, law, nobody, found).shape == (0,)
 
     def test_the_host_reads_shapes_only(self, monkeypatch):
         class Launch:
             def __getitem__(self, grid):
                 return lambda *args, **kwargs: None
 
-        for name in ("draws._bind", "draws._draw", "siblings._test", "leaves._traverse", "walking._walk"):
-            monkeypatch.setattr(f"vllm_adaptive_tree.kernels.{name}", Launch())
+        for name in ("sampling._fold_in", "sampling._sample", "rejection._test", "traversal._traverse", "walk._walk"):
+            module, kernel = name.split(".")
+            kernels()  # whose `traversal` and `walk` are the functions of these modules
+            monkeypatch.setattr(sys.modules[f"vllm_adaptive_tree.kernels.{module}"], kernel, Launch())
         seed = torch.arange(3).to("meta")
         law = torch.empty(3, 100, device="meta")
         tokens = torch.empty(3, 2, dtype=torch.int64, device="meta")
         with NoHostSync():
             rng = kernels().FusedRNG(seed, seed, 1).fold_in(seed)
             rng.sample_without_replacement(law, 4)
-            kernels().FUSED[RULES["rrsw"].draw](law, law, Children(tokens, seed, 2), rng)
+            kernels().FUSED_RULES[RULES["rrsw"].draw](law, law, Children(tokens, seed, 2), rng)
             tree = TreeBatch(tokens, tokens, tokens, torch.empty(3, 2, device="meta"))
             read = torch.empty(3, 3, dtype=torch.int64, device="meta")
-            tables = kernels().Tables(law, seed, law, read, torch.empty(3, device="meta"))
+            tables = kernels().TraversalInputs(law, seed, law, read, torch.empty(3, device="meta"))
             kernels().traversal(tree, "iid", tables, rng, levels=2)
             kernels().walk(tree, seed, seed, levels=2)
 
 
 @TRITON
 @pytest.mark.skipif(INTERPRETED, reason="nothing is compiled there")
-@pytest.mark.parametrize("name", ["draws", "siblings", "leaves", "walking"])
+@pytest.mark.parametrize("name", ["sampling", "rejection", "traversal", "walk"])
 def test_they_compile_for_an_h200(name):
     from triton import compile as compiled
     from triton.backends.compiler import GPUTarget
@@ -230,26 +232,26 @@ def test_they_compile_for_an_h200(name):
 
     kernels()
     module = sys.modules[f"vllm_adaptive_tree.kernels.{name}"]
-    if name == "draws":
-        kernel, warps = module._draw, 8
+    if name == "sampling":
+        kernel, warps = module._sample, 8
         constants = {"CHUNK": 64, "PADDED_CHUNKS": 2048, "PADDED_K": 64, "EXHAUSTED": 1e-12, "BELOW_ONE": 1 - 2.0**-53}
-        pointers = {"tokens": "*i64", "law": "*fp32", "sums": "*fp64", "key": "*i64"}
-    elif name == "siblings":
+        pointers = {"tokens": "*i64", "probs": "*fp32", "sums": "*fp64", "key": "*i64"}
+    elif name == "rejection":
         kernel, warps = module._test, 16
         constants = {"TINY": 1e-38, "ROUNDING": 1e-6, "REPLACED": False, "BLOCK": 4096}
         pointers = {"accepted": "*i64", "p": "*fp32", "q": "*fp32", "children": "*i64", "key": "*i64"}
-    elif name == "walking":
+    elif name == "walk":
         kernel, warps, constants = module._walk, 1, {"STEPS": 9, "PADDED_NODES": 64}
-        pointers = dict.fromkeys(("tokens_out", "nodes_out", "draws", "first", "tokens", "parent"), "*i64")
+        pointers = dict.fromkeys(("tokens_out", "nodes_out", "sampled", "root_row", "tokens", "parent"), "*i64")
     else:
         import triton.language as tl
 
         kernel, warps = module._traverse, 16
         sizes = {"LEVELS": 8, "PADDED_LEVELS": 16, "PADDED_NODES": 64, "BLOCK": 4096, "TYPE": tl.float32}
         constants = {"TINY": 1e-38, "ROUNDING": 1e-6, "REPLACED": False, **sizes}
-        pointers = dict.fromkeys(("law_out", "p_left", "q_left", "target", "temperature"), "*fp32")
-        pointers |= dict.fromkeys(("path_out", "end_out", "tokens", "parent", "first", "drawn_from", "key"), "*i64")
-        pointers |= {"draft": "*bf16", "among": "*i8"}
+        pointers = dict.fromkeys(("probs_out", "p_left", "q_left", "target", "temperature"), "*fp32")
+        pointers |= dict.fromkeys(("path_out", "end_out", "tokens", "parent", "root_row", "draft_row", "key"), "*i64")
+        pointers |= {"draft": "*bf16", "selected": "*i8"}
     signature = dict.fromkeys(kernel.arg_names, "i32") | pointers | dict.fromkeys(constants, "constexpr")
     places = {(list(signature).index(argument),): value for argument, value in constants.items()}
     found = compiled(

@@ -8,7 +8,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm_adaptive_tree import kernels
 from vllm_adaptive_tree.acceptance import Accepted, Children, traversal, walk
 from vllm_adaptive_tree.engine.v2.drafts import Laws
-from vllm_adaptive_tree.engine.v2.fused import draw_of, tables_of, traverses
+from vllm_adaptive_tree.engine.v2.fused import draw_of, traversal_inputs, traverses
 from vllm_adaptive_tree.engine.v2.target import Target
 from vllm_adaptive_tree.methods import Pair
 from vllm_adaptive_tree.rng import RandomSource
@@ -36,8 +36,8 @@ def accept(
     rule = draw_of(pair, rng)
     if rule is None:
         if isinstance(rng, kernels.FusedRNG) and traverses(pair, target):
-            tables = tables_of(target, laws)
-            found = kernels.traversal(tree, pair.proposer.kind, tables, rng, levels=levels, among=~mine)
+            inputs = traversal_inputs(target, laws)
+            found = kernels.traversal(tree, pair.proposer.kind, inputs, rng, levels=levels, among=~mine)
         else:
             found = traversal(
                 tree,
