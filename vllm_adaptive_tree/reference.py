@@ -1,7 +1,7 @@
-"""Tree speculative decoding in plain PyTorch, with two Hugging Face models: the whole method on two screens.
+"""Tree speculative decoding in plain PyTorch with two Hugging Face models: the whole method in a hundred lines.
 
-No cache, no mask, no batch: every node is read as a sequence of its own. Slow, and meant for reading, for research, and
-as the oracle of the engine's tests. Any proposer and any rule of this package.
+No cache, no mask, no batch: every node is read as a sequence of its own. Slow; for reading, for research, and as the
+oracle of the engine's tests. Works with any proposer and rule.
 """
 
 from typing import Any, NamedTuple
@@ -17,13 +17,13 @@ from vllm_adaptive_tree.rng import CounterRNG
 
 
 class Step(NamedTuple):
-    tokens: list[int]  # the drafted tree, in generation order
+    tokens: list[int]  # of the drafted tree, in generation order
     parents: list[int]
-    emitted: list[int]  # the accepted path and one more token
+    emitted: list[int]  # the accepted path and the bonus token
 
 
 class PathDrafter:
-    """The drafter's contract over a model that reads whole sequences; its state is the sequence of every slot."""
+    """The drafter interface over a model that reads whole sequences; the state is the sequence of every slot."""
 
     def __init__(self, model: Any):
         self.model = model
@@ -56,7 +56,7 @@ def decode_step(
     draft_temperature: float = 1.0,
     seed: int = 0,
 ) -> Step:
-    """One step behind `sequence`, whose last token is the root. `temperature` 0 is greedy; `rule` a key of `RULES`."""
+    """One step after `sequence`; its last token is the root. `temperature` 0 is greedy; `rule` is a key of `RULES`."""
     position = torch.tensor([len(sequence) - 1])
 
     def rng(purpose: int) -> CounterRNG:
@@ -66,12 +66,14 @@ def decode_step(
     levels: list[Tensor] = []
     rows, state = (drafter := PathDrafter(draft)).catch_up(sequence)
     request = Request(torch.tensor([draft_temperature]), torch.tensor([temperature == 0]), rng(0))
-    tree, read, drawn = draft_tree(proposer, drafter, rows, state, nodes=nodes, request=request, keep=levels.append)
+    tree, read, num_planned = draft_tree(
+        proposer, drafter, rows, state, nodes=nodes, request=request, keep=levels.append
+    )
     size = int(tree.valid.sum())
     tokens, parents = tree.tokens[0, :size].tolist(), tree.parent[0, :size].tolist()
-    below = torch.cat(levels, 1)[0]  # [slots, V]: what the draft said behind each slot
+    draft_logits = torch.cat(levels, 1)[0]  # [slots, V]: the draft's logits at each slot
 
-    # 2 verify: the laws of target and draft behind a node (-1: the root)
+    # 2 verify: target and draft distributions at a node (-1: the root)
     def path(node: int) -> list[int]:
         return [*path(parents[node]), tokens[node]] if node >= 0 else sequence
 
@@ -83,7 +85,9 @@ def decode_step(
 
     def q_rows(node: Tensor) -> tuple[Tensor, Tensor]:
         slot = 0 if node < 0 else int(read[0, node])
-        return softmax_at(below[[max(slot, 0)]], torch.tensor([draft_temperature])), drawn[:, int(node) + 1]
+        return softmax_at(draft_logits[[max(slot, 0)]], torch.tensor([draft_temperature])), num_planned[
+            :, int(node) + 1
+        ]
 
     # 3 accept
     draw, most = RULES[rule].draw, min(nodes, proposer.max_children)

@@ -11,7 +11,7 @@ from benchmarks.papers.decoding import Cell, measure
 from benchmarks.tokens_per_step import PROMPT_CHARACTERS
 from examples.train_demo_pair import documents, is_held_out
 from vllm_adaptive_tree.acceptance import Accepted
-from vllm_adaptive_tree.gates.training import fresh, train_c2t
+from vllm_adaptive_tree.gates.training import new_gate, train_c2t
 from vllm_adaptive_tree.proposers import Proposal
 from vllm_adaptive_tree.proposers.base import log_softmax_at
 from vllm_adaptive_tree.proposers.c2t import features
@@ -69,7 +69,7 @@ def _trained(found: Examples, reads: str, hidden: int, kind: str, *, seeds: int)
     inputs = features(found.path, found.entropy, found.depth, kind).index_fill(1, blind, 0.0)
     trained = train_c2t(
         {"features": inputs, "label": found.label, "prompt": found.prompt},
-        begin=lambda seed: fresh(3, hidden, seed=seed, features=kind),
+        begin=lambda seed: new_gate(3, hidden, seed=seed, features=kind),
         negatives=NEGATIVES,
         seeds=range(seeds),
     )
