@@ -24,9 +24,9 @@ from vllm_adaptive_tree.acceptance import RULES, Children, traversal, walk
 from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.drafters import Frontier, Rows
 from vllm_adaptive_tree.methods import resolve
-from vllm_adaptive_tree.noise import KeyedNoise
 from vllm_adaptive_tree.proposers import Proposal, Request, draft_tree
-from vllm_adaptive_tree.proposers.base import law
+from vllm_adaptive_tree.proposers.base import softmax_at
+from vllm_adaptive_tree.rng import CounterRNG
 
 REQUESTS, NODES, VOCABULARY, ROUNDS = 8, 60, 32_000, 7
 CASES: list[tuple[str, str, dict[str, Any]]] = [
@@ -84,7 +84,7 @@ def seconds(run: Callable[[], Any]) -> float:
 
 def softmax_seconds(pool: Tensor, widths: list[int]) -> float:
     temperature = torch.full((REQUESTS, 1), 0.8)
-    return sum(seconds(lambda width=width: law(pool[:, :width], temperature)) for width in widths)
+    return sum(seconds(lambda width=width: softmax_at(pool[:, :width], temperature)) for width in widths)
 
 
 def floor_seconds(pool: Tensor, widths: list[int]) -> float:
@@ -103,14 +103,14 @@ def once(method: str, rule: str, tree_options: dict[str, Any], number: int) -> d
     )
     pair, drafter = resolve(options), Laws()
     seed, position = torch.arange(REQUESTS), torch.full((REQUESTS,), number)
-    noise = [KeyedNoise(seed, position, purpose) for purpose in (0, 1)]
-    request = Request(torch.full((REQUESTS,), 0.8), torch.zeros(REQUESTS, dtype=torch.bool), noise[0])
+    rng = [CounterRNG(seed, position, purpose) for purpose in (0, 1)]
+    request = Request(torch.full((REQUESTS,), 0.8), torch.zeros(REQUESTS, dtype=torch.bool), rng[0])
     rows, state = drafter.catch_up(None, None)
     started = time.perf_counter()
     proposal = draft_tree(pair.proposer, drafter, rows, state, nodes=NODES, request=request, agree=cut)
     drafting = time.perf_counter() - started - drafter.seconds
     visited = [0]
-    walking = seconds(lambda: _walk(pair, rule, proposal, drafter.pool, noise[1], visited))
+    walking = seconds(lambda: _walk(pair, rule, proposal, drafter.pool, rng[1], visited))
     law = softmax_seconds(drafter.pool, drafter.widths)
     return {
         "rows": sum(drafter.widths),
@@ -122,29 +122,29 @@ def once(method: str, rule: str, tree_options: dict[str, Any], number: int) -> d
     }
 
 
-def _walk(pair: Any, rule: str, proposal: Proposal, pool: Tensor, noise: KeyedNoise, visited: list[int]) -> None:
-    tree, most = proposal.tree, min(pair.proposer.most_children, NODES)
+def _walk(pair: Any, rule: str, proposal: Proposal, pool: Tensor, rng: CounterRNG, visited: list[int]) -> None:
+    tree, most = proposal.tree, min(pair.proposer.max_children, NODES)
     temperature = torch.full((REQUESTS,), 0.8)
 
     def p_rows(node: Tensor, active: Tensor) -> Tensor:
         visited[0] += 1
-        return law(pool[torch.arange(REQUESTS), 1 + node % 60], temperature)
+        return softmax_at(pool[torch.arange(REQUESTS), 1 + node % 60], temperature)
 
     def q_rows(node: Tensor) -> tuple[Tensor, Tensor]:
-        q = law(pool[torch.arange(REQUESTS), node % 64], temperature)
-        return q, proposal.drawn.gather(1, node[:, None] + 1)[:, 0]
+        q = softmax_at(pool[torch.arange(REQUESTS), node % 64], temperature)
+        return q, proposal.num_planned.gather(1, node[:, None] + 1)[:, 0]
 
     def draw(node: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
         p = p_rows(node, active)
         q, drawn = (p, drawn_none) if rule == "target_only" else q_rows(node)
-        token = RULES[rule].draw(p, q, Children(tree.children(node, widest), drawn, most), noise.at(node + 1))
+        token = RULES[rule].draw(p, q, Children(tree.children(node, widest), drawn, most), rng.fold_in(node + 1))
         return token, torch.ones_like(active)
 
     drawn_none = torch.zeros(REQUESTS, dtype=torch.int64)
     levels = int(tree.depth.max())
     widest = int(torch.zeros(REQUESTS, NODES + 1).scatter_add(1, tree.parent + 1, tree.valid.float()).max())
     if RULES[rule].draw is None:
-        traversal(tree, pair.proposer.kind, p_rows, q_rows, noise, levels=levels, most=most, proceed=_any)
+        traversal(tree, pair.proposer.kind, p_rows, q_rows, rng, levels=levels, most=most, proceed=_any)
     else:
         walk(tree, draw, levels=levels, proceed=_any)
 

@@ -11,9 +11,9 @@ from benchmarks.papers.decoding import PAIR, Cell, held_out_texts, measure, mode
 from benchmarks.papers.judging import difference, judge, nodes_saved, ratio
 from vllm_adaptive_tree.acceptance.optimal import rrs_acceptance, spechub_acceptance
 from vllm_adaptive_tree.methods import resolve
-from vllm_adaptive_tree.noise import KeyedNoise
-from vllm_adaptive_tree.proposers.base import law
+from vllm_adaptive_tree.proposers.base import softmax_at
 from vllm_adaptive_tree.reference import decode_step, last_logits
+from vllm_adaptive_tree.rng import CounterRNG
 
 CELLS = [
     Cell("opt_tree", 9, 0.0, tree={"threshold": 0.2}),
@@ -39,8 +39,10 @@ def test_decodes_as_the_reference(cell):
     for number, sequence in enumerate(models().encode(list(held_out_texts(2)))):
         logits = last_logits(pair[0], sequence)[None]
         if cell.temperature:
-            noise = KeyedNoise(torch.tensor([number + 1]), torch.tensor([len(sequence) - 1]), 1).at(torch.tensor([0]))
-            first = int(noise.choose(law(logits, torch.tensor([cell.temperature]))))
+            rng = CounterRNG(torch.tensor([number + 1]), torch.tensor([len(sequence) - 1]), 1).fold_in(
+                torch.tensor([0])
+            )
+            first = int(rng.sample(softmax_at(logits, torch.tensor([cell.temperature]))))
         else:
             first = int(logits.argmax())
         sequence = [*sequence, first]

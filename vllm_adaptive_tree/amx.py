@@ -1,10 +1,12 @@
+"""Enable the CPU's matrix unit (AMX) for this process."""
+
 import torch
 
 
 def allow_amx() -> None:
-    """Ask the operating system for AMX, where the CPU has it, for this process.
+    """Ask the operating system for AMX permission; does nothing on a CPU without AMX.
 
-    vLLM leaves that to oneDNN. Where every matrix is so small that another library takes it, its AMX attention is
-    the first to use the unit, and the process dies of an illegal instruction.
+    vLLM leaves this to oneDNN. With matrices so small that oneDNN is never called, vLLM's AMX attention would be the
+    first to use the unit, and the process would die of an illegal instruction.
     """
     torch.cpu._init_amx()

@@ -18,14 +18,14 @@ VLLM_KEYS = (
     "draft_load_config",
     "moe_backend",
 )
-"""Keys of vLLM's own speculative_config that keep their meaning beside a tree method."""
+"""Keys of vLLM's own speculative_config that keep their meaning with a tree method."""
 
 OUR_KEYS = ("method", "model", "num_speculative_tokens", "rejection_sample_method", "tree")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeOptions:
-    """Everything this project needs to know of one `speculative_config`."""
+    """All of this project's options in one `speculative_config`."""
 
     method: str
     num_speculative_tokens: int
@@ -33,9 +33,9 @@ class TreeOptions:
     tree: MethodOptions
     """The method's `Proposer.Options`."""
     proposer: str
-    """Path of the method's class: another process knows no names."""
+    """Import path of the method's class; a registered name is unknown in other processes."""
     acceptance: str | None = None
-    """Path of the rule, if it is not built in."""
+    """Import path of the rule, unless it is built in."""
 
     def __post_init__(self) -> None:
         nodes, rule = self.num_speculative_tokens, self.rejection_sample_method
@@ -57,17 +57,17 @@ class TreeOptions:
 
     @classmethod
     def parse(cls, speculative_config: Mapping[str, Any]) -> tuple[Self, dict[str, Any]]:
-        """Split a speculative_config into our options and the keys that go on to vLLM ("model" among them).
+        """Split a speculative_config into our options and the keys passed on to vLLM (including "model").
 
         Raises:
-            ValueError: for an unknown, missing, refused or ill-valued key; the message names it and the remedy.
+            ValueError: for an unknown, missing, refused or invalid key; the message names it and the remedy.
         """
         given = {key.replace("-", "_"): value for key, value in speculative_config.items()}
         method = given["method"]
         for key in given:
             if key not in OUR_KEYS + VLLM_KEYS:
                 raise ValueError(
-                    f"speculative_config[{key!r}] has no meaning beside method {method!r}; remove it. "
+                    f"speculative_config[{key!r}] has no meaning with method {method!r}; remove it. "
                     f"Known keys: {_names(OUR_KEYS + VLLM_KEYS)}"
                 )
         for key, what in (("model", "the draft model"), ("num_speculative_tokens", "the node budget, 25 for example")):
@@ -100,7 +100,7 @@ class TreeOptions:
 
 
 def is_tree_method(speculative_config: Any) -> bool:
-    """Whether this project is asked for; anything else is vLLM's own business."""
+    """Whether the method is one of ours or a registered one; anything else is left to vLLM."""
     if not isinstance(speculative_config, Mapping):
         return False
     method = speculative_config.get("method")

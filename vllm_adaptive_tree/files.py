@@ -1,20 +1,20 @@
-"""Files that are there whole or not at all."""
+"""Atomic file writes."""
 
 import os
 from pathlib import Path
 from uuid import uuid4
 
-UNFINISHED = ".unfinished"
+TMP_SUFFIX = ".unfinished"
 
 
-def write_whole(file: Path, data: bytes) -> None:
-    """Write beside `file`, then put that in the place of `file` in one step."""
-    beside = file.with_name(f".{file.name}.{uuid4().hex}{UNFINISHED}")  # machines that share a disk share process ids
+def atomic_write(file: Path, data: bytes) -> None:
+    """Write to a temporary file in the same folder, fsync, and rename: readers see the old content or the new."""
+    temporary = file.with_name(f".{file.name}.{uuid4().hex}{TMP_SUFFIX}")  # hosts that share a disk share process ids
     try:
-        with beside.open("xb") as handle:
+        with temporary.open("xb") as handle:
             handle.write(data)
             handle.flush()
             os.fsync(handle.fileno())
-        beside.replace(file)
+        temporary.replace(file)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""From options to a proposer and a rule: which pair decodes, and whether it is a legal one."""
+"""From options to a pair of proposer and acceptance rule, and whether that pair is lossless."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -12,9 +12,9 @@ class Pair(NamedTuple):
     proposer: Proposer
     rule_name: str
     rule: Rule
-    loss: str | None  # what the pair changes; None: it is lossless
-    most: int  # children that a node may get
-    init_width: int = 1  # tokens of the first layer that the target draws itself, not emitted before the next step
+    loss: str | None  # how the pair changes the output; None: it is lossless
+    most: int  # the most children of a node
+    init_width: int = 1  # first-layer tokens that the target samples itself; they are emitted in the next step
 
     @property
     def lossless(self) -> bool:
@@ -22,17 +22,17 @@ class Pair(NamedTuple):
 
 
 def resolve(options: TreeOptions) -> Pair:
-    """Build the proposer, choose the rule, and tell the proposer which kind of children the rule needs.
+    """Build the proposer, choose the rule, and set the kind of children that the rule needs.
 
     Raises:
-        ValueError: the pair changes the target's law and `allow_lossy` is not set, or a file cannot be used; the
-            message lists the legal rules.
+        ValueError: the pair would change the target's distribution and `allow_lossy` is not set (the message lists the
+            legal rules), or a file cannot be used.
     """
     proposer = PROPOSERS.load(options.proposer).build(options.tree, nodes=options.num_speculative_tokens)
     name = options.rejection_sample_method
     registered = _registered_rules(options)
     legal = [
-        *legal_rules(proposer.kinds, proposer.most_children),
+        *legal_rules(proposer.kinds, proposer.max_children),
         *(name for name, rule in registered.items() if _serves(rule, proposer)),
     ]
     init_width = getattr(options.tree, "init_width", 1)
@@ -49,45 +49,46 @@ def resolve(options: TreeOptions) -> Pair:
             f"{', '.join(proposer.kinds)}"
         )
         raise ValueError(
-            f"speculative_config['rejection_sample_method']: {name!r} would change the target's law beside method "
-            f"{options.method!r}: {why}. Use one of: auto, {', '.join(legal)}; or set tree: {{'allow_lossy': true}}"
+            f"speculative_config['rejection_sample_method']: {name!r} would change the target's distribution with "
+            f"method {options.method!r}: {why}. Use one of: auto, {', '.join(legal)}; "
+            "or set tree: {'allow_lossy': true}"
         )
     if init_width > 1 and rule.draw is None:
         raise ValueError(
-            f"speculative_config['rejection_sample_method']: {name!r} accepts whole paths, and init_width={init_width} "
-            "needs a rule that goes node by node: rrsw for example"
+            f"speculative_config['rejection_sample_method']: {name!r} accepts whole paths, but init_width={init_width} "
+            "needs a rule that walks node by node, for example rrsw"
         )
     proposer.kind = kind or proposer.kinds[0]
     loss = None
     if init_width > 1:
         loss = (
-            f"init_width={init_width} emits the initial token whose continuation the target likes best, so neither the "
-            "sampled law nor the greedy text is the target's"
+            f"init_width={init_width} emits the initial token with the longest accepted continuation, so neither "
+            "sampled nor greedy output is the target's own"
         )
     elif name not in legal:
-        loss = f"{name} beside {proposer.kind} children changes the target's law"
-    most = min(proposer.most_children, options.num_speculative_tokens)
+        loss = f"{name} with {proposer.kind} children changes the target's distribution"
+    most = min(proposer.max_children, options.num_speculative_tokens)
     return Pair(proposer, name, rule, loss, most, init_width)
 
 
 def best_rule(kinds: tuple[Kind, ...]) -> str:
-    """What `auto` takes for sampled, unseeded requests: chosen children leave nothing to gain over the target's own
-    draws; for drawn ones no rule accepts more than `traversal`."""
+    """What `auto` uses for sampled requests without a seed: for deterministic children nothing beats sampling from the
+    target; for sampled ones no rule accepts more than `traversal`."""
     return "target_only" if kinds[0] == "one_hot" else "traversal"
 
 
 def fitting(options: TreeOptions, proposer: Proposer) -> TreeOptions:
-    """No more nodes than the proposer's shape has, if it has one: the scheduler sets a place aside for each."""
+    """Cap the node budget at what the proposer can draft: the scheduler reserves a slot for each node."""
     most = options.num_speculative_tokens
-    return replace(options, num_speculative_tokens=min(most, proposer.most_nodes or most))
+    return replace(options, num_speculative_tokens=min(most, proposer.max_nodes or most))
 
 
 def _registered_rules(options: TreeOptions) -> dict[str, Rule]:
-    """Those known here by name, and the one in use, of which an engine process knows the path alone."""
+    """The rules registered here, and the one in use, which an engine process knows only by its path."""
     paths = {name: REGISTERED.path(name) for name in REGISTERED.names()}
     paths |= {options.rejection_sample_method: options.acceptance}
     return {name: REGISTERED.load(path) for name, path in paths.items() if path is not None}
 
 
 def _serves(rule: Rule, proposer: Proposer) -> bool:
-    return common_kind(proposer.kinds, rule) is not None and (rule.most is None or proposer.most_children <= rule.most)
+    return common_kind(proposer.kinds, rule) is not None and (rule.most is None or proposer.max_children <= rule.most)

@@ -1,7 +1,7 @@
-"""Tree speculative decoding in plain PyTorch, with two Hugging Face models: the whole method on two screens.
+"""Tree speculative decoding in plain PyTorch with two Hugging Face models: the whole method in a hundred lines.
 
-No cache, no mask, no batch: every node is read as a sequence of its own. Slow, and meant for reading, for research, and
-as the oracle of the engine's tests. Any proposer and any rule of this package.
+No cache, no mask, no batch: every node is read as a sequence of its own. Slow; for reading, for research, and as the
+oracle of the engine's tests. Works with any proposer and rule.
 """
 
 from typing import Any, NamedTuple
@@ -11,19 +11,19 @@ from torch import Tensor
 
 from vllm_adaptive_tree.acceptance import RULES, Children, traversal, walk
 from vllm_adaptive_tree.drafters import Rows
-from vllm_adaptive_tree.noise import KeyedNoise
 from vllm_adaptive_tree.proposers import Proposer, Request, draft_tree
-from vllm_adaptive_tree.proposers.base import law
+from vllm_adaptive_tree.proposers.base import softmax_at
+from vllm_adaptive_tree.rng import CounterRNG
 
 
 class Step(NamedTuple):
-    tokens: list[int]  # the drafted tree, in reveal order
+    tokens: list[int]  # of the drafted tree, in generation order
     parents: list[int]
-    emitted: list[int]  # the accepted path and one more token
+    emitted: list[int]  # the accepted path and the bonus token
 
 
 class PathDrafter:
-    """The drafter's contract over a model that reads whole sequences; its state is the sequence of every slot."""
+    """The drafter interface over a model that reads whole sequences; the state is the sequence of every slot."""
 
     def __init__(self, model: Any):
         self.model = model
@@ -56,22 +56,24 @@ def decode_step(
     draft_temperature: float = 1.0,
     seed: int = 0,
 ) -> Step:
-    """One step behind `sequence`, whose last token is the root. `temperature` 0 is greedy; `rule` a key of `RULES`."""
+    """One step after `sequence`; its last token is the root. `temperature` 0 is greedy; `rule` is a key of `RULES`."""
     position = torch.tensor([len(sequence) - 1])
 
-    def noise(purpose: int) -> KeyedNoise:
-        return KeyedNoise(torch.tensor([seed]), position, purpose)
+    def rng(purpose: int) -> CounterRNG:
+        return CounterRNG(torch.tensor([seed]), position, purpose)
 
     # 1 draft
     levels: list[Tensor] = []
     rows, state = (drafter := PathDrafter(draft)).catch_up(sequence)
-    request = Request(torch.tensor([draft_temperature]), torch.tensor([temperature == 0]), noise(0))
-    tree, read, drawn = draft_tree(proposer, drafter, rows, state, nodes=nodes, request=request, keep=levels.append)
+    request = Request(torch.tensor([draft_temperature]), torch.tensor([temperature == 0]), rng(0))
+    tree, read, num_planned = draft_tree(
+        proposer, drafter, rows, state, nodes=nodes, request=request, keep=levels.append
+    )
     size = int(tree.valid.sum())
     tokens, parents = tree.tokens[0, :size].tolist(), tree.parent[0, :size].tolist()
-    below = torch.cat(levels, 1)[0]  # [slots, V]: what the draft said behind each slot
+    draft_logits = torch.cat(levels, 1)[0]  # [slots, V]: the draft's logits at each slot
 
-    # 2 verify: the laws of target and draft behind a node (-1: the root)
+    # 2 verify: target and draft distributions at a node (-1: the root)
     def path(node: int) -> list[int]:
         return [*path(parents[node]), tokens[node]] if node >= 0 else sequence
 
@@ -79,24 +81,28 @@ def decode_step(
         logits = last_logits(target, path(int(node)))[None]
         if temperature == 0:
             return torch.zeros_like(logits).scatter(1, logits.argmax(1, keepdim=True), 1.0)
-        return law(logits, torch.tensor([temperature]))
+        return softmax_at(logits, torch.tensor([temperature]))
 
     def q_rows(node: Tensor) -> tuple[Tensor, Tensor]:
         slot = 0 if node < 0 else int(read[0, node])
-        return law(below[[max(slot, 0)]], torch.tensor([draft_temperature])), drawn[:, int(node) + 1]
+        return softmax_at(draft_logits[[max(slot, 0)]], torch.tensor([draft_temperature])), num_planned[
+            :, int(node) + 1
+        ]
 
     # 3 accept
-    draw, most = RULES[rule].draw, min(nodes, proposer.most_children)
+    draw, most = RULES[rule].draw, min(nodes, proposer.max_children)
 
     def by_rule(node: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
         assert draw is not None
         q, planned = q_rows(node)
-        token = draw(p_rows(node, active), q, Children(tree.children(node, most), planned, most), noise(1).at(node + 1))
+        token = draw(
+            p_rows(node, active), q, Children(tree.children(node, most), planned, most), rng(1).fold_in(node + 1)
+        )
         return token, torch.ones_like(active)
 
     depth = int(tree.depth.max())
     if draw is None:
-        accepted = traversal(tree, proposer.kind, p_rows, q_rows, noise(1), levels=depth, most=most, proceed=bool)
+        accepted = traversal(tree, proposer.kind, p_rows, q_rows, rng(1), levels=depth, most=most, proceed=bool)
     else:
         accepted = walk(tree, by_rule, levels=depth, proceed=bool)
     return Step(tokens, parents, [token for token in accepted.tokens[0].tolist() if token >= 0])

@@ -143,13 +143,13 @@ def merged_calls(batch: Batch) -> list[Callable[[], object]]:
     out = torch.empty_like(batch.query)
 
     def call(layer: int, key: Tensor, value: Tensor) -> Tensor:
-        behind = varlen_attn(
+        context_result = varlen_attn(
             *(batch.query, key, value, batch.row_start, starts, rows, length),
             return_aux=AuxRequest(lse=True),
             scale=SCALE,
             **grouped,
         )
-        return tree_attention(*batch.arguments(layer), out, behind=behind)
+        return tree_attention(*batch.arguments(layer), out, context_result=context_result)
 
     calls: list[Callable[[], object]] = []
     for layer in range(LAYERS):

@@ -27,14 +27,14 @@ from benchmarks.gpu.timing import copy_bandwidth, microseconds, wall_microsecond
 from benchmarks.tree_work import CASES
 from vllm_adaptive_tree import kernels
 from vllm_adaptive_tree.acceptance import RULES, Accepted, Children, traversal, walk
-from vllm_adaptive_tree.acceptance.pairs import Draw
+from vllm_adaptive_tree.acceptance.legality import Draw
 from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.drafters import Rows
-from vllm_adaptive_tree.kernels import FUSED, KINDS, FusedNoise, Tables
+from vllm_adaptive_tree.kernels import FUSED_RULES, TRAVERSAL_KINDS, FusedRNG, TraversalInputs
 from vllm_adaptive_tree.methods import Pair, resolve
-from vllm_adaptive_tree.noise import KeyedNoise
 from vllm_adaptive_tree.proposers import Proposal, Request, draft_tree
-from vllm_adaptive_tree.proposers.base import law
+from vllm_adaptive_tree.proposers.base import softmax_at
+from vllm_adaptive_tree.rng import CounterRNG
 
 T = TypeVar("T")
 BATCHES = (1, 16)
@@ -43,7 +43,7 @@ MOST_LEVELS = 8
 """Of a tree; a heap (one node a level) would take `NODES` forwards of the draft."""
 IDLE = ("empty", "empty_like", "promote_types", "_unsafe_view")
 """Operations that run nothing."""
-KERNELS = ("draws._bind", "draws._draw", "siblings._test", "leaves._traverse", "walking._walk")
+KERNELS = ("sampling._fold_in", "sampling._sample", "rejection._test", "traversal._traverse", "walk._walk")
 SMALL = 100.0
 """Microseconds besides the floor."""
 
@@ -52,7 +52,7 @@ class Case(NamedTuple):
     pair: Pair
     pool: Tensor  # [R, W, V] logits
     request: Request
-    noise: KeyedNoise  # of the walk
+    rng: CounterRNG  # of the walk
     nodes: int
     rule: Draw | None
     processed: Tensor  # [R, W, V] the target's logits over its temperature
@@ -63,13 +63,13 @@ class Case(NamedTuple):
         options, _ = TreeOptions.parse({**data, "tree": tree})
         requests, device = pool.shape[0], pool.device
         seed = torch.arange(requests, device=device)
-        noise = [(FusedNoise if fused else KeyedNoise)(seed, torch.full_like(seed, 17), purpose) for purpose in (0, 1)]
+        rng = [(FusedRNG if fused else CounterRNG)(seed, torch.full_like(seed, 17), purpose) for purpose in (0, 1)]
         temperature = torch.full((requests,), 0.8, device=device)
         pair = resolve(options)
         draw = pair.rule.draw
         if fused and draw is not None:
-            draw = FUSED.get(draw, draw)
-        return cls(pair, pool, Request(temperature, temperature < 0, noise[0]), noise[1], nodes, draw, pool / 0.8)
+            draw = FUSED_RULES.get(draw, draw)
+        return cls(pair, pool, Request(temperature, temperature < 0, rng[0]), rng[1], nodes, draw, pool / 0.8)
 
     @property
     def levels(self) -> int:
@@ -94,7 +94,7 @@ class Case(NamedTuple):
         return proposal, drafter.rows
 
     def accept(self, proposal: Proposal) -> Accepted:
-        tree, pair, most = proposal.tree, self.pair, min(self.pair.proposer.most_children, self.nodes)
+        tree, pair, most = proposal.tree, self.pair, min(self.pair.proposer.max_children, self.nodes)
         row = torch.arange(len(self.pool), device=self.pool.device)
         temperature = self.request.temperature
         slot = torch.nn.functional.pad(proposal.read, (1, 0)).clamp(0, self.pool.shape[1] - 1)
@@ -104,26 +104,27 @@ class Case(NamedTuple):
 
         def q(node: Tensor) -> tuple[Tensor, Tensor]:
             at = node[:, None] + 1
-            return law(self.pool[row, slot.gather(1, at)[:, 0]], temperature), proposal.drawn.gather(1, at)[:, 0]
+            q = softmax_at(self.pool[row, slot.gather(1, at)[:, 0]], temperature)
+            return q, proposal.num_planned.gather(1, at)[:, 0]
 
         rule, kind, rows = self.rule, pair.proposer.kind, self.pool.shape[1]
-        if rule is None and isinstance(self.noise, FusedNoise) and kind in KINDS:
+        if rule is None and isinstance(self.rng, FusedRNG) and kind in TRAVERSAL_KINDS:
             draft, target = self.pool.flatten(0, 1), self.processed.flatten(0, 1)
-            tables = Tables(target, row * rows, draft, row[:, None] * rows + slot, temperature)
-            return kernels.traversal(tree, kind, tables, self.noise, levels=self.levels)
+            tables = TraversalInputs(target, row * rows, draft, row[:, None] * rows + slot, temperature)
+            return kernels.traversal(tree, kind, tables, self.rng, levels=self.levels)
         if rule is None:
-            return traversal(tree, kind, p, q, self.noise, levels=self.levels, most=most)
+            return traversal(tree, kind, p, q, self.rng, levels=self.levels, most=most)
         if self.by_target:  # a draw behind every node, as vLLM's sampler makes them
             nodes = torch.arange(self.pool.shape[1], device=self.pool.device).expand(len(self.pool), -1)
-            tokens = self.noise.at(nodes).choose(self.processed.softmax(-1))
-            if isinstance(self.noise, FusedNoise):
+            tokens = self.rng.fold_in(nodes).sample(self.processed.softmax(-1))
+            if isinstance(self.rng, FusedRNG):
                 return kernels.walk(tree, tokens.flatten(), row * rows, levels=self.levels)
             return walk(tree, lambda node, active: (tokens[row, 1 + node], torch.ones_like(active)), levels=self.levels)
 
         def draw(node: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
             draft, drawn = q(node)
             children = Children(tree.children(node, most), drawn, most)
-            return rule(p(node, active), draft, children, self.noise.at(node + 1)), torch.ones_like(active)
+            return rule(p(node, active), draft, children, self.rng.fold_in(node + 1)), torch.ones_like(active)
 
         return walk(tree, draw, levels=self.levels)
 

@@ -11,9 +11,9 @@ from benchmarks.papers.decoding import Cell, measure
 from benchmarks.tokens_per_step import PROMPT_CHARACTERS
 from examples.train_demo_pair import documents, is_held_out
 from vllm_adaptive_tree.acceptance import Accepted
-from vllm_adaptive_tree.gates.training import fresh, train_c2t
+from vllm_adaptive_tree.gates.training import new_gate, train_c2t
 from vllm_adaptive_tree.proposers import Proposal
-from vllm_adaptive_tree.proposers.base import log_law
+from vllm_adaptive_tree.proposers.base import log_softmax_at
 from vllm_adaptive_tree.proposers.c2t import features
 from vllm_adaptive_tree.proposers.gate import Gate, entropy
 
@@ -49,7 +49,7 @@ def c2t_gates(
 
     def look(proposal: Proposal, logits: Tensor, result: Accepted, alive: Tensor) -> None:
         tree = proposal.tree
-        own = entropy(log_law(logits, torch.ones(logits.shape[:2])), ENTROPY_TOP)  # [R, slots]
+        own = entropy(log_softmax_at(logits, torch.ones(logits.shape[:2])), ENTROPY_TOP)  # [R, slots]
         read = torch.nn.functional.pad(proposal.read, (1, 0))  # the root's is 0
         own = own.gather(1, read.gather(1, tree.parent + 1).clamp(min=0))
         on_path = torch.zeros(tree.tokens.shape[0], tree.tokens.shape[1] + 1)
@@ -69,7 +69,7 @@ def _trained(found: Examples, reads: str, hidden: int, kind: str, *, seeds: int)
     inputs = features(found.path, found.entropy, found.depth, kind).index_fill(1, blind, 0.0)
     trained = train_c2t(
         {"features": inputs, "label": found.label, "prompt": found.prompt},
-        begin=lambda seed: fresh(3, hidden, seed=seed, features=kind),
+        begin=lambda seed: new_gate(3, hidden, seed=seed, features=kind),
         negatives=NEGATIVES,
         seeds=range(seeds),
     )

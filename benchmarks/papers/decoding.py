@@ -1,6 +1,6 @@
 """Many prompts decoded at once, with the package's own proposers and rules: what the tables are measured with.
 
-The engine's loop without the engine: proposer, rule, noise and options are those of `methods.resolve`, the models are
+The engine's loop without the engine: proposer, rule, RNG and options are those of `methods.resolve`, the models are
 read by `llama.Llama`. The target is read along the walk only, which is all that acceptance asks for.
 """
 
@@ -22,9 +22,9 @@ from vllm_adaptive_tree.acceptance import Accepted, Children, traversal, walk
 from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.drafters import Frontier, Rows
 from vllm_adaptive_tree.methods import Pair, resolve
-from vllm_adaptive_tree.noise import KeyedNoise
 from vllm_adaptive_tree.proposers import Proposal, Request, draft_tree
-from vllm_adaptive_tree.proposers.base import law
+from vllm_adaptive_tree.proposers.base import softmax_at
+from vllm_adaptive_tree.rng import CounterRNG
 from vllm_adaptive_tree.trees import TreeBatch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -175,7 +175,7 @@ class Step:
     def __init__(self, cell: Cell, cache: Cache, root: Tensor, token: Tensor, text: Tensor | None):
         self.temperature, self.cache, self.root, self.token, self.text = cell.temperature, cache, root, token, text
 
-    def accept(self, pair: Pair, proposal: Proposal, below: Tensor, temperature: Tensor, noise: KeyedNoise) -> Accepted:
+    def accept(self, pair: Pair, proposal: Proposal, below: Tensor, temperature: Tensor, rng: CounterRNG) -> Accepted:
         self.tree, self.below, self.proposal, self.q_temperature = proposal.tree, below, proposal, temperature
         levels = int(self.tree.depth.max())
         if pair.rule.draw is None:
@@ -184,7 +184,7 @@ class Step:
                 pair.proposer.kind,
                 self.p,
                 self.q,
-                noise,
+                rng,
                 levels=levels,
                 most=pair.most,
                 proceed=lambda active: bool(active.any()),
@@ -199,7 +199,7 @@ class Step:
             else:
                 q, drawn = self.q(node)
                 children = Children(self.tree.children(node, widest), drawn, pair.most)
-            return draw(p, q, children, noise.at(node + 1)), active
+            return draw(p, q, children, rng.fold_in(node + 1)), active
 
         return walk(self.tree, by_rule, levels=levels, proceed=lambda active: bool(active.any()))
 
@@ -217,14 +217,14 @@ class Step:
         if len(asked):
             position = (self.root + depth)[asked]
             hidden = _read_one(models().target, self.cache, token[asked], position, asked)
-            laws[asked] = law(models().target.logits(hidden), torch.full((len(asked),), self.temperature))
+            laws[asked] = softmax_at(models().target.logits(hidden), torch.full((len(asked),), self.temperature))
         return laws
 
     def q(self, node: Tensor) -> tuple[Tensor, Tensor]:
         """Draft law [R, V] behind `node` [R], zero where it was never read, and how many children were planned [R]."""
         slot = torch.where(node < 0, 0, self.proposal.read.gather(1, node.clamp(min=0)[:, None])[:, 0])
-        q = law(self.below[torch.arange(len(node)), slot.clamp(min=0)], self.q_temperature)
-        drawn = self.proposal.drawn.gather(1, node[:, None] + 1)[:, 0]
+        q = softmax_at(self.below[torch.arange(len(node)), slot.clamp(min=0)], self.q_temperature)
+        drawn = self.proposal.num_planned.gather(1, node[:, None] + 1)[:, 0]
         return q.masked_fill((slot < 0)[:, None], 0.0), drawn.masked_fill(slot < 0, 0)
 
 
@@ -268,15 +268,15 @@ def measure(
     seed = alive + 1
     first = logits.argmax(-1)
     if not greedy:
-        p = law(logits, torch.full((count,), cell.temperature))
-        first = KeyedNoise(seed, lengths - 1, purpose=1).at(torch.zeros_like(alive)).choose(p)
+        p = softmax_at(logits, torch.full((count,), cell.temperature))
+        first = CounterRNG(seed, lengths - 1, purpose=1).fold_in(torch.zeros_like(alive)).sample(p)
     accepted, root, emitted = first[:, None], lengths, torch.ones_like(alive)
     sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros(count, dtype=torch.float64))
     ranks, each = torch.zeros(count, RANKS, dtype=torch.int64), list[Any]()
     while len(alive):
         temperature = torch.full((len(alive),), options.tree.temperature(cell.temperature))
         is_greedy = torch.full((len(alive),), greedy)
-        request = Request(temperature, is_greedy, KeyedNoise(seed[alive], root, purpose=0))
+        request = Request(temperature, is_greedy, CounterRNG(seed[alive], root, purpose=0))
         drafter, levels = _Counted(Drafter(models().draft, draft, root)), list[Tensor]()
         rows, state = drafter.catch_up(accepted, None)
         proposal = draft_tree(
@@ -294,7 +294,7 @@ def measure(
         token = accepted.gather(1, (accepted >= 0).sum(1, keepdim=True) - 1)[:, 0]
         step = Step(cell, target, root, token, said)
         below = torch.cat(levels, 1) if levels else torch.empty(0)
-        result = step.accept(pair, proposal, below, temperature, KeyedNoise(seed[alive], root, purpose=1))
+        result = step.accept(pair, proposal, below, temperature, CounterRNG(seed[alive], root, purpose=1))
         if look:
             look(proposal, below, result, alive)
         length = (result.tokens >= 0).sum(1)

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.papers.decoding import _prefilled, _read_one, held_out_texts, models
-from vllm_adaptive_tree.acceptance.hub import off_hub
+from vllm_adaptive_tree.acceptance.hub import without_argmax
 from vllm_adaptive_tree.acceptance.optimal import optimal_acceptance
-from vllm_adaptive_tree.noise import KeyedNoise
-from vllm_adaptive_tree.proposers.base import law
+from vllm_adaptive_tree.proposers.base import softmax_at
+from vllm_adaptive_tree.rng import CounterRNG
 
 
 class Accepted(NamedTuple):
@@ -50,7 +50,7 @@ def spechub(p: Tensor, q: Tensor) -> Accepted:
     hub = torch.zeros_like(q).scatter(1, a, 1.0) > 0
     p_a, q_a = p.gather(1, a)[:, 0], q.gather(1, a)
     p_x, q_x = p.masked_fill(hub, 0.0), q.masked_fill(hub, 0.0)
-    joint = q_a * off_hub(q)  # Q(a, x)
+    joint = q_a * without_argmax(q)  # Q(a, x)
     p1 = (p_x - q_x).clamp(min=0)
     x_first, x_second = torch.minimum(p_x, q_x).sum(-1), torch.minimum(p1, joint).sum(-1)
     a_first = torch.minimum(p_a, (joint - p1).clamp(min=0).sum(-1))
@@ -71,11 +71,11 @@ def nodes_of_pair(_: Path, *, temperature: float, prompts_: int, tokens: int, ev
     position = torch.tensor([len(one) for one in given])
     heat = torch.full((len(given),), temperature)
     found: dict[str, list[list[float]]] = {f"{rule} {which}": [] for rule in RULES for which in Accepted._fields}
-    p = law(logits, heat)
+    p = softmax_at(logits, heat)
     for step in range(tokens):
-        token = KeyedNoise(requests + 1, position, purpose=1).choose(p)
-        q = law(models().draft.logits(_read_one(models().draft, draft, token, position, requests)), heat)
-        p = law(models().target.logits(_read_one(models().target, target, token, position, requests)), heat)
+        token = CounterRNG(requests + 1, position, purpose=1).sample(p)
+        q = softmax_at(models().draft.logits(_read_one(models().draft, draft, token, position, requests)), heat)
+        p = softmax_at(models().target.logits(_read_one(models().target, target, token, position, requests)), heat)
         if step % every == 0:
             for rule, accepted in RULES.items():
                 for which, value in accepted(p.double(), q.double())._asdict().items():

@@ -51,9 +51,7 @@ def section(r: Results, figures: Path) -> Section:
             (shape, _size([int(k) for k in shape.split("x")]), ratio(r[name]), _alpha(r[name], shape.count("x") + 1))
         )
     parts.append(table(("k-config", "nodes", "tokens per step", "alpha"), rows))
-    parts.append(
-        "The paper's alpha; 2x4x3x1x1 draws two initial tokens from the target, which changes the target's law:"
-    )
+    parts.append("The paper's alpha; 2x4x3x1x1 draws two initial tokens from the target, which is lossy:")
     parts.append(table(("pair and text", "SD", "4x2x2x1", "2x4x3x1x1"), [(k, *v) for k, v in THEIRS.items()]))
     plain = r["config 1x1x1x1"]
     for name in [name for name in r if name.startswith("config ") and name != "config 1x1x1x1"]:

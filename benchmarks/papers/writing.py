@@ -96,5 +96,5 @@ not hold* when it lies below, and is *within noise* otherwise. At T > 0 both als
 lines, {counts}.
 
 `python -m benchmarks.papers` measures, in a quarter of an hour on two idle cores, and writes this page (`--render`
-writes it from `benchmarks/results/papers`). It runs the package's proposers, rules and noise in batches over a plain
+writes it from `benchmarks/results/papers`). It runs the package's proposers, rules and RNG in batches over a plain
 PyTorch Llama; the target is read along the walk only."""

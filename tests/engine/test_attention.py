@@ -60,7 +60,7 @@ def test_attend_against_float64(heads: int, kv_heads: int) -> None:
 @pytest.mark.parametrize("cut", [False, True])
 def test_a_sliced_mask_is_the_one_built_level_by_level(cut: bool) -> None:
     shape = Shape.k_config((3, 2, 1))
-    inner = [path for path in ((), *shape.paths) if shape.children_of(path)]
+    inner = [path for path in ((), *shape.paths) if shape.num_children(path)]
     built, sliced = (
         DraftKeys(PagedContexts(torch.zeros(2, 1, dtype=torch.int32), 32), torch.tensor([5, 9])) for _ in range(2)
     )

@@ -158,7 +158,7 @@ def test_every_method_brings_the_children_that_its_rule_needs(spec: Any, rule: s
         ),
         (asked("sequoia", vector="/no/such/file"), ["'vector'", "/no/such/file"]),
         (asked("sequoia", vector=f"{DRAFT}/config.json"), ["'vector'", '{"vector": [numbers between 0 and 1]}']),
-        (asked("mcsd", init_width=2), ["init_width", "changes what the target says", "allow_lossy"]),
+        (asked("mcsd", init_width=2), ["init_width", "changes the output", "allow_lossy"]),
         (asked("mcsd", stop="type1", gate=f"{DRAFT}/config.json"), ["gate", "cannot read"]),
         (asked("mcsd", shape="binary"), ["shape", "k-config"]),
         (asked("static_tree", shape="quaternary"), ["shape", "'ternary'"]),
@@ -195,7 +195,7 @@ ILLEGAL = [
 
 @pytest.mark.parametrize(("spec", "legal", "why"), ILLEGAL)
 def test_an_illegal_pair_is_refused_with_the_legal_rules(spec: Any, legal: str, why: str) -> None:
-    with pytest.raises(ValueError, match="would change the target's law") as error:
+    with pytest.raises(ValueError, match="would change the target's distribution") as error:
         build(spec)
     rule = spec["rejection_sample_method"]
     assert all(word in str(error.value) for word in (repr(rule), f"auto, {legal};", why, "'allow_lossy': true"))
@@ -209,9 +209,9 @@ def test_an_illegal_pair_that_is_asked_for_runs_and_is_logged(spec: Any, monkeyp
     monkeypatch.setattr(translate.logger, "warning", lambda text, *values: warnings.append(text % values))
     config = build({**spec, "tree": {**spec["tree"], "allow_lossy": True}})
     assert not resolve(tree_options(config)).lossless
-    assert [spec["rejection_sample_method"] in text and "changes the target's law" in text for text in warnings] == [
-        True
-    ]
+    assert [
+        spec["rejection_sample_method"] in text and "changes the target's distribution" in text for text in warnings
+    ] == [True]
     build(asked("dyspec", "rrsw", allow_lossy=True))
     assert len(warnings) == 1, "a legal pair is nothing to warn of"
 

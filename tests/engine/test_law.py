@@ -152,7 +152,7 @@ def test_tokens_follow_the_target_s_law(engines: Engines, name: str, monkeypatch
     if name.endswith("depth first"):
         from vllm_adaptive_tree.engine.v2 import verification
 
-        monkeypatch.setattr(verification, "IN_REVEAL_ORDER", 0)
+        monkeypatch.setattr(verification, "IN_GENERATION_ORDER", 0)
     p, deep = drawn_by(engines, PAIRS[name], monkeypatch)
     assert deep >= (0.1 if V2 else 0.2), "too little of what was drawn came from a tree"
     assert p > 1e-4

@@ -20,7 +20,7 @@ from vllm_adaptive_tree.budget.levels import FIRST
 from vllm_adaptive_tree.engine.common import cost_profile, startup
 from vllm_adaptive_tree.engine.common.cost_profile import CostProfile, key_of
 from vllm_adaptive_tree.engine.common.startup import settle
-from vllm_adaptive_tree.proposers.dyspec import LOWEST
+from vllm_adaptive_tree.proposers.dyspec import MIN_THRESHOLD
 from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE
 
 profile = importlib.import_module(f"vllm_adaptive_tree.engine.{'v2' if V2 else 'v1'}.profile")
@@ -58,7 +58,7 @@ def test_dyspec_fills_its_trees(engines: Engines) -> None:
     generate(llm, PROMPTS[:2], GREEDY)
     assert len(grown) > 15
     assert proposer.threshold != 1 / NODES
-    assert proposer.threshold > 100 * LOWEST, "trees of which the budget keeps a third are no small ones"
+    assert proposer.threshold > 100 * MIN_THRESHOLD, "trees of which the budget keeps a third are no small ones"
     assert 0.4 < sum(grown[-10:]) / 10 < 1.0
 
 

@@ -22,7 +22,7 @@ from vllm_adaptive_tree.cli.main import main
 from vllm_adaptive_tree.engine import support, translate
 from vllm_adaptive_tree.engine.common.options import tree_options
 from vllm_adaptive_tree.gates import training
-from vllm_adaptive_tree.gates.examples import KINDS, Verified
+from vllm_adaptive_tree.gates.examples import EXAMPLE_BUILDERS, Verified
 from vllm_adaptive_tree.gates.parts import Parts
 from vllm_adaptive_tree.methods import resolve
 from vllm_adaptive_tree.proposers.gate import Gate
@@ -131,8 +131,10 @@ def test_a_killed_run_of_type_1_goes_on(tmp_path: Path, monkeypatch: pytest.Monk
     assert unfinished
 
     seen: list[Verified] = []
-    monkeypatch.setattr(training, "NO_BETTER", math.inf)  # so few examples teach a model of this size nothing
-    monkeypatch.setitem(KINDS, "mcsd-type1", lambda one, own=KINDS["mcsd-type1"]: (seen.append(one), own(one))[1])
+    monkeypatch.setattr(training, "MAX_LOSS_RATIO", math.inf)  # so few examples teach a model of this size nothing
+    monkeypatch.setitem(
+        EXAMPLE_BUILDERS, "mcsd-type1", lambda one, own=EXAMPLE_BUILDERS["mcsd-type1"]: (seen.append(one), own(one))[1]
+    )
     assert main(arguments) == 0
     assert parts.load().trees == before.trees + len(seen)
     assert Gate.load(out, inputs=128).inputs == 128

@@ -14,8 +14,8 @@ from vllm_adaptive_tree.acceptance import RULES
 from vllm_adaptive_tree.engine.v2.acceptance import accept
 from vllm_adaptive_tree.engine.v2.drafts import Drafts, Laws
 from vllm_adaptive_tree.methods import Pair
-from vllm_adaptive_tree.noise import KeyedNoise
 from vllm_adaptive_tree.proposers import Proposal, StaticTree
+from vllm_adaptive_tree.rng import CounterRNG
 from vllm_adaptive_tree.trees import Shape, TreeBatch
 
 
@@ -39,12 +39,12 @@ def laws(drafts: toys.Drafts) -> Laws:
     return Laws(drafts.q.log(), torch.ones(len(requests), dtype=torch.float64), requests, slot, drafts.drawn)
 
 
-def by_the_adapter(drafts: toys.Drafts, p: Tensor, rule: str, kind: Any, noise: Any) -> Any:
+def by_the_adapter(drafts: toys.Drafts, p: Tensor, rule: str, kind: Any, rng: Any) -> Any:
     proposer = StaticTree(Shape.named("binary", 2), kind=kind)
     pair = Pair(proposer, rule, RULES[rule], None, drafts.most)
     own = np.zeros(len(p), dtype=bool)
     levels = int(drafts.tree.depth.max())
-    found = accept(pair, Table(p), drafts.tree, laws(drafts), noise, own, levels=levels)  # type: ignore[arg-type]
+    found = accept(pair, Table(p), drafts.tree, laws(drafts), rng, own, levels=levels)  # type: ignore[arg-type]
     return found if RULES[rule].draw else toys.replayed(drafts.tree, found.tokens)
 
 
@@ -80,8 +80,8 @@ def test_requests_with_their_own_draws(rule: str) -> None:
     pair = Pair(StaticTree(Shape.named("binary", 2), kind=RULES[rule].kinds[0]), rule, RULES[rule], None, 2)
 
     def run(own: list[bool]) -> Any:
-        noise = KeyedNoise(torch.tensor([3, 4]), torch.tensor([9, 9]), purpose=1)
-        return accept(pair, Table(p, own=2), tree, law, noise, np.array(own), levels=2)  # type: ignore[arg-type]
+        rng = CounterRNG(torch.tensor([3, 4]), torch.tensor([9, 9]), purpose=1)
+        return accept(pair, Table(p, own=2), tree, law, rng, np.array(own), levels=2)  # type: ignore[arg-type]
 
     mixed, alone = run([False, True]), run([False, False])
     assert mixed.tokens[1].tolist() == [2, 2, -1]
@@ -94,9 +94,9 @@ def test_requests_with_their_own_draws(rule: str) -> None:
 def test_nothing_is_read_on_the_host(rule: str) -> None:
     tree, law, p = batch()
     pair = Pair(StaticTree(Shape.named("binary", 2), kind=RULES[rule].kinds[0]), rule, RULES[rule], None, 2)
-    noise = KeyedNoise(torch.tensor([3, 4]), torch.tensor([9, 9]), purpose=1)
+    rng = CounterRNG(torch.tensor([3, 4]), torch.tensor([9, 9]), purpose=1)
     with NoHostSync():
-        accept(pair, Table(p), tree, law, noise, np.zeros(2, dtype=bool), levels=2)  # type: ignore[arg-type]
+        accept(pair, Table(p), tree, law, rng, np.zeros(2, dtype=bool), levels=2)  # type: ignore[arg-type]
 
 
 def test_trees_wait_for_their_request() -> None:

@@ -2,6 +2,7 @@
 
 import os
 from collections import Counter
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -25,7 +26,6 @@ from tests.engine.engines import (
 from tests.pure.test_no_host_sync import NoHostSync
 from vllm_adaptive_tree.budget.sharpening import PRIOR
 from vllm_adaptive_tree.engine.v2 import fused
-from vllm_adaptive_tree.kernels import draws, leaves, siblings, walking
 from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE
 
 pytestmark = pytest.mark.skipif(not V2, reason="MODEL_RUNNER=v2")
@@ -99,7 +99,7 @@ def test_auto_follows_the_costs(
 def test_large_trees_stand_depth_first(engines: Engines, plain: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm_adaptive_tree.engine.v2 import verification
 
-    monkeypatch.setattr(verification, "IN_REVEAL_ORDER", 8)
+    monkeypatch.setattr(verification, "IN_GENERATION_ORDER", 8)
     llm = engines.start(tree(9))
     orders, depth_first = [], verification.depth_first
 
@@ -246,7 +246,10 @@ def test_nothing_waits_for_the_device(
     assert min(calls.values()) > 3
 
 
-KERNELS = ((draws, "_draw"), (siblings, "_test"), (leaves, "_traverse"), (walking, "_walk"))
+KERNELS = [
+    (import_module(f"vllm_adaptive_tree.kernels.{module}"), name)
+    for module, name in (("sampling", "_sample"), ("rejection", "_test"), ("traversal", "_traverse"), ("walk", "_walk"))
+]
 
 
 class Launches:
@@ -281,7 +284,7 @@ def test_kernels_of_draws_and_rules(
     monkeypatch.setattr(fused, "compiles", lambda device: True)
     found = generate(llm, BATCH, [*sampled, greedy])
     assert [list(one.token_ids) for one in found] == [list(one.token_ids) for one in expected]
-    assert kernels["_draw"].count > 20
+    assert kernels["_sample"].count > 20
     assert kernels["_walk"].count > 2 or rule != "traversal", "while the greedy one runs"
     assert (kernels["_traverse"].count > 3) == (rule == "traversal")
     assert (kernels["_test"].count > 3) == (rule != "traversal")

@@ -26,7 +26,7 @@ IMPORTS = {  # room -> the extra with which its modules import; the longest name
     "engine": VLLM,
     "engine.v2": "cuda",
     "kernels": "cuda",
-    "proposers.on_host": "cpu",
+    "proposers.opt_tree_cpu": "cpu",
     "report": "demo",
 }
 RUNS = {  # room -> the extras with which all of it works, where it imports something later

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from vllm_adaptive_tree.drafters import Frontier, Rows
-from vllm_adaptive_tree.noise import KeyedNoise
 from vllm_adaptive_tree.proposers import Proposal, Proposer, Request, draft_tree
-from vllm_adaptive_tree.proposers.base import MOST_COLUMNS
+from vllm_adaptive_tree.proposers.base import KEYS_PER_LEVEL
+from vllm_adaptive_tree.rng import CounterRNG
 
 from .toys import ToyDrafter, ToyLM
 
@@ -26,10 +26,10 @@ def log_laws(model: ToyLM, temperature: float) -> Tensor:
     return (model.logits / temperature).log_softmax(-1)
 
 
-def keyed(seeds: Sequence[int] | int) -> KeyedNoise:
+def keyed(seeds: Sequence[int] | int) -> CounterRNG:
     """Noise of as many requests."""
     seed = torch.tensor(seeds) if isinstance(seeds, Sequence) else torch.arange(seeds)
-    return KeyedNoise(seed, torch.zeros_like(seed), purpose=0)
+    return CounterRNG(seed, torch.zeros_like(seed), purpose=0)
 
 
 def grow(
@@ -39,7 +39,7 @@ def grow(
     nodes: int,
     temperature: Sequence[float] | float = 1.0,
     greedy: Sequence[bool] | bool = False,
-    noise: Any = None,
+    rng: Any = None,
     drafter: ToyDrafter | None = None,
     initial: Any = None,
     **options: Any,
@@ -49,7 +49,7 @@ def grow(
     request = Request(
         torch.as_tensor(temperature, dtype=rows.logits.dtype).expand(len(models)),
         torch.as_tensor(greedy).expand(len(models)),
-        keyed(len(models)) if noise is None else noise,
+        keyed(len(models)) if rng is None else rng,
         initial,
     )
     return draft_tree(proposer, drafter, rows, state, nodes=nodes, request=request, **options)
@@ -63,7 +63,7 @@ def as_the_engine(frontier: Frontier, growing: Tensor) -> tuple[Frontier, bool]:
 
 
 def grown(proposal: Proposal) -> list[list[Path]]:
-    """The paths of every tree's nodes, in reveal order; what does not belong into a proposal fails here."""
+    """The paths of every tree's nodes, in generation order; what does not belong into a proposal fails here."""
     tree, read, drawn = proposal
     assert read.shape == tree.tokens.shape
     assert drawn.shape[1] == read.shape[1] + 1
@@ -97,44 +97,44 @@ class Recorder(ToyDrafter):
         self.histories.append(history.masked_fill(tokens < 0, -1))
         return rows, state
 
-    def draws(self, noise: KeyedNoise, law: Tensor) -> list[dict[int, list[int]]]:
+    def draws(self, rng: CounterRNG, law: Tensor) -> list[dict[int, list[int]]]:
         """Every request's histories that were read -> their tokens in the order of the draws; `law` [R, H, V]."""
         keys = [
-            level * MOST_COLUMNS + torch.arange(histories.shape[1]) for level, histories in enumerate(self.histories)
+            level * KEYS_PER_LEVEL + torch.arange(histories.shape[1]) for level, histories in enumerate(self.histories)
         ]
         histories = torch.cat(self.histories, 1)
-        return orders(noise, torch.cat(keys).expand(histories.shape), histories, law)
+        return orders(rng, torch.cat(keys).expand(histories.shape), histories, law)
 
 
 class PathNoise:
     """Keyed by a node's path, so that trees of different shapes share the draws of their common nodes."""
 
     def __init__(self, recorder: Recorder, seeds: Sequence[int] | int):
-        self.recorder, self.noise = recorder, keyed(seeds)
+        self.recorder, self.rng = recorder, keyed(seeds)
 
-    def at(self, place: Tensor) -> KeyedNoise:
-        histories = self.recorder.histories[int(place[0, 0]) // MOST_COLUMNS]
-        return self.noise.at(histories.gather(1, place % MOST_COLUMNS))
+    def fold_in(self, place: Tensor) -> CounterRNG:
+        histories = self.recorder.histories[int(place[0, 0]) // KEYS_PER_LEVEL]
+        return self.rng.fold_in(histories.gather(1, place % KEYS_PER_LEVEL))
 
     def draws(self, law: Tensor) -> list[dict[int, list[int]]]:
         """Every request's histories -> their tokens in the order of the draws; `law` [R, H, V]."""
         histories = torch.arange(law.shape[1]).expand(law.shape[:2])
-        return orders(self.noise, histories, histories, law)
+        return orders(self.rng, histories, histories, law)
 
     def accept(self, probability: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def choose(self, law: Tensor) -> Tensor:
+    def sample(self, law: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def draw_without_replacement(self, law: Tensor, k: int) -> Tensor:
+    def sample_without_replacement(self, law: Tensor, k: int) -> Tensor:
         raise NotImplementedError
 
 
-def orders(noise: KeyedNoise, keys: Tensor, histories: Tensor, law: Tensor) -> list[dict[int, list[int]]]:
-    """The tokens of the laws [R, H, V] at `histories` [R, W] in the order in which the noise at `keys` draws them."""
+def orders(rng: CounterRNG, keys: Tensor, histories: Tensor, law: Tensor) -> list[dict[int, list[int]]]:
+    """The tokens of the laws [R, H, V] at `histories` [R, W] in the order in which the rng at `keys` draws them."""
     rows = law.gather(1, histories.clamp(min=0)[:, :, None].expand(-1, -1, law.shape[2]))
-    drawn = noise.at(keys).draw_without_replacement(rows, law.shape[2])
+    drawn = rng.fold_in(keys).sample_without_replacement(rows, law.shape[2])
     return [
         {history: [token for token in tokens if token >= 0] for history, tokens in zip(*row, strict=True)}
         for row in zip(histories.tolist(), drawn.tolist(), strict=True)

@@ -26,7 +26,7 @@ from .test_pairs import (
 )
 from .toys import Drafts, ToyLM, cut, histories
 
-TINY, LITTLE = 1e-13, 1e-11  # less than `noise.NOTHING`, and more
+TINY, LITTLE = 1e-13, 1e-11  # less than `rng.EXHAUSTED`, and more
 LAWS = {
     "certain": [1.0, 0.0, 0.0],
     "certain of another": [0.0, 0.0, 1.0],
@@ -60,7 +60,7 @@ PROPOSERS = {
 
 def rules(name: str) -> list[str]:
     proposer: Proposer = PROPOSERS[name]()
-    return list(legal_rules((proposer.kind,), proposer.most_children))
+    return list(legal_rules((proposer.kind,), proposer.max_children))
 
 
 @pytest.mark.parametrize(("name", "rule"), [(name, rule) for name in PROPOSERS for rule in rules(name)])

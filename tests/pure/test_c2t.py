@@ -258,8 +258,8 @@ def test_the_second_pruning_goes_by_a_node_s_own_confidence():
 
 def test_read_and_drawn():
     def check(proposal: Proposal) -> None:
-        assert (proposal.drawn[:, 0] == 3).all()
-        assert torch.equal(proposal.drawn[:, 1:], torch.where(proposal.read > 0, 3, 0))
+        assert (proposal.num_planned[:, 0] == 3).all()
+        assert torch.equal(proposal.num_planned[:, 1:], torch.where(proposal.read > 0, 3, 0))
         for tree, read in zip(grown(proposal), proposal.read.tolist(), strict=True):
             inner = {path[:-1] for path in tree}
             assert all(read[node] > 0 for node, path in enumerate(tree) if path in inner)

@@ -109,7 +109,7 @@ def test_vllm_s_keys_go_on():
 
 def test_unknown_keys_list_the_known_ones():
     with pytest.raises(
-        ValueError, match=r"\['prompt_lookup_max'\] has no meaning beside method 'eagle2'; remove it"
+        ValueError, match=r"\['prompt_lookup_max'\] has no meaning with method 'eagle2'; remove it"
     ) as e:
         parsed("eagle2", prompt_lookup_max=3)
     assert all(key in str(e.value) for key in (*OUR_KEYS, *VLLM_KEYS))
@@ -228,7 +228,7 @@ def test_the_checkpoint_tells_the_kind_of_draft(method, value):
     [
         ([[0], [1, 0]], r"\[1, 0\] has no parent \[1\]; add it"),
         ([[0], [2]], r"\[2\] needs its earlier sibling \[1\]; add it"),
-        ([[0], [0]], r"\[0\] is empty or stands there twice"),
+        ([[0], [0]], r"\[0\] is empty or listed twice"),
     ],
 )
 def test_a_shape_with_a_hole_names_the_path(shape, message):
@@ -246,7 +246,7 @@ def test_a_cost_profile_that_nothing_would_read(budget):
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
-        ({"init_width": 2}, r"\['init_width'\]=2 changes what the target says.*use init_width 1.*allow_lossy"),
+        ({"init_width": 2}, r"\['init_width'\]=2 changes the output.*use init_width 1.*allow_lossy"),
     ],
 )
 def test_what_mcsd_lacks(tree, message):

@@ -9,12 +9,12 @@ import torch
 from vllm_adaptive_tree.acceptance import RULES, Children, legal_rules, traversal
 from vllm_adaptive_tree.budget.calibration import Calibration
 from vllm_adaptive_tree.drafters import Rows
-from vllm_adaptive_tree.noise import KeyedNoise
 from vllm_adaptive_tree.proposers import Request, StaticTree, draft_tree
 from vllm_adaptive_tree.proposers.gate import Gate
 from vllm_adaptive_tree.proposers.mcsd import Mcsd
-from vllm_adaptive_tree.proposers.on_host import OptTreeOnHost
 from vllm_adaptive_tree.proposers.opt_tree import OptTree
+from vllm_adaptive_tree.proposers.opt_tree_cpu import OptTreeCPU
+from vllm_adaptive_tree.rng import CounterRNG
 from vllm_adaptive_tree.trees import Shape, TokenTree
 
 from .growing import as_the_engine, grow, grown, keyed
@@ -53,7 +53,7 @@ def with_dead_rows(vocabulary: int, depth: int) -> Models:
 @pytest.mark.parametrize("rule", ["target_only", "traversal"])
 @pytest.mark.parametrize("name", [*CHOSEN, "on the host"])
 def test_the_law_of_chosen_children(name, rule):
-    proposer = OptTreeOnHost(max_depth=3, threshold=0.1) if name == "on the host" else CHOSEN[name]()
+    proposer = OptTreeCPU(max_depth=3, threshold=0.1) if name == "on the host" else CHOSEN[name]()
     assert bias(proposer, rule, nodes=5, pairs=with_dead_rows(3, 3)).max() < EXACT
 
 
@@ -68,7 +68,7 @@ def test_the_law_of_dyspec(name, rule):
 @pytest.mark.parametrize("shape", [Shape.named("binary", 6), IRREGULAR])
 def test_the_law_of_static_trees(shape, rule):
     for kind in KINDS:
-        if rule in legal_rules((kind,), shape.most_children):
+        if rule in legal_rules((kind,), shape.max_children):
             assert bias(static(kind, shape), rule, nodes=5, pairs=with_dead_rows(3, shape.depth)).max() < EXACT
 
 
@@ -98,7 +98,7 @@ def test_greedy_requests(kind):
         assert bias(static(kind, IRREGULAR), rule, nodes=5, pairs=(drafts, certain), greedy=True).max() < EXACT
 
 
-PROPOSERS: dict[str, Any] = {**CHOSEN, **DYSPEC, "on the host": lambda: OptTreeOnHost(max_depth=3, threshold=0.1)}
+PROPOSERS: dict[str, Any] = {**CHOSEN, **DYSPEC, "on the host": lambda: OptTreeCPU(max_depth=3, threshold=0.1)}
 PROPOSERS |= {f"static, {kind}": lambda kind=kind: StaticTree(IRREGULAR, kind=kind) for kind in KINDS}
 PROPOSERS |= {f"mcsd, {kind}": lambda kind=kind: stopping(kind) for kind in KINDS}
 
@@ -124,14 +124,14 @@ def test_only_what_is_behind_it_is_lost(name, value, vocabulary):
     assert found[0] == expected[0]
     assert found[3] == expected[3]
     assert found[2] == []
-    assert proposal.drawn[2, 0] == 0
+    assert proposal.num_planned[2, 0] == 0
     assert inner
     assert inner in found[1], "the node itself is as good as any"
     assert not [path for path in found[1] if path[:1] == inner and len(path) > 1]
     assert {path for path in expected[1] if path[:1] != inner} <= set(found[1])
     at = found[1].index(inner)
     assert proposal.read[1, at] == -1
-    assert proposal.drawn[1, 1 + at] == 0
+    assert proposal.num_planned[1, 1 + at] == 0
     read = int(before.read[1, expected[1].index(inner)] >= 0)
     assert torch.cat(lost, 1).sum(1).tolist() == [0, read, 1, 0]
 
@@ -139,7 +139,7 @@ def test_only_what_is_behind_it_is_lost(name, value, vocabulary):
 def test_room_goes_to_the_other_branches():
     """OPT-Tree: of all paths that do not lead through the dead row the n most probable."""
     model = ToyLM.random(5, 3, seed=3, scale=1.0, dtype=torch.float64)
-    for proposer in (OptTree(max_depth=3, threshold=0.0), OptTreeOnHost(max_depth=3, threshold=0.0)):
+    for proposer in (OptTree(max_depth=3, threshold=0.0), OptTreeCPU(max_depth=3, threshold=0.0)):
         best = grown(grow(proposer, [model], nodes=1))[0][0]
         found = grown(grow(proposer, [poisoned(model, NAN, best)], nodes=12, agree=as_the_engine))[0]
         paths = [path for length in (1, 2, 3) for path in torch.cartesian_prod(*[torch.arange(5)] * length).tolist()]
@@ -178,7 +178,7 @@ def test_hidden_states_that_are_not_finite_stop_their_own_tree():
     assert gate(torch.tensor([[NAN, 0.0, 0.0, 0.0]])).tolist() == [0.0]
 
 
-class Extreme(KeyedNoise):
+class Extreme(CounterRNG):
     """The smallest or the largest number in every draw."""
 
     number = 0.0
@@ -198,22 +198,22 @@ def test_a_draw_is_a_token_that_has_mass(vocabulary, dtype, number):
     logits[30:, : vocabulary // 2] = -INF
     law = logits.softmax(-1)
     law[::3] *= 1e-30  # laws need not sum to 1
-    noise = Extreme(torch.arange(40), torch.zeros(40, dtype=torch.int64), purpose=0)
-    noise.number = number
-    token = noise.choose(law)
+    rng = Extreme(torch.arange(40), torch.zeros(40, dtype=torch.int64), purpose=0)
+    rng.number = number
+    token = rng.sample(law)
     assert token.max() < vocabulary
     assert (law.gather(1, token[:, None]) > 0).all()
-    drawn = noise.draw_without_replacement(law, min(vocabulary, 4))
+    drawn = rng.sample_without_replacement(law, min(vocabulary, 4))
     assert (law.gather(1, drawn.clamp(min=0))[drawn >= 0] > 0).all()
 
 
 @pytest.mark.parametrize("vocabulary", [5, 65, 100])
 def test_a_law_that_is_none_gives_a_token_of_the_vocabulary(vocabulary):
-    noise = KeyedNoise(torch.arange(3), torch.zeros(3, dtype=torch.int64), purpose=0)
+    rng = CounterRNG(torch.arange(3), torch.zeros(3, dtype=torch.int64), purpose=0)
     law = torch.zeros(3, vocabulary)
     law[1], law[2, 0] = NAN, NAN
-    assert ((noise.choose(law) >= 0) & (noise.choose(law) < vocabulary)).all()
-    assert noise.draw_without_replacement(law, 2).tolist() == [[-1, -1]] * 3
+    assert ((rng.sample(law) >= 0) & (rng.sample(law) < vocabulary)).all()
+    assert rng.sample_without_replacement(law, 2).tolist() == [[-1, -1]] * 3
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -227,12 +227,12 @@ def test_a_target_that_gives_no_law(rule):
     drawn = torch.full((3,), 2)
 
     def step(law: torch.Tensor) -> list[int]:
-        noise = KeyedNoise(torch.arange(3), torch.zeros(3, dtype=torch.int64), purpose=1)
+        rng = CounterRNG(torch.arange(3), torch.zeros(3, dtype=torch.int64), purpose=1)
         draw, kind = RULES[rule].draw, RULES[rule].kinds[0]
         if draw is not None:
-            return draw(law, q, Children(tokens, drawn, 2), noise).tolist()
+            return draw(law, q, Children(tokens, drawn, 2), rng).tolist()
         tree = on_device([TokenTree((4, 9), (-1, -1))] * 3)
-        found = traversal(tree, kind, lambda node, active: law, lambda node: (q, drawn), noise, levels=1, most=2)
+        found = traversal(tree, kind, lambda node, active: law, lambda node: (q, drawn), rng, levels=1, most=2)
         return found.tokens[:, 0].tolist()
 
     sound, found = step(p), step(bad)

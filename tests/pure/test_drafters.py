@@ -196,8 +196,8 @@ def test_chosen_children_keep_the_law(draft, name):
 class Shared(ForkingRandom):
     """One draw for all nodes of a level."""
 
-    def draw_without_replacement(self, law: Tensor, k: int) -> Tensor:
-        return super().draw_without_replacement(law[:, :1], k).expand(*law.shape[:2], k)
+    def sample_without_replacement(self, law: Tensor, k: int) -> Tensor:
+        return super().sample_without_replacement(law[:, :1], k).expand(*law.shape[:2], k)
 
 
 def test_a_shared_draw_is_caught(monkeypatch):
@@ -221,11 +221,11 @@ def test_a_shared_draw_is_caught(monkeypatch):
     assert bias(shape(), "traversal", nodes=6, pairs=pairs("by depth", 2)).max() > 0.01
 
 
-def test_noise_is_a_node_s_own():
-    """Equal laws, other children: that is what `draft_tree` asks of its noise."""
+def test_every_node_has_a_random_stream_of_its_own():
+    """Equal laws, other children: that is what `draft_tree` asks of its random source."""
     logits = torch.zeros(1, 2, 64, dtype=torch.float64)
     kind = Kind(ByDepth(), (logits,), lambda r, path: logits[r, 0])
     proposer = StaticTree(Shape.k_config([4, 4]), kind="without_replacement")
-    paths = grown(grow(proposer, [ToyLM(logits[0])], nodes=20, drafter=kind, noise=keyed(1)))[0]
+    paths = grown(grow(proposer, [ToyLM(logits[0])], nodes=20, drafter=kind, rng=keyed(1)))[0]
     below = [tuple(path[1] for path in paths if len(path) == 2 and path[0] == first[0]) for first in paths[:4]]
     assert len(set(below)) == 4

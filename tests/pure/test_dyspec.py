@@ -15,7 +15,7 @@ from vllm_adaptive_tree.proposers.dyspec import DySpec
 from .growing import Path, PathNoise, Recorder, as_the_engine, grow, grown, keyed, models_of
 from .toys import ToyLM
 
-Slots = list[tuple[float, Path]]  # slot value and the path of the node that fills it, in reveal order
+Slots = list[tuple[float, Path]]  # slot value and the path of the node that fills it, in generation order
 
 COUNT = 18
 SETTINGS = [  # V, nodes, depth, children: 7 x 18 runs
@@ -106,10 +106,10 @@ def assert_same(ours: Slots, theirs: Slots) -> None:
 @pytest.mark.parametrize(("vocabulary", "nodes", "depth", "children"), SETTINGS)
 def test_without_a_threshold_it_is_the_heap(vocabulary, nodes, depth, children):
     models = models_of(vocabulary, depth, COUNT)
-    recorder, noise = Recorder(models), keyed(COUNT)
+    recorder, rng = Recorder(models), keyed(COUNT)
     proposer = DySpec(max_depth=depth, max_children=children, threshold=0)
-    slots = slots_of(grow(proposer, models, nodes=nodes, temperature=TEMPERATURE, noise=noise, drafter=recorder))
-    draws = recorder.draws(noise, laws(models))  # of the nodes that were read; the heap opens no other
+    slots = slots_of(grow(proposer, models, nodes=nodes, temperature=TEMPERATURE, rng=rng, drafter=recorder))
+    draws = recorder.draws(rng, laws(models))  # of the nodes that were read; the heap opens no other
     for ours, model, drawn in zip(slots, models, draws, strict=True):
         assert_same(ours, algorithm_1(Toy(model, drawn), nodes=nodes, max_depth=depth, max_children=children))
 
@@ -118,11 +118,11 @@ def test_without_a_threshold_it_is_the_heap(vocabulary, nodes, depth, children):
 @pytest.mark.parametrize("threshold", [0.01, 0.1, 0.4])
 def test_with_a_threshold_it_is_algorithm_2(threshold, vocabulary, nodes, depth, children):
     models = models_of(vocabulary, depth, COUNT)
-    noise = PathNoise(Recorder(models), COUNT)
+    rng = PathNoise(Recorder(models), COUNT)
     limits = {"max_depth": depth, "max_children": children}
     proposer = DySpec(**limits, threshold=threshold)
-    slots = slots_of(grow(proposer, models, nodes=nodes, temperature=TEMPERATURE, noise=noise, drafter=noise.recorder))
-    for ours, model, drawn in zip(slots, models, noise.draws(laws(models)), strict=True):
+    slots = slots_of(grow(proposer, models, nodes=nodes, temperature=TEMPERATURE, rng=rng, drafter=rng.recorder))
+    for ours, model, drawn in zip(slots, models, rng.draws(laws(models)), strict=True):
         assert_same(ours, algorithm_2(Toy(model, drawn), threshold=threshold, nodes=nodes, **limits))
 
 
@@ -162,9 +162,9 @@ def test_a_lower_threshold_only_adds_slots():
     before: list[set[Path]] = [set() for _ in models]
     sizes = []
     for threshold in (0.9, 0.5, 0.2, 0.05, 0.01, 0.0):
-        noise = PathNoise(Recorder(models), len(models))
+        rng = PathNoise(Recorder(models), len(models))
         proposer = DySpec(max_depth=3, max_children=4, threshold=threshold)
-        trees = [set(tree) for tree in grown(grow(proposer, models, nodes=84, noise=noise, drafter=noise.recorder))]
+        trees = [set(tree) for tree in grown(grow(proposer, models, nodes=84, rng=rng, drafter=rng.recorder))]
         assert all(small <= large for small, large in zip(before, trees, strict=True))
         before, sizes = trees, [*sizes, sum(map(len, trees))]
     assert len(set(sizes)) == len(sizes), "every threshold made a difference"
@@ -177,7 +177,7 @@ def test_one_draft_forward_for_each_level(threshold):
     for seed, model in enumerate(models_of(3, 6, COUNT)):
         recorder = Recorder([model])
         proposer = DySpec(max_depth=6, max_children=3, threshold=threshold)
-        proposal = grow(proposer, [model], nodes=14, noise=keyed([seed]), drafter=recorder, agree=as_the_engine)
+        proposal = grow(proposer, [model], nodes=14, rng=keyed([seed]), drafter=recorder, agree=as_the_engine)
         depths.add(int(proposal.tree.depth.max()))
         assert 1 + len(recorder.widths) == proposal.tree.depth.max()
     assert len(depths) > 2
@@ -191,7 +191,7 @@ def test_requests_do_not_see_each_other(threshold, options):
     proposer = DySpec(max_depth=5, max_children=3, threshold=threshold)
     together = slots_of(grow(proposer, models, nodes=9, temperature=temperature, **options))
     for r, (model, t) in enumerate(zip(models, temperature, strict=True)):
-        alone = grow(proposer, [model], nodes=9, temperature=t, noise=keyed([r]), **options)
+        alone = grow(proposer, [model], nodes=9, temperature=t, rng=keyed([r]), **options)
         assert_same(together[r], slots_of(alone)[0])
     assert len({len(tree[-1][1]) for tree in together}) > 1
 
@@ -236,10 +236,10 @@ def test_greedy_requests_are_sampled_too():
 def test_rounding_keeps_parents_and_earlier_siblings_in_front(dtype):
     """The last tokens of a law weigh as much as their slot or, rounded, a little more."""
     models = [ToyLM.random(5, 3, seed=seed, scale=2.0 + seed, dtype=dtype) for seed in range(COUNT)]
-    noise = PathNoise(Recorder(models), COUNT)
+    rng = PathNoise(Recorder(models), COUNT)
     proposer = DySpec(max_depth=3, max_children=5, threshold=0)
-    proposal = grow(proposer, models, nodes=155, temperature=TEMPERATURE, noise=noise, drafter=noise.recorder)
-    for tree, model, drawn in zip(grown(proposal), models, noise.draws(laws(models)), strict=True):
+    proposal = grow(proposer, models, nodes=155, temperature=TEMPERATURE, rng=rng, drafter=rng.recorder)
+    for tree, model, drawn in zip(grown(proposal), models, rng.draws(laws(models)), strict=True):
         for above in {path[:-1] for path in tree}:
             siblings = [path[-1] for path in tree if path[:-1] == above]
             assert siblings == drawn[model.history(above)][: len(siblings)]
@@ -272,8 +272,8 @@ def test_steering_fills_three_quarters_of_the_budget(start, scale):
     proposer = DySpec(max_depth=4, max_children=4, threshold=start)
     fills = []
     for step in range(45):
-        noise = keyed(range(16 * step, 16 * step + 16))
-        tree = grow(proposer, models, nodes=32, noise=noise, agree=as_the_engine).tree
+        rng = keyed(range(16 * step, 16 * step + 16))
+        tree = grow(proposer, models, nodes=32, rng=rng, agree=as_the_engine).tree
         fills.append(tree.valid.double().mean().item())
         proposer.steer(fills[-1])
     assert abs(fills[0] - 0.75) > 0.15, "it had something to do"

@@ -65,7 +65,7 @@ def test_no_node_has_more_than_k_children_and_no_level_more_than_k_inner_nodes(t
     for paths in grown(proposal):
         for above in {path[:-1] for path in paths}:
             most = max(most, sum(path[:-1] == above for path in paths))
-    assert most == proposer.most_children == top_k
+    assert most == proposer.max_children == top_k
     assert max(recorder.widths) == top_k
     assert (drawn[:, 0] == top_k).all()
     assert torch.equal(drawn[:, 1:], torch.where(read > 0, top_k, 0))

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from vllm_adaptive_tree.acceptance import RULES, Children, traversal, walk
 from vllm_adaptive_tree.drafters import Rows
-from vllm_adaptive_tree.noise import KeyedNoise
 from vllm_adaptive_tree.proposers import Request, StaticTree, draft_tree
+from vllm_adaptive_tree.rng import CounterRNG
 from vllm_adaptive_tree.trees import Shape, TreeBatch
 
 from .test_no_host_sync import NoHostSync
@@ -33,11 +33,11 @@ def kernels() -> Any:
     return kernels
 
 
-def noises(count: int) -> tuple[KeyedNoise, KeyedNoise]:
+def rngs(count: int) -> tuple[CounterRNG, CounterRNG]:
     """One of each, with the same keys."""
     seed = torch.arange(count, device=DEVICE) - count // 2
     position = torch.arange(count, device=DEVICE) * 3
-    return KeyedNoise(seed, position, 1), kernels().FusedNoise(seed, position, 1)
+    return CounterRNG(seed, position, 1), kernels().FusedRNG(seed, position, 1)
 
 
 def laws(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
@@ -71,56 +71,56 @@ class TestKernels:
     __test__ = INTERPRETED or DEVICE == "cuda"
 
     @pytest.mark.parametrize("vocabulary", [1, 5, 64, 65, 1000])
-    def test_choose(self, vocabulary):
-        expected, found = noises(20)
+    def test_sample(self, vocabulary):
+        expected, found = rngs(20)
         law = laws(20, vocabulary)
         for _ in range(3):
-            assert found.choose(law).tolist() == expected.choose(law).tolist()
+            assert found.sample(law).tolist() == expected.sample(law).tolist()
         keys = torch.arange(3, device=DEVICE).expand(20, -1)
         wide = laws(20, 3, vocabulary)
-        assert found.at(keys).choose(wide).tolist() == expected.at(keys).choose(wide).tolist()
+        assert found.fold_in(keys).sample(wide).tolist() == expected.fold_in(keys).sample(wide).tolist()
 
     @pytest.mark.parametrize(("vocabulary", "k"), [(5, 5), (130, 1), (200, 7), (30, 25)])
     def test_without_replacement(self, vocabulary, k):
-        expected, found = noises(6)
+        expected, found = rngs(6)
         law = laws(6, 2, vocabulary)
         keys = torch.arange(2, device=DEVICE).expand(6, -1)
-        drawn = found.at(keys).draw_without_replacement(law, k)
-        assert drawn.tolist() == expected.at(keys).draw_without_replacement(law, k).tolist()
+        drawn = found.fold_in(keys).sample_without_replacement(law, k)
+        assert drawn.tolist() == expected.fold_in(keys).sample_without_replacement(law, k).tolist()
         assert (drawn[..., -1] < 0).any() == (k in (5, 25)), "some laws are used up"
         assert law.gather(-1, drawn.clamp(min=0))[drawn >= 0].min() > 0
 
     def test_numbers_go_on_behind_several_draws(self):
-        expected, found = noises(10)
+        expected, found = rngs(10)
         law = laws(10, 100)
-        for noise in (expected, found):
-            noise.draw_without_replacement(law, 3)
-        assert found.choose(law).tolist() == expected.choose(law).tolist()
+        for rng in (expected, found):
+            rng.sample_without_replacement(law, 3)
+        assert found.sample(law).tolist() == expected.sample(law).tolist()
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
     @pytest.mark.parametrize(("rule", "k"), [("rrs", 1), ("rrs", 5), ("rrsw", 1), ("rrsw", 6)])
     def test_rules(self, rule, k, dtype):
         """Children of every kind of request: some without, laws that are equal, that share nothing, greedy ones."""
         requests, vocabulary = 80, 150
-        expected, found = noises(requests)
+        expected, found = rngs(requests)
         p, q = laws(requests, vocabulary, dtype=dtype, seed=1), laws(requests, vocabulary, dtype=dtype, seed=2)
         p[:6] = q[:6]
         q[6:10] = 0
         p[10:14] = torch.nn.functional.one_hot(p[10:14].argmax(-1), vocabulary)
         p[14:18, :75], q[14:18, 75:] = 0, 0
         p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True).clamp(min=1e-30)
-        draws, _ = noises(requests)
+        draws, _ = rngs(requests)
         if rule == "rrsw":
-            tokens = draws.draw_without_replacement(q, k)
+            tokens = draws.sample_without_replacement(q, k)
         else:
-            tokens = torch.stack([draws.choose(q).clamp(max=vocabulary - 1) for _ in range(k)], -1)
+            tokens = torch.stack([draws.sample(q).clamp(max=vocabulary - 1) for _ in range(k)], -1)
         tokens[18:20] = -1
         tokens[20:24, k // 2 :] = -1
         tokens[24:28] = q[24:28].topk(k).indices  # chosen, not drawn
         tokens[:3] = q[:3].topk(k, largest=False).indices  # impossible, where p is q
         children = Children(tokens, torch.full_like(tokens[:, 0], k), k)
-        wanted = RULES[rule].draw(p, q, children, expected.at(tokens[:, 0]))
-        got = kernels().FUSED[RULES[rule].draw](p.clone(), q.clone(), children, found.at(tokens[:, 0]))
+        wanted = RULES[rule].draw(p, q, children, expected.fold_in(tokens[:, 0]))
+        got = kernels().FUSED_RULES[RULES[rule].draw](p.clone(), q.clone(), children, found.fold_in(tokens[:, 0]))
         same = wanted == got
         assert same.all() if dtype == torch.float64 else same.float().mean() > 0.98, "rounding at a border at most"
         taken = (wanted[:, None] == tokens).int()
@@ -140,8 +140,8 @@ class TestKernels:
         noise[0, 0] = 0
         noise[..., 35:] = -torch.inf
         draft, noise, temperature = (part.to(DEVICE, dtype) for part in (draft, noise, temperature))
-        draws, _ = noises(requests)
-        request = Request(temperature, temperature < 0, draws.at(torch.arange(requests, device=DEVICE)))
+        draws, _ = rngs(requests)
+        request = Request(temperature, temperature < 0, draws.fold_in(torch.arange(requests, device=DEVICE)))
         proposer, nodes = StaticTree(shape, kind=kind), len(shape)
         proposal = draft_tree(proposer, Pool(draft), Rows(draft[:, :1]), None, nodes=nodes, request=request)
         tree, row = proposal.tree, torch.arange(requests, device=DEVICE)
@@ -150,22 +150,22 @@ class TestKernels:
         among = row < 7
 
         def q(node: Tensor) -> tuple[Tensor, Tensor]:
-            drawn = proposal.drawn.gather(1, node[:, None] + 1)[:, 0]
+            drawn = proposal.num_planned.gather(1, node[:, None] + 1)[:, 0]
             return (draft[row, slot[row, node + 1]] / temperature[:, None]).softmax(-1), drawn
 
         def p(node: Tensor, active: Tensor) -> Tensor:
             return target[row, node + 1].softmax(-1)
 
         rows = draft.shape[1]
-        tables = kernels().Tables(
+        tables = kernels().TraversalInputs(
             target.flatten(0, 1), row * rows, draft.flatten(0, 1), row[:, None] * rows + slot, temperature
         )
         lengths = set()
         for seed in range(2):
-            expected, found = noises(requests)
+            expected, found = rngs(requests)
             at = row * 5 + seed
-            wanted = traversal(tree, kind, p, q, expected.at(at), levels=shape.depth, most=3, among=among)
-            got = kernels().traversal(tree, kind, tables, found.at(at), levels=shape.depth, among=among)
+            wanted = traversal(tree, kind, p, q, expected.fold_in(at), levels=shape.depth, most=3, among=among)
+            got = kernels().traversal(tree, kind, tables, found.fold_in(at), levels=shape.depth, among=among)
             same = (wanted.tokens == got.tokens)[among].all(1) & (wanted.nodes == got.nodes)[among].all(1)
             assert same.all() if dtype == torch.float64 else same.float().mean() > 0.7, "rounding at a border at most"
             lengths |= set((got.nodes[among] >= 0).sum(1).tolist())
@@ -193,36 +193,38 @@ class TestKernels:
         assert nodes == 1 or (wanted.nodes >= 0).sum(1).max() >= 2
 
     def test_nothing_to_draw(self):
-        _, found = noises(0)
+        _, found = rngs(0)
         law = laws(1, 70)[:0]
-        assert found.choose(law).shape == (0,)
+        assert found.sample(law).shape == (0,)
         nobody = Children(torch.empty(0, 2, dtype=torch.int64, device=DEVICE), torch.empty(0), 2)
-        assert kernels().FUSED[RULES["rrs"].draw](law, law, nobody, found).shape == (0,)
+        assert kernels().FUSED_RULES[RULES["rrs"].draw](law, law, nobody, found).shape == (0,)
 
     def test_the_host_reads_shapes_only(self, monkeypatch):
         class Launch:
             def __getitem__(self, grid):
                 return lambda *args, **kwargs: None
 
-        for name in ("draws._bind", "draws._draw", "siblings._test", "leaves._traverse", "walking._walk"):
-            monkeypatch.setattr(f"vllm_adaptive_tree.kernels.{name}", Launch())
+        for name in ("sampling._fold_in", "sampling._sample", "rejection._test", "traversal._traverse", "walk._walk"):
+            module, kernel = name.split(".")
+            kernels()  # whose `traversal` and `walk` are the functions of these modules
+            monkeypatch.setattr(sys.modules[f"vllm_adaptive_tree.kernels.{module}"], kernel, Launch())
         seed = torch.arange(3).to("meta")
         law = torch.empty(3, 100, device="meta")
         tokens = torch.empty(3, 2, dtype=torch.int64, device="meta")
         with NoHostSync():
-            noise = kernels().FusedNoise(seed, seed, 1).at(seed)
-            noise.draw_without_replacement(law, 4)
-            kernels().FUSED[RULES["rrsw"].draw](law, law, Children(tokens, seed, 2), noise)
+            rng = kernels().FusedRNG(seed, seed, 1).fold_in(seed)
+            rng.sample_without_replacement(law, 4)
+            kernels().FUSED_RULES[RULES["rrsw"].draw](law, law, Children(tokens, seed, 2), rng)
             tree = TreeBatch(tokens, tokens, tokens, torch.empty(3, 2, device="meta"))
             read = torch.empty(3, 3, dtype=torch.int64, device="meta")
-            tables = kernels().Tables(law, seed, law, read, torch.empty(3, device="meta"))
-            kernels().traversal(tree, "iid", tables, noise, levels=2)
+            tables = kernels().TraversalInputs(law, seed, law, read, torch.empty(3, device="meta"))
+            kernels().traversal(tree, "iid", tables, rng, levels=2)
             kernels().walk(tree, seed, seed, levels=2)
 
 
 @TRITON
 @pytest.mark.skipif(INTERPRETED, reason="nothing is compiled there")
-@pytest.mark.parametrize("name", ["draws", "siblings", "leaves", "walking"])
+@pytest.mark.parametrize("name", ["sampling", "rejection", "traversal", "walk"])
 def test_they_compile_for_an_h200(name):
     from triton import compile as compiled
     from triton.backends.compiler import GPUTarget
@@ -230,26 +232,26 @@ def test_they_compile_for_an_h200(name):
 
     kernels()
     module = sys.modules[f"vllm_adaptive_tree.kernels.{name}"]
-    if name == "draws":
-        kernel, warps = module._draw, 8
-        constants = {"CHUNK": 64, "PADDED_CHUNKS": 2048, "PADDED_K": 64, "NOTHING": 1e-12, "BELOW_ONE": 1 - 2.0**-53}
-        pointers = {"tokens": "*i64", "law": "*fp32", "sums": "*fp64", "key": "*i64"}
-    elif name == "siblings":
+    if name == "sampling":
+        kernel, warps = module._sample, 8
+        constants = {"CHUNK": 64, "PADDED_CHUNKS": 2048, "PADDED_K": 64, "EXHAUSTED": 1e-12, "BELOW_ONE": 1 - 2.0**-53}
+        pointers = {"tokens": "*i64", "probs": "*fp32", "sums": "*fp64", "key": "*i64"}
+    elif name == "rejection":
         kernel, warps = module._test, 16
         constants = {"TINY": 1e-38, "ROUNDING": 1e-6, "REPLACED": False, "BLOCK": 4096}
         pointers = {"accepted": "*i64", "p": "*fp32", "q": "*fp32", "children": "*i64", "key": "*i64"}
-    elif name == "walking":
+    elif name == "walk":
         kernel, warps, constants = module._walk, 1, {"STEPS": 9, "PADDED_NODES": 64}
-        pointers = dict.fromkeys(("tokens_out", "nodes_out", "draws", "first", "tokens", "parent"), "*i64")
+        pointers = dict.fromkeys(("tokens_out", "nodes_out", "sampled", "root_row", "tokens", "parent"), "*i64")
     else:
         import triton.language as tl
 
         kernel, warps = module._traverse, 16
         sizes = {"LEVELS": 8, "PADDED_LEVELS": 16, "PADDED_NODES": 64, "BLOCK": 4096, "TYPE": tl.float32}
         constants = {"TINY": 1e-38, "ROUNDING": 1e-6, "REPLACED": False, **sizes}
-        pointers = dict.fromkeys(("law_out", "p_left", "q_left", "target", "temperature"), "*fp32")
-        pointers |= dict.fromkeys(("path_out", "end_out", "tokens", "parent", "first", "drawn_from", "key"), "*i64")
-        pointers |= {"draft": "*bf16", "among": "*i8"}
+        pointers = dict.fromkeys(("probs_out", "p_left", "q_left", "target", "temperature"), "*fp32")
+        pointers |= dict.fromkeys(("path_out", "end_out", "tokens", "parent", "root_row", "draft_row", "key"), "*i64")
+        pointers |= {"draft": "*bf16", "selected": "*i8"}
     signature = dict.fromkeys(kernel.arg_names, "i32") | pointers | dict.fromkeys(constants, "constexpr")
     places = {(list(signature).index(argument),): value for argument, value in constants.items()}
     found = compiled(

@@ -59,7 +59,7 @@ def test_legal_pairs(method, rule, files):
 def test_illegal_pairs_are_refused_with_the_legal_rules(method, rule, files):
     tree = files.get(method, {})
     with pytest.raises(
-        ValueError, match=rf"\['rejection_sample_method'\]: '{rule}' would change the target's law"
+        ValueError, match=rf"\['rejection_sample_method'\]: '{rule}' would change the target's distribution"
     ) as e:
         resolve(parsed(method, tree, rejection_sample_method=rule))
     listed = re.search(r"Use one of: auto, ([^;]*); or set tree: \{'allow_lossy': true\}", str(e.value))
@@ -139,7 +139,7 @@ def test_proposers_get_their_options(files):
     assert (type(opt_tree), opt_tree.max_depth, opt_tree.threshold) == (OptTree, 3, 0.2)
     assert built("opt_tree", threshold="auto").threshold == 0, "until it is measured, every level pays"
     dyspec = built("dyspec", max_depth=3, max_children=4, threshold=0.1)
-    assert (type(dyspec), dyspec.max_depth, dyspec.most_children, dyspec.threshold) == (DySpec, 3, 4, 0.1)
+    assert (type(dyspec), dyspec.max_depth, dyspec.max_children, dyspec.threshold) == (DySpec, 3, 4, 0.1)
     assert built("dyspec").threshold == 1 / 25
     assert built("dyspec", mode="heap", threshold=0.1).threshold == 0
     eagle2 = built("eagle2", max_depth=3, top_k=4)
@@ -176,7 +176,7 @@ def test_shapes_are_cut_to_the_budget(shape, nodes, expected):
 
 def test_sequoia_s_shape(files):
     proposer = resolve(parsed("sequoia", {**files["sequoia"], "max_depth": 3}, num_speculative_tokens=9)).proposer
-    assert (len(proposer.shape), proposer.shape.depth, proposer.most_children) == (9, 3, 3)
+    assert (len(proposer.shape), proposer.shape.depth, proposer.max_children) == (9, 3, 3)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_leaves
 from vllm_adaptive_tree.acceptance import RULES, Children, Kind, traversal, walk
 from vllm_adaptive_tree.budget import best
 from vllm_adaptive_tree.drafters import Frontier, Rows
-from vllm_adaptive_tree.noise import KeyedNoise
 from vllm_adaptive_tree.proposers import Proposal, Proposer, Request, StaticTree, draft_tree
 from vllm_adaptive_tree.proposers.c2t import C2T
 from vllm_adaptive_tree.proposers.dyspec import DySpec
@@ -25,6 +24,7 @@ from vllm_adaptive_tree.proposers.eagle2 import Eagle2
 from vllm_adaptive_tree.proposers.gate import Gate
 from vllm_adaptive_tree.proposers.mcsd import Mcsd
 from vllm_adaptive_tree.proposers.opt_tree import OptTree
+from vllm_adaptive_tree.rng import CounterRNG
 from vllm_adaptive_tree.trees import Shape, TreeBatch
 from vllm_adaptive_tree.trees.ancestor_mask import ancestor_mask
 
@@ -172,8 +172,8 @@ def c2t(device: str, *, chain: bool) -> C2T:
     return C2T(gate, beta=0.4, top_k=3, entropy_top=5, max_depth=4, second_pruning=True, chain=chain)
 
 
-def keyed(device: str, purpose: int = 0) -> KeyedNoise:
-    return KeyedNoise(*torch.arange(2 * REQUESTS, device=device).view(2, -1), purpose)
+def keyed(device: str, purpose: int = 0) -> CounterRNG:
+    return CounterRNG(*torch.arange(2 * REQUESTS, device=device).view(2, -1), purpose)
 
 
 @DEVICES
@@ -199,7 +199,7 @@ def test_proposers(name, device):
     run()  # what is made once for a device may wait
     with NoHostSync():
         proposal = run()
-    columns = [*proposal.tree, proposal.read, proposal.drawn]
+    columns = [*proposal.tree, proposal.read, proposal.num_planned]
     assert [(column.shape[1], column.device.type) for column in columns] == [(NODES, device)] * 5 + [
         (NODES + 1, device)
     ]
@@ -211,7 +211,7 @@ def test_tree_batch(device):
     with NoHostSync():
         cut = tree.cut(two)
         found = [cut.child(two, two), cut.children(two, 3), cut.nth_child(two, two)]
-        found += [*cut.first_paths(two > 1, levels=3), ancestor_mask(cut.parent), best(cut.log_weight, two, 3)]
+        found += [*cut.first_paths(two > 1, max_depth=3), ancestor_mask(cut.parent), best(cut.log_weight, two, 3)]
     assert {x.device.type for x in found} == {device}
 
 
@@ -256,17 +256,17 @@ def test_traversal(kind, device):
 
 
 @DEVICES
-def test_noise(device):
+def test_rng(device):
     law, place = torch.rand(REQUESTS, 4, VOCABULARY).to(device), torch.arange(4).expand(REQUESTS, 4).to(device)
     with NoHostSync():
-        noise = keyed(device).at(place)
-        answers = noise.choose(law), noise.accept(law[..., 0]), noise.draw_without_replacement(law, 3)
+        rng = keyed(device).fold_in(place)
+        answers = rng.sample(law), rng.accept(law[..., 0]), rng.sample_without_replacement(law, 3)
     assert [answer.shape for answer in answers] == [(REQUESTS, 4), (REQUESTS, 4), (REQUESTS, 4, 3)]
 
 
 def test_the_pure_rooms_do_not_import_vllm():
     rooms = ", ".join(
-        f"vllm_adaptive_tree.{room}" for room in ("trees", "proposers", "acceptance", "gates", "noise", "config")
+        f"vllm_adaptive_tree.{room}" for room in ("trees", "proposers", "acceptance", "gates", "rng", "config")
     )
     check = f"import sys, {rooms}; sys.exit(', '.join(m for m in sys.modules if m.split('.')[0] == 'vllm') or None)"
     result = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=False)

@@ -24,7 +24,7 @@ from vllm_adaptive_tree.proposers.gate import Gate
 from .growing import as_the_engine, keyed
 
 REQUESTS, VOCABULARY, HIDDEN, NODES = 4, 32, 64, 14
-ADAPTERS: dict[str, Callable[[Any], Any]] = {"V1": lambda proposer: proposer.on_host(), "V2": lambda proposer: proposer}
+ADAPTERS: dict[str, Callable[[Any], Any]] = {"V1": lambda proposer: proposer.for_cpu(), "V2": lambda proposer: proposer}
 
 TREES: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]] = {  # two values of an option, and what else is set
     ("opt_tree", "max_depth"): ({}, {"max_depth": 2}),

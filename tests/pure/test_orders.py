@@ -27,7 +27,7 @@ def batch(sizes: list[int]) -> TreeBatch:
 
 
 def visit(parents: tuple[int, ...], *, heavy: bool) -> list[int]:
-    """The definition: depth first, children in reveal order or by decreasing subtree size."""
+    """The definition: depth first, children in generation order or by decreasing subtree size."""
     children = {node: [c for c, parent in enumerate(parents) if parent == node] for node in range(-1, len(parents))}
 
     def size(node: int) -> int:

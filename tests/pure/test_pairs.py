@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from vllm_adaptive_tree.acceptance import RULES, Kind, legal_rules, optimal
-from vllm_adaptive_tree.noise import KeyedNoise
 from vllm_adaptive_tree.proposers import Proposer, StaticTree
 from vllm_adaptive_tree.proposers.c2t import C2T
 from vllm_adaptive_tree.proposers.dyspec import DySpec
@@ -16,6 +15,7 @@ from vllm_adaptive_tree.proposers.eagle2 import Eagle2
 from vllm_adaptive_tree.proposers.gate import Gate
 from vllm_adaptive_tree.proposers.mcsd import Mcsd
 from vllm_adaptive_tree.proposers.opt_tree import OptTree
+from vllm_adaptive_tree.rng import CounterRNG
 from vllm_adaptive_tree.trees import Shape
 from vllm_adaptive_tree.trees.orders import depth_first, heavy_path, permuted
 
@@ -148,7 +148,7 @@ def test_dyspec(name, rule):
         (name, kind, rule)
         for name, (shape, _, _) in SHAPES.items()
         for kind in KINDS
-        for rule in legal_rules((kind,), shape.most_children)
+        for rule in legal_rules((kind,), shape.max_children)
     ],
 )
 def test_static_trees(shape, kind, rule):
@@ -221,7 +221,7 @@ def test_traversal_must_be_told_the_kind(kind):
 
 
 @pytest.mark.parametrize("order", [depth_first, heavy_path])
-def test_only_reveal_order_may_be_cut(order):
+def test_only_generation_order_may_be_cut(order):
     """Depth first the whole tree is exact still; by heavy paths siblings change places, and it is not."""
 
     def reordered(drafts: Drafts) -> Drafts:
@@ -322,7 +322,7 @@ MIXED |= {(name, rule): DYSPEC[name] for name in ("heap", "threshold") for rule 
 
 @pytest.mark.parametrize(("name", "rule"), MIXED)
 def test_requests_do_not_see_each_other(name, rule):
-    """With the noise of its seed a request gets the same tokens in a batch as alone, at any depth of the others."""
+    """With the same seed a request gets the same tokens in a batch as alone, at any depth of the others."""
     proposer = MIXED[name, rule]()
     drafts, targets = models(3, 3)
     depths, lengths = set(), set()
@@ -342,21 +342,21 @@ def step(
 ) -> list[tuple[int, list[int]]]:
     """One keyed step of each request: the depth of its tree and the tokens emitted."""
 
-    def noise(purpose: int) -> KeyedNoise:
-        return KeyedNoise(torch.tensor(seeds), torch.full((len(seeds),), 7), purpose)
+    def rng(purpose: int) -> CounterRNG:
+        return CounterRNG(torch.tensor(seeds), torch.full((len(seeds),), 7), purpose)
 
     levels: list[Tensor] = []
-    proposal = propose(proposer, ToyDrafter(drafts), nodes=5, noise=noise(0), keep=levels.append, agree=as_the_engine)
+    proposal = propose(proposer, ToyDrafter(drafts), nodes=5, rng=rng(0), keep=levels.append, agree=as_the_engine)
     requests = torch.arange(len(seeds))
     made = Drafts(
         torch.ones(len(seeds)),
         requests,
         proposal.tree,
         *node_laws(proposal, levels, 1.0),
-        min(5, proposer.most_children),
+        min(5, proposer.max_children),
     )
     p = torch.stack([target.law for target in targets])[requests[:, None], histories(proposal.tree, 3)]
-    tokens = verify(made, p, rule, proposer.kind, noise(1)).tokens.tolist()
+    tokens = verify(made, p, rule, proposer.kind, rng(1)).tokens.tolist()
     return [
         (int(depths.max()), [token for token in row if token >= 0])
         for depths, row in zip(proposal.tree.depth, tokens, strict=True)

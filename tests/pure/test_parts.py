@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vllm_adaptive_tree import files
-from vllm_adaptive_tree.files import write_whole
+from vllm_adaptive_tree.files import atomic_write
 from vllm_adaptive_tree.gates.parts import Parts, checksum, write_part
 
 ARGUMENTS = {"kind": "c2t", "model": "target", "tree": {"top_k": 10}, "temperatures": (0.0, 1.0)}
@@ -71,12 +71,12 @@ def test_a_folder_that_is_not_ours_is_left_alone(tmp_path):
 
 def test_what_a_killed_run_was_writing_is_removed(tmp_path):
     parts = filled(tmp_path / "parts", 2)
-    unfinished = parts.folder / f".part-00001.safetensors.77{files.UNFINISHED}"
+    unfinished = parts.folder / f".part-00001.safetensors.77{files.TMP_SUFFIX}"
     unfinished.write_bytes(b"half")
     assert len(parts.files) == 1
     Parts.open(parts.folder, ARGUMENTS)
     assert not unfinished.exists()
-    killed_at_once = tmp_path / "other" / f".manifest.json.77{files.UNFINISHED}"
+    killed_at_once = tmp_path / "other" / f".manifest.json.77{files.TMP_SUFFIX}"
     killed_at_once.parent.mkdir()
     killed_at_once.write_bytes(b"{")
     assert Parts.open(killed_at_once.parent, ARGUMENTS).files == []
@@ -100,7 +100,7 @@ def test_a_broken_manifest(tmp_path, text):
 
 def test_a_file_is_replaced_whole(tmp_path, monkeypatch):
     file = tmp_path / "gate.safetensors"
-    write_whole(file, b"old")
+    atomic_write(file, b"old")
 
     def full_disk(handle: int) -> None:
         raise OSError("no space left")
@@ -108,11 +108,11 @@ def test_a_file_is_replaced_whole(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(files.os, "fsync", full_disk)
         with pytest.raises(OSError, match="no space"):
-            write_whole(file, b"new, and much longer")
+            atomic_write(file, b"new, and much longer")
     assert file.read_bytes() == b"old"
     before = tmp_path / "a reader's"
     os.link(file, before)
-    write_whole(file, b"new")
+    atomic_write(file, b"new")
     assert (before.read_bytes(), file.read_bytes()) == (b"old", b"new"), "whoever reads the old file reads on in it"
     assert {path.name for path in tmp_path.iterdir()} == {"gate.safetensors", "a reader's"}
 

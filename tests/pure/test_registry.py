@@ -6,6 +6,7 @@ from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 
 import pytest
+import torch
 
 import vllm_adaptive_tree
 from vllm_adaptive_tree import register_acceptance, register_proposer, registry
@@ -13,9 +14,10 @@ from vllm_adaptive_tree.acceptance import REGISTERED, RULES, Rule
 from vllm_adaptive_tree.config import is_tree_method
 from vllm_adaptive_tree.engine.common.steering import Steering
 from vllm_adaptive_tree.methods import resolve
-from vllm_adaptive_tree.proposers import METHODS, PROPOSERS, MethodOptions, Steered, option
+from vllm_adaptive_tree.proposers import METHODS, PROPOSERS, MethodOptions, Proposal, StaticTree, Steered, option
 from vllm_adaptive_tree.proposers.eagle2 import Eagle2
 from vllm_adaptive_tree.proposers.opt_tree import OptTree
+from vllm_adaptive_tree.trees import Shape, TreeBatch
 
 from .test_config import in_another_process, parsed
 
@@ -166,7 +168,7 @@ def test_what_the_engine_asks_a_third_party():
     steering = Steering(proposer, options.tree.steered)
     steering.grown(6, 8)
     assert proposer.fills == [0.75]
-    assert proposer.on_host() is proposer, "no other class stands in for a subclass"
+    assert proposer.for_cpu() is proposer, "no other class stands in for a subclass"
 
 
 @pytest.mark.parametrize(
@@ -213,3 +215,23 @@ def test_what_is_registered_here_goes_before_what_is_installed(monkeypatch):
 
 def test_registration_is_part_of_the_package():
     assert {"register_proposer", "register_acceptance"} <= set(vllm_adaptive_tree.__all__)
+
+
+def test_attributes_of_release_0_1():
+    """Kept for one release: a third party's proposer may still set `most_children` and `most_nodes`."""
+
+    class ByClass(StaticTree):
+        most_children = 7
+
+    class ByProperty(StaticTree):
+        @property
+        def most_nodes(self) -> int:
+            return 5
+
+    assert ByClass.max_children == 7
+    by_instance = StaticTree(Shape.k_config([2]))
+    by_instance.most_children = 3
+    assert by_instance.max_children == 3
+    assert ByProperty.max_nodes.fget(None) == 5
+    proposal = Proposal(TreeBatch(*torch.empty(4, 1, 2)), torch.empty(1, 2), torch.ones(1, 3))
+    assert proposal.drawn is proposal.num_planned

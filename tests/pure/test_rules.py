@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from vllm_adaptive_tree import acceptance
 from vllm_adaptive_tree.acceptance import RULES, Children
-from vllm_adaptive_tree.noise import KeyedNoise
+from vllm_adaptive_tree.rng import CounterRNG
 
 TOP_DOWN = [name for name, rule in RULES.items() if rule.draw is not None]
 
@@ -15,12 +16,20 @@ def test_columns_without_a_child_change_nothing(name):
     rows, vocabulary = 500, 6
     generator = torch.Generator().manual_seed(0)
     p, q = (torch.rand(rows, vocabulary, generator=generator).softmax(-1) for _ in range(2))
-    noise = KeyedNoise(torch.arange(rows), torch.zeros(rows, dtype=torch.int64), purpose=1)
+    rng = CounterRNG(torch.arange(rows), torch.zeros(rows, dtype=torch.int64), purpose=1)
     tokens = torch.stack([torch.randperm(vocabulary, generator=generator)[:2] for _ in range(rows)])
     drawn = torch.full((rows,), 2)
     padded = torch.nn.functional.pad(tokens, (0, 3), value=-1)
     draw, places = RULES[name].draw, torch.arange(rows)
-    narrow = draw(p, q, Children(tokens, drawn, 2), noise.at(places))
-    wide = draw(p, q, Children(padded, drawn, 2), noise.at(places))
+    narrow = draw(p, q, Children(tokens, drawn, 2), rng.fold_in(places))
+    wide = draw(p, q, Children(padded, drawn, 2), rng.fold_in(places))
     assert torch.equal(narrow, wide)
     assert len(narrow.unique()) == vocabulary
+
+
+def test_names_of_release_0_1():
+    """Kept for one release: what a third party's rule reads, and a function that was public."""
+    children = Children(torch.tensor([[3, -1]]), torch.tensor([2]), 2)
+    assert children.drawn is children.num_planned
+    assert children.most == children.max_children == 2
+    assert acceptance.longest is acceptance.longest_continuation

@@ -76,7 +76,7 @@ def test_the_budget_is_spent_where_there_is_room():
 
 def test_two_entries_give_a_binary_tree():
     shape = sequoia_shape((0.6, 0.3), nodes=31, max_depth=10)
-    assert shape.most_children == 2
+    assert shape.max_children == 2
     assert len(shape) == 31
 
 

@@ -33,7 +33,7 @@ EAGLE_1 = [
 def test_eagle_1():
     shape = Shape.named("eagle1", 60)
     assert ["".join(map(str, path)) for path in shape.paths] == EAGLE_1
-    assert (len(shape), shape.depth, shape.most_children) == (25, 5, 4)
+    assert (len(shape), shape.depth, shape.max_children) == (25, 5, 4)
 
 
 @pytest.mark.parametrize(("name", "children"), [("binary", 2), ("ternary", 3)])
@@ -58,7 +58,7 @@ def test_k_configs(widths, sizes):
     assert [levels[depth] for depth in range(1, len(widths) + 1)] == sizes
     assert len(shape) == sum(sizes)
     for path in ((), *shape.paths):
-        assert shape.children_of(path) == (widths[len(path)] if len(path) < len(widths) else 0)
+        assert shape.num_children(path) == (widths[len(path)] if len(path) < len(widths) else 0)
     # level order: child c of the node with local index j is the node j * k + c of its level
     for depth, width in enumerate(widths, start=1):
         level = [path for path in shape.paths if len(path) == depth]
@@ -82,8 +82,8 @@ def test_paths_in_any_order():
         ([[0, 0]], r"\[0, 0\] has no parent \[0\]; add it"),
         ([[0], [2]], r"\[2\] needs its earlier sibling \[1\]; add it"),
         ([[0], [0, 1]], r"\[0, 1\] needs its earlier sibling \[0, 0\]; add it"),
-        ([[0], [0]], r"\[0\] is empty or stands there twice"),
-        ([[0], []], r"\[\] is empty or stands there twice"),
+        ([[0], [0]], r"\[0\] is empty or listed twice"),
+        ([[0], []], r"\[\] is empty or listed twice"),
     ],
 )
 def test_a_shape_with_a_hole_is_refused(paths, message):
@@ -150,7 +150,7 @@ def test_every_tree_has_the_shape(kind):
 
 
 def siblings(tree: list[Path], parents: list[int]) -> dict[int, list[int]]:
-    """Node -> its children's tokens, in reveal order."""
+    """Node -> its children's tokens, in generation order."""
     found: dict[int, list[int]] = {}
     for path, parent in zip(tree, parents, strict=False):
         found.setdefault(parent, []).append(path[-1])
@@ -274,7 +274,7 @@ def test_nodes_of_a_level_and_levels_are_drawn_independently():
 def test_a_node_gets_as_many_children_as_were_planned(kind):
     q = ToyLM.random(5, 0, seed=0).law.expand(1, 4, -1)
     planned = torch.tensor([[2, 0, 1, 2]])
-    tokens = draw_children(kind, q, planned, 2, keyed(1).at(torch.arange(4)[None]), None)
+    tokens = draw_children(kind, q, planned, 2, keyed(1).fold_in(torch.arange(4)[None]), None)
     assert torch.equal(tokens >= 0, torch.arange(2) < planned[..., None])
 
 
@@ -289,9 +289,9 @@ def test_read_and_drawn(kind, options):
     levels: list[Tensor] = []
     proposal = grow(StaticTree(shape, kind=kind), models, nodes=8, keep=levels.append, **options)
     said = torch.cat(levels, 1)
-    fanout = [shape.children_of(path) for path in ((), *shape.paths)]
+    fanout = [shape.num_children(path) for path in ((), *shape.paths)]
     for r, (model, tree) in enumerate(zip(models, grown(proposal), strict=True)):
-        assert proposal.drawn[r].tolist() == fanout
+        assert proposal.num_planned[r].tolist() == fanout
         for path, number, planned in zip(tree, proposal.read[r].tolist(), fanout[1:], strict=True):
             assert (number >= 0) == (planned > 0)
             if number >= 0:
@@ -326,8 +326,8 @@ def test_children_that_the_vocabulary_lacks_are_missing_and_parents_stay_right(k
             above = [path for path in tree if len(path) < 3]
             assert set(above) == {path for depth in (1, 2) for path in product(range(2), repeat=depth)}
             assert len(tree) == len(set(tree)) == 2 + 4 + 4
-    counts = proposal.drawn[:, 1:].masked_fill(~proposal.tree.valid, 0)
-    assert torch.equal(proposal.drawn[:, 1:], counts), "nothing is drawn below a missing node"
+    counts = proposal.num_planned[:, 1:].masked_fill(~proposal.tree.valid, 0)
+    assert torch.equal(proposal.num_planned[:, 1:], counts), "nothing is drawn below a missing node"
 
 
 @EVERY_KIND
@@ -363,4 +363,4 @@ def test_a_request_in_a_batch_is_drawn_as_if_alone(kind):
     models = models_of(4, 3, 6)
     proposer = StaticTree(Shape.k_config((2, 2, 1)), kind=kind)
     together = grown(grow(proposer, models, nodes=10))
-    assert together == [grown(grow(proposer, [m], nodes=10, noise=keyed([r])))[0] for r, m in enumerate(models)]
+    assert together == [grown(grow(proposer, [m], nodes=10, rng=keyed([r])))[0] for r, m in enumerate(models)]

@@ -30,7 +30,7 @@ def columns_of(count: int = 4000, seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def fresh(*sizes: int) -> Callable[[int], Gate]:
-    return lambda seed: training.fresh(*sizes, seed=seed)
+    return lambda seed: training.new_gate(*sizes, seed=seed)
 
 
 def features_held_out(columns: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -102,7 +102,7 @@ def dead(gate: Gate) -> Gate:
 
 def test_a_dead_net_is_a_failed_training_and_never_handed_out():
     def begin(seed: int) -> Gate:
-        gate = training.fresh(3, 2, seed=seed)
+        gate = training.new_gate(3, 2, seed=seed)
         return dead(gate) if seed == 0 else gate
 
     columns = columns_of()
@@ -185,7 +185,7 @@ def test_a_feature_that_never_varied_stays_harmless():
 
 
 def test_the_rate_falls_as_the_recipe_says(monkeypatch):
-    monkeypatch.setattr(training, "NO_BETTER", math.inf)
+    monkeypatch.setattr(training, "MAX_LOSS_RATIO", math.inf)
 
     def steps(decay: float) -> list[float]:
         recipe = QUICK._replace(decay=decay, epochs=3)
@@ -216,7 +216,7 @@ def test_one_prompt_in_twenty_is_held_out_and_no_text_stands_on_both_sides():
 )
 def test_thinning(negatives, positives, expected):
     label = torch.tensor([1.0] * 20 + [0.0] * 80)
-    places = training.thinned(label, negatives=negatives, positives=positives, seed=1)
+    places = training.subsample(label, negatives=negatives, positives=positives, seed=1)
     assert (int(label[places].sum()), int((1 - label[places]).sum())) == expected
     assert len(places.unique()) == len(places)
 
@@ -224,7 +224,7 @@ def test_thinning(negatives, positives, expected):
 @pytest.mark.parametrize("value", [0.0, 1.0])
 def test_one_class_alone_teaches_nothing(value):
     with pytest.raises(ValueError, match=r"both are needed\. Collect more.*draft and target belong together"):
-        training.thinned(torch.full((9,), value), negatives=1, seed=0)
+        training.subsample(torch.full((9,), value), negatives=1, seed=0)
 
 
 def test_score_counts_soft_labels_as_parts_of_a_positive():
@@ -236,7 +236,7 @@ def test_score_counts_soft_labels_as_parts_of_a_positive():
 
 def test_a_gate_s_file_says_how_it_was_made(tmp_path):
     file = tmp_path / "gate.safetensors"
-    gate = training.fresh(3, 48)
+    gate = training.new_gate(3, 48)
     gate.save(file, {"kind": "c2t", "trees": 9})
     read = Gate.load(file, inputs=3)
     features = torch.rand(5, 3)
@@ -247,7 +247,7 @@ def test_a_gate_s_file_says_how_it_was_made(tmp_path):
 
 def test_a_gate_knows_its_features(tmp_path):
     file = tmp_path / "gate.safetensors"
-    gate = training.fresh(3, 48, features="log")
+    gate = training.new_gate(3, 48, features="log")
     gate.save(file, {})
     assert Gate.load(file, inputs=3).features == "log"
     columns = columns_of(1000)
@@ -264,7 +264,7 @@ def test_a_gate_knows_its_features(tmp_path):
 
 
 def test_a_gate_with_numbers_that_are_not_finite(tmp_path):
-    gate = training.fresh(3, 4).requires_grad_(requires_grad=False)
+    gate = training.new_gate(3, 4).requires_grad_(requires_grad=False)
     gate.layers[0].weight[0, 0] = math.nan
     gate.save(tmp_path / "gate.safetensors", {})
     with pytest.raises(ValueError, match=r"gate.safetensors' holds numbers that are not finite; train it again"):

@@ -86,7 +86,7 @@ class Batch(NamedTuple):
         query, key, value = (tensor.double() for tensor in self[:3])
         return reference.tree_attention(query, key, value, *self[3:], torch.zeros_like(query))
 
-    def behind(self) -> tuple[Tensor, Tensor]:
+    def context_result(self) -> tuple[Tensor, Tensor]:
         """Attention to the contexts alone, and the log-sum-exp of its scores [H, rows]."""
         query, groups = self.query.double(), self.query.shape[1] // self.key_cache.shape[2]
         out, lse = torch.zeros_like(query), query.new_zeros(query.shape[1::-1])
@@ -103,8 +103,10 @@ class Batch(NamedTuple):
             out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
         return out.to(self.query.dtype), lse.float()
 
-    def error(self, splits: int | None = None, behind: tuple[Tensor, Tensor] | None = None) -> float:
-        found = kernel().tree_attention(*self, torch.zeros_like(self.query), splits=splits, behind=behind)
+    def error(self, splits: int | None = None, context_result: tuple[Tensor, Tensor] | None = None) -> float:
+        found = kernel().tree_attention(
+            *self, torch.zeros_like(self.query), splits=splits, context_result=context_result
+        )
         assert found.dtype == self.query.dtype
         return (found.double() - self.expected()).abs().max().item()
 
@@ -162,10 +164,10 @@ class TestKernels:
     def test_contexts_that_another_kernel_has_read(self, splits):
         requests = [(37, FORK), (16, []), (5, None), (15, CHAIN), (9, list(recursive_tree(70, 0).parents))]
         batch = Batch.of(requests, heads=(4, 2))
-        assert batch.error(splits, behind=batch.behind()) < ERROR[torch.float32]
-        off = batch.behind()
+        assert batch.error(splits, context_result=batch.context_result()) < ERROR[torch.float32]
+        off = batch.context_result()
         off[1][0, 3] += 0.5
-        assert batch.error(splits, behind=off) > 1e-3
+        assert batch.error(splits, context_result=off) > 1e-3
 
     @pytest.mark.parametrize("splits", [1, 2])
     def test_padding_rows_stay(self, splits):

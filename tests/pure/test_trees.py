@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from vllm_adaptive_tree.trees import TokenTree
+from vllm_adaptive_tree.trees import Shape, SlicedMask, TokenTree
 from vllm_adaptive_tree.trees.ancestor_mask import ancestor_mask
 
 from .toys import on_device, on_host, paths, random_tree
@@ -106,10 +106,10 @@ def test_first_paths():
     trees = [BRANCHED, BRANCHED, TokenTree.chain([3, 4]), TokenTree((), ()), *(random_tree(7, 4, s) for s in range(6))]
     where = torch.ones(len(trees), dtype=torch.bool)
     where[1] = False
-    found = on_host(on_device(trees, 7).first_paths(where, levels=7))
+    found = on_host(on_device(trees, 7).first_paths(where, max_depth=7))
     paths = [TokenTree.chain([tree.tokens[node] for node in tree.first_path()]) for tree in trees]
     assert found == [BRANCHED if row == 1 else path for row, path in enumerate(paths)]
-    shallow = on_host(on_device(trees, 7).first_paths(where, levels=2))
+    shallow = on_host(on_device(trees, 7).first_paths(where, max_depth=2))
     assert shallow[0] == TokenTree.chain([5, 7])
 
 
@@ -124,3 +124,15 @@ def test_ancestor_mask():
                 at = tree.parents[at] if at < len(tree) else -1
                 above.add(1 + at)
             assert {column for column, sees in enumerate(rows[1 + node]) if sees} == above
+
+
+def test_names_of_release_0_1():
+    """Kept for one release."""
+    shape = Shape.k_config((3, 2))
+    mask = SlicedMask.of(shape)
+    assert mask is SlicedMask.cached(shape)
+    assert torch.equal(mask.behind(1), mask.upto(1))
+    assert (shape.most_children, shape.children_of((0,))) == (shape.max_children, shape.num_children((0,))) == (3, 2)
+    assert BRANCHED.widest == BRANCHED.max_fanout == 2
+    drawn = [6, 0, 7, 0, 0, 0, 0, 0]
+    assert BRANCHED.along(drawn) == BRANCHED.follow(drawn) == [1, 4]

@@ -90,7 +90,7 @@ def test_a_greedy_target_emits_its_argmax_chain():
 
     accepted = walk(tree, draw, levels=4)
     everywhere = [[int(t.logits[at].argmax()) for at in h] for t, h in zip(targets, histories, strict=True)]
-    along = [one.along(tokens) for one, tokens in zip(trees, everywhere, strict=True)]
+    along = [one.follow(tokens) for one, tokens in zip(trees, everywhere, strict=True)]
     assert along == [[node for node in nodes if node >= 0] for nodes in accepted.nodes.tolist()]
     lengths = set()
     for r, tokens in enumerate(tokens_of(accepted)):

@@ -1,4 +1,4 @@
-"""Toy language models small enough to enumerate, and noise that takes every way out."""
+"""Toy language models small enough to enumerate, and a random source that takes every branch."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Self, TypeVar
@@ -9,9 +9,9 @@ from torch.nn.functional import one_hot, pad
 
 from vllm_adaptive_tree.acceptance import RULES, Accepted, Children, Kind, traversal, walk
 from vllm_adaptive_tree.drafters import Rows
-from vllm_adaptive_tree.noise import NOTHING, KeyedNoise, Noise
 from vllm_adaptive_tree.proposers import Proposal, Proposer, Request, base, draft_tree
 from vllm_adaptive_tree.proposers.opt_tree import OptTree
+from vllm_adaptive_tree.rng import EXHAUSTED, CounterRNG, RandomSource
 from vllm_adaptive_tree.trees import TokenTree, TreeBatch
 
 torch.set_num_threads(1)  # many small tensors
@@ -86,16 +86,16 @@ def propose(
     nodes: int,
     temperature: Sequence[float] | float = 1.0,
     greedy: bool = False,
-    noise: Noise | None = None,
+    rng: RandomSource | None = None,
     **options: Any,
 ) -> Proposal:
-    """One tree per request of the drafter; without `noise`, the request's number is its seed."""
+    """One tree per request of the drafter; without `rng`, the request's number is its seed."""
     rows, state = drafter.catch_up(None, None)
     requests = torch.arange(len(rows.logits))
     request = Request(
         torch.as_tensor(temperature, dtype=rows.logits.dtype).expand(len(requests)),
         torch.full((len(requests),), greedy),
-        noise or KeyedNoise(requests, torch.zeros_like(requests), purpose=0),
+        rng or CounterRNG(requests, torch.zeros_like(requests), purpose=0),
     )
     return draft_tree(proposer, drafter, rows, state, nodes=nodes, request=request, **options)
 
@@ -164,27 +164,27 @@ def random_tree(nodes: int, vocabulary: int, seed: int) -> TokenTree:
 
 
 class ForkingRandom:
-    """Noise of R worlds: each follows its script of decisions, and behind its end takes the first way that is open."""
+    """A random source of R worlds: each follows its script of decisions, then takes the first branch that is open."""
 
     def __init__(self, script: Tensor):
         self._script = script  # [R, S] ways, -1: open
         self._ways: list[Tensor] = []  # of every decision so far: [R, M]
         self._chances: list[Tensor] = []  # [R, M, ways]
 
-    def at(self, key: Tensor) -> Self:
+    def fold_in(self, key: Tensor) -> Self:
         return self
 
     def accept(self, probability: Tensor) -> Tensor:
         return self._decide(torch.stack([probability, 1 - probability], -1)) == 0
 
-    def choose(self, law: Tensor) -> Tensor:
+    def sample(self, law: Tensor) -> Tensor:
         return self._decide(law)
 
-    def draw_without_replacement(self, law: Tensor, k: int) -> Tensor:
+    def sample_without_replacement(self, law: Tensor, k: int) -> Tensor:
         drawn, left = [], law
         for _ in range(k):
             token = self._decide(left)
-            drawn.append(token.masked_fill(left.sum(-1) <= NOTHING * law.sum(-1), -1))
+            drawn.append(token.masked_fill(left.sum(-1) <= EXHAUSTED * law.sum(-1), -1))
             left = left.scatter(-1, token[..., None], 0.0)
         return torch.stack(drawn, -1)
 
@@ -193,7 +193,7 @@ class ForkingRandom:
         chances = weights.double().flatten(1, -2) if weights.dim() > 2 else weights.double()[:, None]  # [R, M, ways]
         chances = chances / chances.sum(-1, keepdim=True)
         certain = torch.eye(chances.shape[-1], dtype=chances.dtype)[0]  # of nothing, one thing
-        chances = torch.where(chances.isfinite().all(-1, keepdim=True) & (chances > NOTHING), chances, 0.0)
+        chances = torch.where(chances.isfinite().all(-1, keepdim=True) & (chances > EXHAUSTED), chances, 0.0)
         chances = torch.where(chances.sum(-1, keepdim=True) > 0, chances, certain)
         start = sum(ways.shape[1] for ways in self._ways)
         script = self._script[:, start : start + chances.shape[1]]
@@ -230,7 +230,7 @@ class ForkingRandom:
 
 
 def every_outcome(run: Callable[[ForkingRandom, Tensor], T], worlds: int = 1) -> Iterator[tuple[Tensor, Tensor, T]]:
-    """`run(noise, world [R])` until no decision of any of the `worlds` is left: weight [R], world [R] and the result.
+    """`run(rng, world [R])` until no decision of any of the `worlds` is left: weight [R], world [R] and the result.
 
     Every outcome occurs in exactly one row; the weights of a world add up to 1.
     """
@@ -264,8 +264,8 @@ def node_laws(proposal: Proposal, levels: Sequence[Tensor], temperature: float) 
     logits = torch.cat(list(levels), 1)
     logits = logits.gather(1, read.clamp(min=0)[..., None].expand(-1, -1, logits.shape[2]))
     there = read >= 0
-    q = base.law(logits, torch.tensor(temperature, dtype=logits.dtype))
-    return q * there[..., None], proposal.drawn * there
+    q = base.softmax_at(logits, torch.tensor(temperature, dtype=logits.dtype))
+    return q * there[..., None], proposal.num_planned * there
 
 
 def every_draft(
@@ -278,14 +278,14 @@ def every_draft(
 ) -> Drafts:
     """All trees that `proposer` may draft, one group per model."""
 
-    def run(noise: ForkingRandom, world: Tensor) -> tuple[Proposal, Tensor, Tensor]:
+    def run(rng: ForkingRandom, world: Tensor) -> tuple[Proposal, Tensor, Tensor]:
         levels: list[Tensor] = []
         drafter = ToyDrafter(models, world)
-        options = {"nodes": nodes, "temperature": temperature, "greedy": greedy, "noise": noise}
+        options = {"nodes": nodes, "temperature": temperature, "greedy": greedy, "rng": rng}
         proposal = propose(proposer, drafter, keep=levels.append, **options)
         return proposal, *node_laws(proposal, levels, temperature)
 
-    most = min(nodes, proposer.most_children)
+    most = min(nodes, proposer.max_children)
     return distinct(
         stacked(
             [
@@ -346,9 +346,9 @@ def emitted(drafts: Drafts, targets: Sequence[ToyLM], rule: str, kind: Kind, *, 
     law = torch.zeros(groups, len(sequences), dtype=torch.float64)
     accepted = torch.zeros(groups, dtype=torch.float64)
 
-    def run(noise: ForkingRandom, world: Tensor) -> tuple[Tensor, Tensor]:
-        ends = Postponed(noise)
-        own = noise if RULES[rule].draw else ends
+    def run(rng: ForkingRandom, world: Tensor) -> tuple[Tensor, Tensor]:
+        ends = Postponed(rng)
+        own = rng if RULES[rule].draw else ends
         tokens, nodes = verify(drafts.rows(world), p[world], rule, kind, own)
         return ends.laws_of(tokens, vocabulary), (nodes >= 0).sum(1)
 
@@ -385,21 +385,21 @@ def conditionals(model: ToyLM, sequences: Tensor) -> Tensor:
 
 
 class Postponed:
-    """Noise whose `choose` answers with a number beyond the vocabulary, which stands for the law.
+    """A random source whose `sample` answers with a number beyond the vocabulary, which stands for the law.
 
     Traversal draws one token, the last, but asks at every turn; forking there would not end.
     """
 
-    def __init__(self, noise: ForkingRandom):
-        self.noise, self.laws = noise, list[Tensor]()
+    def __init__(self, rng: ForkingRandom):
+        self.rng, self.laws = rng, list[Tensor]()
 
-    def at(self, key: Tensor) -> Self:
+    def fold_in(self, key: Tensor) -> Self:
         return self
 
     def accept(self, probability: Tensor) -> Tensor:
-        return self.noise.accept(probability)
+        return self.rng.accept(probability)
 
-    def choose(self, law: Tensor) -> Tensor:
+    def sample(self, law: Tensor) -> Tensor:
         self.laws.append(law)
         return torch.full((len(law),), law.shape[1] + len(self.laws) - 1)
 
@@ -413,7 +413,7 @@ class Postponed:
         return laws * (tokens >= 0)[..., None]
 
 
-def verify(drafts: Drafts, p: Tensor, rule: str, kind: Kind, noise: Noise) -> Accepted:
+def verify(drafts: Drafts, p: Tensor, rule: str, kind: Kind, rng: RandomSource) -> Accepted:
     """One step as the engine takes it, for the target's laws p [R, 1 + N, V] behind the root and every node."""
     tree, row = drafts.tree, torch.arange(len(p))
     levels, most, draw = int(tree.depth.max()), drafts.most, RULES[rule].draw
@@ -430,11 +430,11 @@ def verify(drafts: Drafts, p: Tensor, rule: str, kind: Kind, noise: Noise) -> Ac
         assert draw is not None
         q, drawn = q_rows(node)
         children = Children(tree.children(node, widest).masked_fill(~active[:, None], -1), drawn, most)
-        return draw(p_rows(node, active), q, children, noise.at(node + 1)), torch.ones_like(active)
+        return draw(p_rows(node, active), q, children, rng.fold_in(node + 1)), torch.ones_like(active)
 
     if draw is not None:
         return walk(tree, by_rule, levels=levels)
-    path = traversal(tree, kind, p_rows, q_rows, noise, levels=levels, most=most).tokens
+    path = traversal(tree, kind, p_rows, q_rows, rng, levels=levels, most=most).tokens
     return replayed(tree, path)
 
 

@@ -1,8 +1,6 @@
-"""What to keep: rules that turn a verified tree into emitted tokens without changing the target's law."""
+"""Acceptance rules: from a verified tree to emitted tokens, without changing the target's distribution."""
 
-from vllm_adaptive_tree.acceptance.initial import longest
-from vllm_adaptive_tree.acceptance.laws import Kind
-from vllm_adaptive_tree.acceptance.pairs import (
+from vllm_adaptive_tree.acceptance.legality import (
     REGISTERED,
     RULES,
     VLLM_RULES,
@@ -12,6 +10,8 @@ from vllm_adaptive_tree.acceptance.pairs import (
     register_acceptance,
 )
 from vllm_adaptive_tree.acceptance.rejection import Children
+from vllm_adaptive_tree.acceptance.sibling_probs import Kind
+from vllm_adaptive_tree.acceptance.target_init import longest_continuation
 from vllm_adaptive_tree.acceptance.traversal import traversal
 from vllm_adaptive_tree.acceptance.walk import Accepted, walk
 
@@ -26,7 +26,10 @@ __all__ = [
     "common_kind",
     "legal_rules",
     "longest",
+    "longest_continuation",
     "register_acceptance",
     "traversal",
     "walk",
 ]
+
+longest = longest_continuation  # the name of release 0.1, for one release

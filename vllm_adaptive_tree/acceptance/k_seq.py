@@ -1,24 +1,28 @@
+"""K-SEQ (SpecTr)."""
+
 import math
 
 import torch
 from torch import Tensor
 
-from vllm_adaptive_tree.acceptance.rejection import Children, Round, begin, finish, pick
-from vllm_adaptive_tree.noise import Noise
+from vllm_adaptive_tree.acceptance.rejection import Children, TestState, begin, finish, where_rows
+from vllm_adaptive_tree.rng import RandomSource
 
 HALVINGS = 40
 
 
-def k_seq(p: Tensor, q: Tensor, children: Children, noise: Noise) -> Tensor:
+def k_seq(p: Tensor, q: Tensor, children: Children, rng: RandomSource) -> Tensor:
     """Children drawn independently from q, each accepted with min(1, p / (rho q)) (SpecTr, arXiv 2310.15141).
 
-    rho solves 1 - (1 - b)^k = rho b, b = sum min(p / rho, q), for the k children that there are; the upper end of the
-    bisection is legal also where it is not exact.
+    rho solves 1 - (1 - b)^k = rho b with b = sum min(p / rho, q), for the actual number of children k. The upper end of
+    the bisection is lossless even if it is not exact.
     """
     k = (children.tokens >= 0).sum(1).to(p.dtype)
     low, high = torch.ones_like(k), k.clamp(min=1)
-    kept = torch.empty_like(p)  # accepted mass of one test
-    width = max(children.tokens.shape[1], 1) / torch.finfo(p.dtype).eps  # of the interval, in steps of the dtype
+    kept = torch.empty_like(p)  # accepted mass of one test, per token
+    width = (
+        max(children.tokens.shape[1], 1) / torch.finfo(p.dtype).eps
+    )  # of the interval, in units of the dtype's precision
     for _ in range(min(HALVINGS, math.ceil(math.log2(width)))):
         rho = (low + high) / 2
         b = torch.minimum(torch.div(p, rho[:, None], out=kept), q, out=kept).sum(-1)
@@ -33,5 +37,5 @@ def k_seq(p: Tensor, q: Tensor, children: Children, noise: Noise) -> Tensor:
         at = x.clamp(min=0)[:, None]
         ratio = (kept.gather(1, at) / q.gather(1, at))[:, 0].nan_to_num(0.0).clamp(max=1.0)
         testing = (token < 0) & (x >= 0)
-        token = torch.where(noise.accept(torch.where(testing, ratio, 1.0)) & testing, x, token)
-    return finish(Round(token, pick(residual.sum(-1) > 0, residual, p)), noise)
+        token = torch.where(rng.accept(torch.where(testing, ratio, 1.0)) & testing, x, token)
+    return finish(TestState(token, where_rows(residual.sum(-1) > 0, residual, p)), rng)

@@ -1,7 +1,7 @@
-"""What one node's acceptance can be: the optimum of any lossless rule, and closed forms of the rules here.
+"""Acceptance rates at one node: the optimum over all lossless rules, and closed forms of the rules in this package.
 
-For tests and research on small vocabularies, not for the step path. Laws p (target) and q (draft) are [V] tensors;
-the results are computed in float64. Acceptance is the probability that the emitted token is one of the k drafts.
+For tests and research on small vocabularies, not for the step path. Distributions p (target) and q (draft) are [V]
+tensors; results are float64. The acceptance rate is the probability that the emitted token is one of the k drafts.
 """
 
 import importlib
@@ -17,17 +17,20 @@ HALVINGS = 60
 
 
 def joint_iid(q: Tensor, k: int) -> dict[Drafts, float]:
-    """The law of k drafts, each from q [V]; tuples without mass are left out."""
+    """Joint distribution of k drafts, each from q [V]; tuples of probability 0 are left out."""
     return _joint(q, k, replace=True)
 
 
 def joint_without_replacement(q: Tensor, k: int) -> dict[Drafts, float]:
-    """The law of k drafts from q [V] without replacement, in the order of the draws; q has k tokens or more."""
+    """Joint distribution of k drafts from q [V] without replacement, in the order drawn; q has at least k tokens."""
     return _joint(q, k, replace=False)
 
 
 def joint_hub(q: Tensor) -> dict[Drafts, float]:
-    """The law of SpecHub's pairs (arXiv 2411.05289): (x, a) with x ~ q, or (a, x) with x ~ q without a = argmax q."""
+    """Joint distribution of SpecHub's pairs (arXiv 2411.05289): (x, a) with x ~ q, or (a, x) with x ~ q without a.
+
+    a = argmax q.
+    """
     q, a = q.double(), int(q.argmax())
     r = _without(q)[a].tolist()
     others = [x for x, mass in enumerate(r) if mass > 0]
@@ -35,14 +38,14 @@ def joint_hub(q: Tensor) -> dict[Drafts, float]:
 
 
 def optimal_acceptance_lp(p: Tensor, joint: Mapping[Drafts, float]) -> float:
-    """The largest acceptance of any lossless rule for drafts of a given joint law (optimal transport with membership
-    cost, SpecTr, arXiv 2310.15141; the simplified program of SpecHub, arXiv 2411.05289).
+    """The highest acceptance rate of any lossless rule for drafts of a given joint distribution (optimal transport with
+    membership cost, SpecTr, arXiv 2310.15141; the simplified linear program of SpecHub, arXiv 2411.05289).
 
     Maximises the mass pi(t, x) of tuples t that emit their token x, at most p(x) for x and joint[t] for t.
 
     Args:
-        p: [V], the target's law.
-        joint: the law of the k-tuple of drafts.
+        p: [V], the target's distribution.
+        joint: the distribution of the k-tuple of drafts.
 
     Raises:
         ImportError: without SciPy.
@@ -104,7 +107,7 @@ def rrs_acceptance(p: Tensor, q: Tensor, k: int) -> float:
 def k_seq_acceptance(p: Tensor, q: Tensor, k: int) -> float:
     """1 - (1 - b)^k, b = sum min(p / rho, q), where 1 - (1 - b)^k = rho b: k drafts from q (SpecTr, arXiv 2310.15141).
 
-    Of the tests alone; a draw from the residual may still land on a draft. At least 1 - 1/e of the optimum.
+    Counts the tests only; sampling from the residual may still hit a draft. At least 1 - 1/e of the optimum.
     """
     p, q = p.double(), q.double()
 
@@ -120,8 +123,10 @@ def k_seq_acceptance(p: Tensor, q: Tensor, k: int) -> float:
 
 
 def greedy_multi_draft_acceptance(p: Tensor, q: Tensor, k: int) -> float:
-    """p(T) + sum off T of min(p, r): the k - 1 best tokens T of q, and one from r = norm(q off T) (Hu et al., arXiv
-    2502.18779)."""
+    """p(T) + sum outside T of min(p, r): the k - 1 best tokens T of q, and one from r = norm(q outside T).
+
+    Hu et al., arXiv 2502.18779.
+    """
     p, q = p.double(), q.double()
     assert _tokens(q) >= k
     best = q.argsort(descending=True, stable=True)[: k - 1]
@@ -142,8 +147,8 @@ def _joint(q: Tensor, k: int, *, replace: bool) -> dict[Drafts, float]:
     for _ in range(k):
         longer = {}
         for drafts, mass in joint.items():
-            law = q.double() if replace else q.double().index_fill(0, torch.tensor(drafts, dtype=torch.int64), 0.0)
-            for x, conditional in enumerate((law / law.sum()).tolist()):
+            probs = q.double() if replace else q.double().index_fill(0, torch.tensor(drafts, dtype=torch.int64), 0.0)
+            for x, conditional in enumerate((probs / probs.sum()).tolist()):
                 if conditional > 0:
                     longer[*drafts, x] = mass * conditional
         joint = longer
@@ -152,7 +157,7 @@ def _joint(q: Tensor, k: int, *, replace: bool) -> dict[Drafts, float]:
 
 
 def _without(q: Tensor) -> Tensor:
-    """[V, V]: in row x the law q given that the token is not x; 1 - q(x) might cancel to nothing."""
+    """[V, V]: row x is q conditioned on the token not being x; renormalised, since 1 - q(x) might cancel to 0."""
     assert _tokens(q) >= 2
     off = q.expand(len(q), -1).clone().fill_diagonal_(0.0)
     return off / off.sum(1, keepdim=True)

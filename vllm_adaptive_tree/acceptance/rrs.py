@@ -3,23 +3,23 @@
 from torch import Tensor
 
 from vllm_adaptive_tree.acceptance.rejection import Children, begin, finish, test, without
-from vllm_adaptive_tree.noise import Noise
+from vllm_adaptive_tree.rng import RandomSource
 
 
-def rrs(p: Tensor, q: Tensor, children: Children, noise: Noise) -> Tensor:
+def rrs(p: Tensor, q: Tensor, children: Children, rng: RandomSource) -> Tensor:
     """Children drawn independently from q (SpecInfer, arXiv 2305.09781; MCSD, arXiv 2401.06706).
 
-    A duplicate of a rejected token is tested too: its rejection is certain, its update of p is needed.
+    A duplicate of a rejected token is tested too: it is always rejected, but p must be updated.
     """
     state = begin(p)
     for x in children.tokens.unbind(1):
-        state = test(state, x, q, noise)
-    return finish(state, noise)
+        state = test(state, x, q, rng)
+    return finish(state, rng)
 
 
-def rrsw(p: Tensor, q: Tensor, children: Children, noise: Noise) -> Tensor:
+def rrsw(p: Tensor, q: Tensor, children: Children, rng: RandomSource) -> Tensor:
     """Children drawn from q without replacement, tested in that order (DySpec, arXiv 2410.11744, Algorithm 3)."""
     state, d = begin(p), q
     for x in children.tokens.unbind(1):
-        state, d = test(state, x, d, noise), without(d, x)
-    return finish(state, noise)
+        state, d = test(state, x, d, rng), without(d, x)
+    return finish(state, rng)

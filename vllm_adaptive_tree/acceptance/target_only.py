@@ -1,13 +1,15 @@
+"""Target-only verification: sample from the target, and accept a child that happens to match."""
+
 from torch import Tensor
 
 from vllm_adaptive_tree.acceptance.rejection import Children
-from vllm_adaptive_tree.noise import Noise
+from vllm_adaptive_tree.rng import RandomSource
 
 
-def target_only(p: Tensor, q: Tensor, children: Children, noise: Noise) -> Tensor:
-    """Draw from the target; the children do not matter (form A of NSS; OPT-Tree's verification, arXiv 2406.17276).
+def target_only(p: Tensor, q: Tensor, children: Children, rng: RandomSource) -> Tensor:
+    """Sample from the target, whatever the children (naive sampling; OPT-Tree's verification, arXiv 2406.17276).
 
-    Lossless for every tree, and with the same noise the same tokens as plain decoding. Accepts p(children): the best
-    that any lossless rule can do for children that were not sampled.
+    Lossless for every tree; given the same random numbers, the same tokens as plain decoding. The acceptance rate is
+    p(children), the best that any lossless rule can do for children that were not sampled.
     """
-    return noise.choose(p)
+    return rng.sample(p)

@@ -1,4 +1,4 @@
-"""The walk from the root: at every node a token drawn from the target's law; a child that carries it is accepted."""
+"""The walk from the root: sample a token from the target at each node; a child with that token is accepted."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -10,10 +10,10 @@ from vllm_adaptive_tree.trees import TreeBatch
 
 
 class Accepted(NamedTuple):
-    """The emitted tokens of R requests: the accepted path and the one extra token behind it; -1 pads."""
+    """The emitted tokens of R requests: the accepted path and one bonus token; -1 pads."""
 
     tokens: Tensor  # [R, D + 1]
-    nodes: Tensor  # [R, D + 1]: the node that carried each token, -1 for the extra token
+    nodes: Tensor  # [R, D + 1]: the node of each token, -1 for the bonus token
 
 
 def walk(
@@ -23,17 +23,17 @@ def walk(
     levels: int,
     proceed: Callable[[Tensor], bool] = lambda active: True,
 ) -> Accepted:
-    """Draw a token at the root; while a child carries it, go there and draw again.
+    """Sample a token at the root; while a child has that token, move to the child and sample again.
 
-    Lossless whenever each draw follows the target's law at its node, given everything that led there. A rule (see
-    `rules.py`) is a draw that makes a child likely; going into a child that only the residual hit is legal too, since
-    what lies below was drawn independently of the coins used here.
+    Lossless if each sample follows the target's distribution at its node given the path so far. An acceptance rule (see
+    `legality.py`) is a way of sampling that makes the children likely. A child hit only by the residual may be
+    entered too: its subtree was drawn independently of the random numbers used here.
 
     Args:
-        draw: (node [R], active [R] bool) -> (token [R] at that node (-1: the root), may_go_on [R] bool: false ends the
-            walk behind that token). Rows that are not active are ignored.
-        levels: the largest depth of a tree.
-        proceed: may read `active` to end the loop early.
+        draw: (node [R], active [R] bool) -> (token [R] sampled at that node (-1: the root), may_go_on [R] bool: false
+            ends the walk after that token). Rows that are not active are ignored.
+        levels: the largest depth of any tree.
+        proceed: called with `active`; returning false ends the loop early.
     """
     node = torch.full_like(tree.tokens[:, 0], -1)
     active = torch.ones_like(node, dtype=torch.bool)

@@ -8,15 +8,15 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 PACKINGS = ("vec", "vec16", "amx")
-"""Packings of vLLM's CPU cache that `gather_context` reads: those of x86."""
+"""Packings of vLLM's CPU cache that `gather_context` can read: those of x86."""
 
 
 def gather_context(kv_cache: Tensor, block_table: Tensor, isa: str) -> tuple[Tensor, Tensor]:
-    """Copy the blocks of R requests out of vLLM's CPU cache, to float32.
+    """Copy the blocks of R requests out of vLLM's CPU cache, as float32.
 
     Args:
         kv_cache: [blocks, Hkv, block_size, 2 * head_dim], the layer's cache.
-        block_table: [R, B] blocks of each request, as many as the longest context needs.
+        block_table: [R, B] blocks of each request, enough for the longest context.
         isa: the cache's packing as vLLM names it, one of `PACKINGS`.
 
     Returns:
@@ -38,9 +38,9 @@ def gather_context(kv_cache: Tensor, block_table: Tensor, isa: str) -> tuple[Ten
 
 
 def context_bias(lengths: Tensor, width: int) -> Tensor:
-    """[R] context lengths -> [R, 1, width] float32: 0 where a key exists, -inf behind it."""
-    behind = torch.arange(width, device=lengths.device) >= lengths[:, None]
-    return torch.where(behind, -torch.inf, 0.0)[:, None]
+    """[R] context lengths -> [R, 1, width] float32: 0 where a key exists, -inf after the end."""
+    past_end = torch.arange(width, device=lengths.device) >= lengths[:, None]
+    return torch.where(past_end, -torch.inf, 0.0)[:, None]
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float) -> Tensor:

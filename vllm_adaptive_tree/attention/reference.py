@@ -1,6 +1,6 @@
-"""What tree attention over a paged cache is, in plain PyTorch: the contract of the kernels and what they are tested by.
+"""Reference tree attention over a paged cache, in plain PyTorch: it defines the kernels' contract and tests them.
 
-It reads lengths on the host and works request by request, in the dtype of its inputs.
+Reads lengths on the host and works request by request, in the dtype of its inputs.
 """
 
 import torch
@@ -23,16 +23,16 @@ def tree_attention(
     """Row i of request r attends to all context[r] tokens and to its ancestors among the rows of its request.
 
     Args:
-        query: [rows, H, D], the rows of all requests one behind another.
-        key_cache, value_cache: [blocks, block_size, Hkv, D], any strides but 1 in the last dimension; H is a multiple
-            of Hkv. The rows' own K/V stand behind the context, in positions context[r] + i.
-        block_table: [R, B] int32, block of positions b * block_size and following.
-        row_start: [R + 1] int32, first row of each request; requests may have any number of rows, none included.
+        query: [rows, H, D], the rows of all requests, concatenated.
+        key_cache, value_cache: [blocks, block_size, Hkv, D], stride 1 in the last dimension, else any; H is a multiple
+            of Hkv. The rows' own K/V follow the context, at positions context[r] + i.
+        block_table: [R, B] int32, the block of positions b * block_size onwards.
+        row_start: [R + 1] int32, first row of each request; requests may have any number of rows, including none.
         context: [R] int32, tokens of each request before its first row.
         ancestors: [rows, W] int64, bit j of word w: row 64 * w + j of the same request is an ancestor of this row, or
-            the row itself (`trees.ancestor_bits`). Ancestors stand before their descendants.
-        scale: of the scores.
-        out: [rows, H, D]; rows behind row_start[R] are left as they are.
+            the row itself (`trees.ancestor_bits`). Ancestors come before their descendants.
+        scale: of the attention scores.
+        out: [rows, H, D]; rows after row_start[R] are left unchanged.
 
     Returns:
         out.
@@ -51,6 +51,6 @@ def tree_attention(
         own = (ancestors[start:end, row // WORD] >> row % WORD & 1).bool()  # [count, count]
         seen = torch.cat((own.new_ones(count, length), own), dim=1)
         scores = torch.einsum("qhd,khd->hqk", query[start:end], key) * scale
-        law = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-        out[start:end] = torch.einsum("hqk,khd->qhd", law, value)
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        out[start:end] = torch.einsum("hqk,khd->qhd", weights, value)
     return out

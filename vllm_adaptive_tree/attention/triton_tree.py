@@ -1,9 +1,10 @@
-"""Tree attention over a paged cache as Triton kernels; the contract is `reference.tree_attention`'s.
+"""Tree attention over a paged cache as Triton kernels, with the contract of `reference.tree_attention`.
 
-The query heads of one KV head and several rows make a tile; the context is read tile by tile, the request's own rows by
-the words of the tree mask: where no row of the tile has an ancestor, nothing is read. In depth-first order most of a
-large tree is skipped. A long context is cut into splits, merged by a second kernel; it may also come from another
-kernel, which returns its log-sum-exp. Grids and splits follow from shapes alone, so a CUDA graph may hold them.
+A query tile is several rows times the query heads of one KV head. The context is read tile by tile; of the request's
+own rows, key tiles without an ancestor of any row of the query tile are skipped by the words of the tree mask, which in
+depth-first order is most of a large tree. A long context is split, and a second kernel merges the splits; the context
+part may also come from another kernel that returns its log-sum-exp. Grids and splits depend on shapes only, so the
+kernels can be captured in a CUDA graph.
 """
 
 # ruff: noqa: N803, N806
@@ -21,8 +22,8 @@ from vllm_adaptive_tree.trees.ancestor_bits import WORD
 
 LOG2_E = 1.4426950408889634
 MOST_SPLITS = 64
-TILES_PER_SPLIT = 4  # fewer are not worth a merge
-WIDEN = triton.knobs.runtime.interpret  # Triton's interpreter multiplies no bfloat16
+TILES_PER_SPLIT = 4  # fewer are not worth merging
+WIDEN = triton.knobs.runtime.interpret  # Triton's interpreter cannot multiply bfloat16
 
 
 @triton.jit
@@ -54,7 +55,7 @@ def _fold(
     HEAD_SIZE: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """One more tile of keys for the online softmax."""
+    """Add one tile of keys to the online softmax."""
     block = tl.load(table + position // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
     slot = position % BLOCK_SIZE
     there = exists[:, None] & (dim < HEAD_SIZE)[None, :]
@@ -62,7 +63,7 @@ def _fold(
     value = tl.load(values + (block * value_block + slot * value_slot)[:, None] + dim[None, :], mask=there, other=0.0)
     score = tl.where(seen, _dot(queries, tl.trans(key), WIDEN) * scale, float("-inf"))
     higher = tl.maximum(peak, tl.max(score, 1))
-    base = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen nothing yet
+    base = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen no key yet
     fade = tl.exp2(peak - base)
     weight = tl.exp2(score - base[:, None])
     total = total * fade + tl.sum(weight, 1)
@@ -105,7 +106,7 @@ def _attend(
     LANES: tl.constexpr,  # of a query tile: its rows times GROUP, padded to a power of two
     TILE: tl.constexpr,  # keys; divides WORD
     SPLITS: tl.constexpr,
-    PARTS: tl.constexpr,  # the splits, and whoever else attends to the context
+    PARTS: tl.constexpr,  # the splits, plus one if the context result is given
     READ_CONTEXT: tl.constexpr,  # 0 or 1
     PADDED_REQUESTS: tl.constexpr,  # a power of two
     WORD: tl.constexpr,
@@ -115,7 +116,7 @@ def _attend(
     EVERY: tl.constexpr = (1 << TILE) - 1 if TILE < WORD else -1
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
 
-    # Request r has the tiles from row_start[r] // TILE_ROWS + r on: enough for its rows, wherever they begin.
+    # Request r has the tiles from row_start[r] // TILE_ROWS + r on: enough for its rows, wherever they start.
     index = tl.arange(0, PADDED_REQUESTS)
     begins = tl.load(row_start + index, mask=index < requests, other=1 << 30) // TILE_ROWS + index
     request = tl.sum((begins <= tile).to(tl.int32), 0) - 1
@@ -125,7 +126,7 @@ def _attend(
     if first >= count:
         return
 
-    # Tiles of the context, then of the request's own rows up to the last of this tile; a split takes its share.
+    # Tiles of the context, then of the request's own rows up to the last of this tile; each split takes an equal part.
     length = tl.load(context + request)
     own_rows = tl.minimum(first + TILE_ROWS, count)
     context_tiles = (length + TILE - 1) // TILE * READ_CONTEXT
@@ -215,7 +216,7 @@ def _merge(
 
 
 class Tiling(NamedTuple):
-    """How the work is cut, from shapes alone."""
+    """How the work is divided, from shapes only."""
 
     lanes: int  # of a query tile
     tile: int  # keys
@@ -224,7 +225,7 @@ class Tiling(NamedTuple):
 
     @classmethod
     def of(cls, query: Tensor, kv_heads: int, requests: int, longest: int, processors: int) -> "Tiling":
-        """For `longest` positions of a request at most, on a device of so many multiprocessors."""
+        """`longest`: upper bound of a request's positions; `processors`: multiprocessors of the device."""
         rows, heads, head_size = query.shape
         group = heads // kv_heads
         row_bytes = triton.next_power_of_2(head_size) * query.element_size()
@@ -255,14 +256,14 @@ def tree_attention(
     out: Tensor,
     *,
     splits: int | None = None,
-    behind: tuple[Tensor, Tensor] | None = None,
+    context_result: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """As `reference.tree_attention`, in float32 inside; nothing is read on the host. A row that sees nothing yields 0.
+    """Like `reference.tree_attention`, accumulating in float32, without a host sync. A row that sees no key yields 0.
 
     Args:
         query, key_cache, value_cache, out: bfloat16, float16 or float32.
-        splits: parts of a context that are worked on side by side; None: as many as fill the device.
-        behind: what another kernel found for the contexts, [rows, H, D], and the log-sum-exp of its scores, [H, rows]
+        splits: parts of a context processed in parallel; None: enough to fill the device.
+        context_result: another kernel's attention over the contexts, [rows, H, D], and its log-sum-exp, [H, rows]
             float32; then only the requests' own rows are read here.
     """
     rows, heads, head_size = query.shape
@@ -280,18 +281,18 @@ def tree_attention(
     if rows == 0 or requests == 0:
         return out
 
-    longest = block_table.shape[1] * block_size if behind is None else 1
+    longest = block_table.shape[1] * block_size if context_result is None else 1
     tiling = Tiling.of(query, kv_heads, requests, longest, _processors(query.device))
     splits = tiling.splits if splits is None else splits
-    parts = splits + (behind is not None)
+    parts = splits + (context_result is not None)
     padded_head = triton.next_power_of_2(head_size)
     partial = weight = out  # not touched without a merge
     if parts > 1:
         partial = query.new_empty((parts, rows, heads, head_size), dtype=torch.float32)
         weight = query.new_empty((parts, rows, heads), dtype=torch.float32)
-    if behind is not None:
-        partial[splits] = behind[0]
-        torch.mul(behind[1].t(), LOG2_E, out=weight[splits])
+    if context_result is not None:
+        partial[splits] = context_result[0]
+        torch.mul(context_result[1].t(), LOG2_E, out=weight[splits])
     _attend[(tiling.query_tiles, kv_heads, splits)](
         *(out, partial, weight, query, key_cache, value_cache, block_table, row_start, context, ancestors),
         *(requests, rows, scale * LOG2_E, *out.stride()[:2], *query.stride()[:2]),
@@ -305,7 +306,7 @@ def tree_attention(
         TILE=tiling.tile,
         SPLITS=splits,
         PARTS=parts,
-        READ_CONTEXT=int(behind is None),
+        READ_CONTEXT=int(context_result is None),
         PADDED_REQUESTS=triton.next_power_of_2(requests),
         WORD=WORD,
         WIDEN=WIDEN,

@@ -15,7 +15,7 @@ from vllm_adaptive_tree.bench.plots import draw
 from vllm_adaptive_tree.bench.projection import Costs, project
 from vllm_adaptive_tree.bench.results import rows, swing_rows, to_json
 from vllm_adaptive_tree.bench.rounds import Round
-from vllm_adaptive_tree.files import write_whole
+from vllm_adaptive_tree.files import atomic_write
 
 
 def report(
@@ -41,8 +41,8 @@ def report(
         *(tables.projection(*item) for item in projections.items()),
     ]
     notes = tables.notes(steady)
-    write_whole(folder / "results.json", (json.dumps(data, indent=2) + "\n").encode())
-    write_whole(folder / "results.md", tables.markdown(settings, tabled, notes, failures).encode())
+    atomic_write(folder / "results.json", (json.dumps(data, indent=2) + "\n").encode())
+    atomic_write(folder / "results.md", tables.markdown(settings, tabled, notes, failures).encode())
     tables.show(Console(highlight=False, soft_wrap=True), settings, tabled, notes)
     try:
         draw(folder, cells, configs, steady)

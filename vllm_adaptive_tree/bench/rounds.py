@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from vllm_adaptive_tree.files import write_whole
+from vllm_adaptive_tree.files import atomic_write
 
 SETTINGS, ROUNDS = "settings.json", "rounds.jsonl"
 FORMAT = 1
@@ -72,13 +72,13 @@ class Store:
             raise ValueError(f"{folder} is not empty and holds no {SETTINGS}; give another --out or delete that folder")
         else:
             folder.mkdir(parents=True, exist_ok=True)
-            write_whole(file, (json.dumps(wanted, indent=2) + "\n").encode())
+            atomic_write(file, (json.dumps(wanted, indent=2) + "\n").encode())
         lines = folder / ROUNDS
         return cls(folder, [_round(line) for line in lines.read_text().splitlines()] if lines.exists() else [])
 
     def add(self, finished: Round) -> None:
         self.rounds.append(finished)
-        write_whole(self.folder / ROUNDS, "".join(map(_line, self.rounds)).encode())
+        atomic_write(self.folder / ROUNDS, "".join(map(_line, self.rounds)).encode())
 
     def numbers(self, stage: str, cell: str) -> set[int]:
         """The rounds of that cell that are finished."""

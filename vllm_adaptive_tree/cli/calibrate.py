@@ -7,7 +7,7 @@ import sys
 from vllm_adaptive_tree.cli import collecting
 from vllm_adaptive_tree.cli.arguments import positive
 from vllm_adaptive_tree.cli.collecting import collect, job_of, resumable
-from vllm_adaptive_tree.files import write_whole
+from vllm_adaptive_tree.files import atomic_write
 
 RULE = "rrsw"
 
@@ -32,5 +32,5 @@ def _sequoia(options: argparse.Namespace) -> None:
         print(f"child {child:2}: {chance:.4f} ± {(chance * (1 - chance) / len(rank)) ** 0.5:.4f}")
     print(f"one of them: {sum(vector):.4f}, of {len(rank):,} positions")
     measured = {"vector": [round(chance, 5) for chance in vector], "positions": len(rank), **job.arguments()}
-    write_whole(options.out, (json.dumps(measured, indent=2) + "\n").encode())
+    atomic_write(options.out, (json.dumps(measured, indent=2) + "\n").encode())
     print(f"\n{options.out} is written; what it is counted from stays in {job.parts}", file=sys.stderr)

@@ -19,7 +19,7 @@ SAVE_EVERY = 30.0  # seconds: what a killed run loses at most, and one step
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    kind: str  # of `gates.examples.KINDS`
+    kind: str  # of `gates.examples.EXAMPLE_BUILDERS`
     options: Mapping[str, Any]  # of that kind
     speculation: Mapping[str, Any]  # method, nodes, rule and tree
     model: str

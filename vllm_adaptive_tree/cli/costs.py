@@ -5,7 +5,7 @@ import json
 import os
 
 from vllm_adaptive_tree.cli.arguments import new_file, parameters, positive
-from vllm_adaptive_tree.files import write_whole
+from vllm_adaptive_tree.files import atomic_write
 
 MOST = 576  # rows
 
@@ -43,5 +43,5 @@ def run(options: argparse.Namespace) -> int:
             "draft": roofline(options.draft, rows, **machine),
             "step": options.step,
         }
-    write_whole(options.out, (json.dumps({"name": options.name, **costs}, indent=1) + "\n").encode())
+    atomic_write(options.out, (json.dumps({"name": options.name, **costs}, indent=1) + "\n").encode())
     return 0

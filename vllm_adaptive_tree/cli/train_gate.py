@@ -12,7 +12,7 @@ from vllm_adaptive_tree.cli.arguments import positive
 from vllm_adaptive_tree.cli.collecting import Job, collect, job_of, resumable
 from vllm_adaptive_tree.gates import training
 from vllm_adaptive_tree.gates.parts import Collected
-from vllm_adaptive_tree.gates.training import Epoch, Run, Trained, Watch, fresh, score
+from vllm_adaptive_tree.gates.training import Epoch, Run, Trained, Watch, new_gate, score
 from vllm_adaptive_tree.proposers.c2t import features
 from vllm_adaptive_tree.proposers.gate import FEATURES, Gate
 from vllm_adaptive_tree.proposers.mcsd import FEATURES as MCSD_FEATURES
@@ -91,7 +91,7 @@ def _c2t(options: argparse.Namespace) -> None:
     with _watched() as watch:
         trained = training.train_c2t(
             found | {"features": inputs},
-            begin=lambda seed: start or fresh(3, options.hidden, seed=seed, features=kind),
+            begin=lambda seed: start or new_gate(3, options.hidden, seed=seed, features=kind),
             negatives=options.negatives,
             recipe=training.C2T if start is None else training.C2T_FINE_TUNING,
             seeds=range(options.seeds),
@@ -114,7 +114,7 @@ def _mcsd(options: argparse.Namespace) -> None:
     with _watched() as watch:
         trained = training.train_mcsd(
             collected.columns,
-            begin=lambda seed: fresh(width, *hidden, seed=seed),
+            begin=lambda seed: new_gate(width, *hidden, seed=seed),
             balance=options.type == "type2",
             seeds=range(options.seeds),
             watch=watch,

@@ -1,4 +1,4 @@
-"""What runs the draft: one contract for every kind of it."""
+"""Drafters run the draft: one interface for every kind of draft."""
 
 from vllm_adaptive_tree.drafters.base import Drafter, Frontier, Rows
 from vllm_adaptive_tree.drafters.lookup import Lookup

@@ -1,15 +1,15 @@
-"""The contract between a drafter, which only runs the draft, and a proposer, which decides what to expand.
+"""The interface between a drafter, which only runs the draft, and a proposer, which decides what to expand.
 
-Three kinds follow it, and a proposer does not know which one it has:
+Three kinds implement it, and a proposer does not know which one it has:
 
-- autoregressive: an independent model, or a head that reads the target's hidden states. One forward a level; what a
-  node hands on to its children (hidden states, places of its keys) is the state, by slot.
-- one forward (`one_forward.py`): all levels' rows are there before the first level is chosen, by depth alone or by
-  depth and parent token.
-- look-up (`lookup.py`): weighted continuations of the text in place of a model.
+- autoregressive: an independent model, or a head that reads the target's hidden states. One forward per level; what a
+  node passes to its children (hidden states, positions of its keys) is the state, by slot.
+- one forward (`one_forward.py`): the logits of all levels are known before the first level is chosen, by depth alone or
+  by depth and parent token.
+- look-up (`lookup.py`): weighted continuations of the text, no model.
 
-Laws may be shared between nodes, draws may not: each node's children are drawn with noise of their own. Where all
-parents of a level share one draw, `traversal` is biased (total variation .09 on a toy).
+Nodes may share a distribution but never a draw: the children of each node are sampled with random numbers of their own.
+If all parents of a level shared one draw, `traversal` would be biased (total variation 0.09 on a toy model).
 """
 
 from typing import Any, NamedTuple, Protocol
@@ -18,11 +18,11 @@ from torch import Tensor
 
 
 class Frontier(NamedTuple):
-    """The nodes that the draft shall read next.
+    """The nodes that the draft reads next.
 
-    `tokens` is -1 where a request has no node; the engine may cut off columns at the end that nobody uses. `parent`
-    counts the slots given to the drafter so far: 0 is the root, then every slot of every frontier in turn, the unused
-    ones included.
+    `tokens` is -1 in an unused column; the engine may trim trailing unused columns. `parent` is a slot: slots number
+    everything given to the drafter so far, 0 the root, then every column of every frontier in turn, unused ones
+    included.
     """
 
     tokens: Tensor  # [R, W]
@@ -30,22 +30,23 @@ class Frontier(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What the draft said of one level of nodes.
+    """The draft's output for one level of nodes.
 
-    A row is dead if it gives no law: it holds NaN or +Inf, or -Inf throughout. `draft_tree` finds such rows. Behind a
-    dead row nothing is revealed: the node gets no children, and counts as never read. A drafter that has nothing more
-    to say (a one-forward head below its last level, a look-up without a match) says so itself in `dead`; that is no
-    fault, and is not counted as one.
+    A row is dead if it defines no distribution: it contains NaN or +Inf, or is all -Inf. `draft_tree` finds such rows.
+    The node of a dead row gets no children and counts as never read. A drafter with no prediction (a one-forward head
+    below its last level, a look-up without a match) marks the row in `dead` itself; that is not counted as a fault.
     """
 
-    logits: Tensor  # [R, W, V]; a drafter's may be written to
-    hidden: Tensor | None = None  # [R, W, H]: its last hidden states, from a drafter that has them
-    dead: Tensor | None = None  # [R, W] bool; a proposer always has it, and the logits of such a row are all 0 then
+    logits: Tensor  # [R, W, V]; may be overwritten
+    hidden: Tensor | None = None  # [R, W, H]: last hidden states, if the drafter has them
+    dead: Tensor | None = (
+        None  # [R, W] bool; always set when a proposer gets it, and the logits of dead rows are 0 then
+    )
 
 
 class Drafter(Protocol):
-    """How it reads what was accepted, up to the roots, is the adapter's affair."""
+    """How it reads the accepted tokens, up to the roots, is up to the adapter."""
 
     def grow(self, tokens: Tensor, parent: Tensor, state: Any) -> tuple[Rows, Any]:
-        """Read one level of nodes, `tokens` and `parent` as in `Frontier`. Returns its rows and the state."""
+        """Read one level of nodes, `tokens` and `parent` as in `Frontier`. Returns their rows and the new state."""
         ...

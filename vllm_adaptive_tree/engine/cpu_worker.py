@@ -53,7 +53,7 @@ class TreeWorker(cpu_worker.CPUWorker):
         return here()
 
     def record(self, kind: str, options: dict[str, Any]) -> None:
-        """Begin to collect examples of a kind of `gates.examples.KINDS`, on rank 0."""
+        """Begin to collect examples of a kind of `gates.examples.EXAMPLE_BUILDERS`, on rank 0."""
         if self.use_v2_model_runner:
             raise ValueError("examples are recorded on Model Runner V1; unset VLLM_USE_V2_MODEL_RUNNER")
         if self.rank == 0:

@@ -1,1 +1,1 @@
-"""Small learnt models that decide while a tree is drafted."""
+"""Training gates, the small models that decide while a tree is drafted: examples, their files, and training."""

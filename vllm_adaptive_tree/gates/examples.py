@@ -1,4 +1,4 @@
-"""What the small models learn from: one verified tree -> features as inference computes them, and what came of them."""
+"""Training examples from verified trees: features as computed at inference, and whether nodes were accepted."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vllm_adaptive_tree.proposers.base import law, log_law
+from vllm_adaptive_tree.proposers.base import log_softmax_at, softmax_at
 from vllm_adaptive_tree.proposers.gate import entropy
 from vllm_adaptive_tree.proposers.mcsd import decision_features
 
@@ -15,73 +15,73 @@ Examples = dict[str, Tensor]
 
 
 class Verified(NamedTuple):
-    """A tree of N nodes after its verification; I of its nodes were read by the draft, the root first."""
+    """A verified tree of N nodes; the draft read I of them, the root first."""
 
     tokens: Tensor  # [N]
     parent: Tensor  # [N], -1: the root
-    depth: Tensor  # [N], the first layer 1
+    depth: Tensor  # [N], 1 for children of the root
     accepted: Tensor  # [N] bool
-    row: Tensor  # [1 + N], the root first: which row below is a node's, -1 where it was not read
+    row: Tensor  # [1 + N], the root first: each node's row of `draft`, -1 if it was not read
     draft: Tensor  # [I, V] logits
-    hidden: Tensor | None  # [I, H] of the draft, where asked for
+    hidden: Tensor | None  # [I, H] of the draft, if recorded
     draft_temperature: float
     target: Tensor  # [1 + N, V] logits, the root first
     temperature: float  # of the request, 0: greedy
 
 
 def c2t(tree: Verified, *, entropy_top: int) -> Examples:
-    """Every node: what C2T's features are made of, and whether it is on the accepted path."""
-    q = _log_law(tree, tree.draft)
-    above = tree.row[1 + tree.parent]
+    """One example per node: the inputs of C2T's features, and whether it is on the accepted path."""
+    q = _draft_log_probs(tree, tree.draft)
+    parent_row = tree.row[1 + tree.parent]
     path = q.new_zeros(1 + len(tree.tokens))  # log path probability, the root first
     for depth in range(1, int(tree.depth.max()) + 1):
         at = (tree.depth == depth).nonzero()[:, 0]
-        path[1 + at] = path[1 + tree.parent[at]] + q[above[at], tree.tokens[at]]
+        path[1 + at] = path[1 + tree.parent[at]] + q[parent_row[at], tree.tokens[at]]
     return {
         "path": path[1:],
-        "entropy": entropy(q, entropy_top)[above],
+        "entropy": entropy(q, entropy_top)[parent_row],
         "depth": tree.depth - 1,
         "label": tree.accepted.float(),
     }
 
 
 def mcsd_type2(tree: Verified) -> Examples:
-    """Every node that has children and that the walk reached: its law, and whether a child was accepted.
+    """One example per node with children that the walk reached: its distribution, and whether a child was accepted.
 
-    The children of other nodes were not tested.
+    The children of other nodes were never tested.
     """
     reached = torch.cat([torch.ones_like(tree.accepted[:1]), tree.accepted])
     inner = torch.zeros_like(reached).index_fill(0, 1 + tree.parent, 1)
-    went_on = torch.zeros_like(reached).index_fill(0, 1 + tree.parent[tree.accepted], 1)
+    has_accepted = torch.zeros_like(reached).index_fill(0, 1 + tree.parent[tree.accepted], 1)
     at = (reached & inner).nonzero()[:, 0]
     return {
-        "features": decision_features(_log_law(tree, tree.draft[tree.row[at]])),
-        "label": went_on[at].float(),
+        "features": decision_features(_draft_log_probs(tree, tree.draft[tree.row[at]])),
+        "label": has_accepted[at].float(),
     }
 
 
 def mcsd_type1(tree: Verified) -> Examples:
-    """Every node that has children: its hidden state, and min(1, p(x) / q(x)) of its first child x.
+    """One example per node with children: its hidden state, and min(1, p(x) / q(x)) of its first child x.
 
-    The first child is drawn from q itself; a later sibling from what is left of q, whose chances are others.
+    Only the first child is drawn from q itself; later siblings come from q without the earlier ones.
     """
     assert tree.hidden is not None
-    above, x = tree.parent, tree.tokens[:, None]
-    first = ((above[:, None] == above).int().argmax(1) == torch.arange(len(above))).nonzero()[:, 0]
-    row, above, x = tree.row[1 + above[first]], 1 + above[first], x[first]
-    q = _log_law(tree, tree.draft[row]).exp().gather(1, x)[:, 0]
-    p = _target_law(tree.target[above], tree.temperature).gather(1, x)[:, 0]
+    parent, x = tree.parent, tree.tokens[:, None]
+    first = ((parent[:, None] == parent).int().argmax(1) == torch.arange(len(parent))).nonzero()[:, 0]
+    row, parent, x = tree.row[1 + parent[first]], 1 + parent[first], x[first]
+    q = _draft_log_probs(tree, tree.draft[row]).exp().gather(1, x)[:, 0]
+    p = _target_probs(tree.target[parent], tree.temperature).gather(1, x)[:, 0]
     return {"features": tree.hidden[row].float(), "label": (p / q).clamp(max=1.0)}
 
 
 def sequoia(tree: Verified) -> Examples:
-    """The root: which of its children was accepted, counted from 0; -1: none."""
+    """One example per tree: which child of the root was accepted, from 0; -1: none."""
     children = (tree.parent < 0).nonzero()[:, 0]
     hit = tree.accepted[children]
     return {"rank": torch.where(hit.any(), hit.int().argmax(), -1)[None]}
 
 
-KINDS: dict[str, Callable[..., Examples]] = {
+EXAMPLE_BUILDERS: dict[str, Callable[..., Examples]] = {
     "c2t": c2t,
     "mcsd-type1": mcsd_type1,
     "mcsd-type2": mcsd_type2,
@@ -89,12 +89,12 @@ KINDS: dict[str, Callable[..., Examples]] = {
 }
 
 
-def _log_law(tree: Verified, logits: Tensor) -> Tensor:
-    return log_law(logits, torch.full_like(logits[:, 0], tree.draft_temperature, dtype=torch.float32))
+def _draft_log_probs(tree: Verified, logits: Tensor) -> Tensor:
+    return log_softmax_at(logits, torch.full_like(logits[:, 0], tree.draft_temperature, dtype=torch.float32))
 
 
-def _target_law(logits: Tensor, temperature: float) -> Tensor:
-    """[M, V]: what a request without other sampling parameters is drawn from."""
+def _target_probs(logits: Tensor, temperature: float) -> Tensor:
+    """[M, V]: the distribution of a request with no sampling parameter but the temperature."""
     if temperature == 0:
         return torch.zeros_like(logits).scatter(1, logits.argmax(1, keepdim=True), 1.0)
-    return law(logits, torch.full_like(logits[:, 0], temperature, dtype=torch.float32))
+    return softmax_at(logits, torch.full_like(logits[:, 0], temperature, dtype=torch.float32))

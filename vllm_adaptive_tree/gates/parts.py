@@ -1,4 +1,4 @@
-"""Examples in parts on disk, so that a run that was ended goes on where it stood."""
+"""Training examples on disk, in parts, so that an interrupted run can resume."""
 
 import hashlib
 import json
@@ -11,14 +11,13 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from vllm_adaptive_tree.files import UNFINISHED, write_whole
+from vllm_adaptive_tree.files import TMP_SUFFIX, atomic_write
 
 MANIFEST = "manifest.json"
 FORMAT = 2
 
-
 Progress = Mapping[str, list[int] | None]
-"""Number of a prompt that was begun -> its tokens so far; None: finished."""
+"""Number of a started prompt -> its tokens so far; None: finished."""
 
 
 class Collected(NamedTuple):
@@ -27,21 +26,21 @@ class Collected(NamedTuple):
 
 
 class Parts:
-    """A folder of safetensors files, each written whole, and the arguments of the run that writes them."""
+    """A folder of safetensors files, each written atomically, and the arguments of the run that writes them."""
 
     def __init__(self, folder: Path):
         self.folder = folder
 
     @classmethod
     def open(cls, folder: Path, arguments: Mapping[str, Any]) -> Self:
-        """The folder of a new run, or of an earlier one with the same `arguments` (JSON).
+        """Open the folder of a new run, or resume one with the same `arguments` (JSON).
 
         Raises:
-            ValueError: the folder belongs to a run with other arguments, or is none of ours.
+            ValueError: the folder belongs to a run with other arguments, or was not written by this program.
         """
         manifest, parts = folder / MANIFEST, cls(folder)
         wanted = json.loads(json.dumps({"format": FORMAT, **arguments}))
-        for file in folder.glob(f".*{UNFINISHED}"):  # of a run that was killed while it wrote
+        for file in folder.glob(f".*{TMP_SUFFIX}"):  # left by a run that was killed while writing
             file.unlink()
         if not manifest.exists() and folder.exists() and any(folder.iterdir()):
             raise ValueError(f"{folder} is not empty and holds no {MANIFEST}; give another --out or delete that folder")
@@ -54,9 +53,9 @@ class Parts:
                     f"{folder} holds the examples of another run ({changes}); give the same arguments to go on there, "
                     "another --out, or delete that folder"
                 )
-        else:  # new, or of a run that came to nothing
+        else:  # new, or of a run that wrote no examples
             folder.mkdir(parents=True, exist_ok=True)
-            write_whole(manifest, (json.dumps(wanted, indent=2) + "\n").encode())
+            atomic_write(manifest, (json.dumps(wanted, indent=2) + "\n").encode())
         return parts
 
     @property
@@ -68,14 +67,14 @@ class Parts:
         return self.folder / f"part-{number:05}.safetensors"
 
     def progress(self) -> Progress:
-        """As of the last part."""
+        """The progress as of the last part."""
         return _head(self.files[-1])["progress"] if self.files else {}
 
     def load(self) -> Collected:
         """All examples.
 
         Raises:
-            ValueError: a part cannot be read, or there is none.
+            ValueError: a part is unreadable, or there is none.
         """
         if not self.files:
             raise ValueError(f"{self.folder} holds no examples: no tree was drafted; give more or longer prompts")
@@ -87,7 +86,7 @@ class Parts:
 def write_part(file: Path, columns: dict[str, Tensor], *, trees: int, progress: Progress) -> None:
     head = {"head": json.dumps({"trees": trees, "progress": dict(progress)})}
     columns = {name: column.contiguous() for name, column in columns.items()}
-    write_whole(file, save(columns, metadata=head))
+    atomic_write(file, save(columns, metadata=head))
 
 
 def checksum(prompts: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""Training of the small models: seconds of Adam on examples that were collected before."""
+"""Training gates: seconds of Adam on previously collected examples."""
 
 import copy
 import math
@@ -12,33 +12,33 @@ from torch import Tensor, nn
 from vllm_adaptive_tree.proposers.gate import Gate
 
 HELD_OUT = 0.05
-STEPS, LEAST = 200, 20  # of an epoch; examples of a step
+STEPS_PER_EPOCH, MIN_BATCH = 200, 20
 C2T_THRESHOLD, MCSD_THRESHOLD = 0.5, 0.4  # the defaults of `beta` and `stop_threshold`
 BALANCE = 2.0
-"""Negatives that count for each positive of C2T's, however many are there: what a confidence means."""
-NO_BETTER = 0.99
-"""Share of a constant's loss that a gate must stay below to have learnt anything."""
+"""Weight of all negatives relative to all positives for C2T, whatever their numbers: it calibrates the confidence."""
+MAX_LOSS_RATIO = 0.99
+"""A gate has learnt something if its loss is below this fraction of the best constant's."""
 
 
 class Recipe(NamedTuple):
     rate: float  # of Adam
-    decay: float  # of the rate, whenever the held-out loss has not fallen for `plateau` epochs
-    plateau: int  # 0: in every epoch
-    patience: int  # epochs without a smaller held-out loss after which training ends
-    epochs: int  # at most
-    batch: int  # at most: a small collection is cut so that an epoch has STEPS of them
+    decay: float  # of the rate, when the held-out loss has not improved for `plateau` epochs
+    plateau: int  # 0: decay after every epoch
+    patience: int  # training ends after this many epochs without a better held-out loss
+    epochs: int  # upper bound
+    batch: int  # upper bound: smaller for a small collection, so that an epoch has STEPS_PER_EPOCH of them
 
 
 C2T = Recipe(1e-3, 0.5, 5, 12, 200, 1024)
 C2T_FINE_TUNING = C2T._replace(rate=1e-4)
-MCSD = Recipe(1e-3, 0.5, 0, 10, 10, 200)  # the paper's batch is 20; losses came out the same
+MCSD = Recipe(1e-3, 0.5, 0, 10, 10, 200)  # the paper's batch is 20; the losses are the same
 
 
 class Score(NamedTuple):
-    """What a threshold does to examples."""
+    """The effect of a threshold on examples."""
 
-    recall: float  # share of the positive labels that reaches it
-    positive_rate: float  # share of the examples that reaches it
+    recall: float  # fraction of the positives at or above the threshold
+    positive_rate: float  # fraction of all examples at or above it
 
 
 class Epoch(NamedTuple):
@@ -55,25 +55,25 @@ class Run(NamedTuple):
     epochs: list[Epoch]
     best: Epoch  # by held-out loss
     constant: float  # held-out loss of the best constant prediction
-    alive: list[tuple[int, int]]  # of each hidden layer: units that held-out examples move, and all
+    alive: list[tuple[int, int]]  # per hidden layer: units activated by held-out examples, and all units
 
     @property
     def failed(self) -> str | None:
-        """Why nothing was learnt; None: something was."""
+        """Why nothing was learnt, or None."""
         if not all(units for units, _ in self.alive):
             return "all units of a layer are dead"
-        return None if self.best.loss < NO_BETTER * self.constant else "no better than a constant"
+        return None if self.best.loss < MAX_LOSS_RATIO * self.constant else "no better than a constant"
 
 
 Watch = Callable[[int, Epoch], object]
-"""Is told the seed and every epoch."""
+"""Called with the seed and every epoch."""
 
 
 def ignore(seed: int, epoch: Epoch) -> None: ...
 
 
 class Trained(NamedTuple):
-    run: Run  # of those that did not fail, the one with the smallest held-out loss
+    run: Run  # the successful run with the smallest held-out loss
     runs: list[Run]
     confidence: Tensor  # of `run.best`, held out
     label: Tensor
@@ -84,15 +84,15 @@ class Trained(NamedTuple):
 
 
 class Data(NamedTuple):
-    """Features [M, F], labels [M], and how much each example counts [M]."""
+    """Features [M, F], labels [M], and example weights [M]."""
 
     features: Tensor
     label: Tensor
     weight: Tensor
 
 
-def fresh(inputs: int, *hidden: int, seed: int = 0, features: str = "paper") -> Gate:
-    """An untrained gate, the same in every run."""
+def new_gate(inputs: int, *hidden: int, seed: int = 0, features: str = "paper") -> Gate:
+    """An untrained gate, deterministic per seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Gate(inputs, *hidden, features=features)
@@ -107,27 +107,27 @@ def train_c2t(
     seeds: Sequence[int] = (0,),
     watch: Watch = ignore,
 ) -> Trained:
-    """C2T's classifier (arXiv 2502.13652), from every seed until its held-out loss falls no more; the best is taken.
+    """Train C2T's classifier (arXiv 2502.13652) from every seed until the held-out loss stops improving; keep the best.
 
     Args:
         columns: `features`, `label`, and the `prompt` of each example.
-        begin: the gate that a seed starts from.
-        negatives: kept for every positive to learn from; together they count as `BALANCE`. Held-out examples are all
-            kept.
+        begin: seed -> the initial gate.
+        negatives: how many to keep per positive for training; their total weight is `BALANCE`. All held-out examples
+            are kept.
 
     Raises:
-        ValueError: there is nothing to learn from, or no seed learnt anything.
+        ValueError: there are too few examples, or no seed learnt anything.
     """
     features, label, held = _finite(columns)
     tested = Data(features[held], label[held], balanced(label[held]))
 
-    def learnt(seed: int) -> Run:
-        places = (~held).nonzero()[:, 0]
-        places = places[thinned(label[places], negatives=negatives, seed=seed)]
-        data = Data(features[places], label[places], balanced(label[places]))
+    def train(seed: int) -> Run:
+        index = (~held).nonzero()[:, 0]
+        index = index[subsample(label[index], negatives=negatives, seed=seed)]
+        data = Data(features[index], label[index], balanced(label[index]))
         return _train(begin(seed), data, tested, threshold=C2T_THRESHOLD, recipe=recipe, watch=watch, seed=seed)
 
-    return _best([learnt(seed) for seed in seeds], tested)
+    return _best([train(seed) for seed in seeds], tested)
 
 
 def train_mcsd(
@@ -139,12 +139,14 @@ def train_mcsd(
     seeds: Sequence[int] = (0,),
     watch: Watch = ignore,
 ) -> Trained:
-    """A decision model of MCSD (arXiv 2409.10744), as `train_c2t`. `balance`: as many positives as negatives, held out
-    too; not for soft labels."""
+    """Train a decision model of MCSD (arXiv 2409.10744); arguments as for `train_c2t`.
+
+    `balance`: use as many positives as negatives, also held out; not for soft labels.
+    """
     features, label, held = _finite(columns)
     if balance:
-        places = torch.cat([side[thinned(label[side], negatives=1, positives=1, seed=0)] for side in _sides(held)])
-        features, label, held = features[places], label[places], held[places]
+        index = torch.cat([side[subsample(label[side], negatives=1, positives=1, seed=0)] for side in _sides(held)])
+        features, label, held = features[index], label[index], held[index]
     data, tested = (Data(features[side], label[side], torch.ones_like(label[side])) for side in (~held, held))
     runs = [
         _train(begin(seed), data, tested, threshold=MCSD_THRESHOLD, recipe=recipe, watch=watch, seed=seed)
@@ -154,7 +156,7 @@ def train_mcsd(
 
 
 def balanced(label: Tensor) -> Tensor:
-    """Weights [M] of examples by which the negatives count for `BALANCE` times the positives.
+    """Example weights [M] that make the negatives count `BALANCE` times as much as the positives.
 
     Raises:
         ValueError: one of the two classes is missing.
@@ -166,11 +168,12 @@ def balanced(label: Tensor) -> Tensor:
 
 
 def held_out(prompt: Tensor) -> Tensor:
-    """[M] bool: the examples of one prompt in twenty, but of one at least, the same for every seed. No text stands on
-    both sides.
+    """The held-out examples, [M] bool: those of one prompt in twenty, at least one, the same for every seed.
+
+    No prompt is on both sides.
 
     Raises:
-        ValueError: there is one prompt only.
+        ValueError: there is only one prompt.
     """
     prompts = prompt.unique()
     if len(prompts) < 2:
@@ -180,28 +183,28 @@ def held_out(prompt: Tensor) -> Tensor:
     return torch.isin(prompt, prompts[order[:count]])
 
 
-def thinned(label: Tensor, *, negatives: float, positives: float = math.inf, seed: int) -> Tensor:
-    """Places [K] in rising order: at most so many negatives for each positive, and positives for each negative.
+def subsample(label: Tensor, *, negatives: float, positives: float = math.inf, seed: int) -> Tensor:
+    """Indices [K], ascending: at most `negatives` negatives per positive, and `positives` positives per negative.
 
     Raises:
         ValueError: one of the two classes is missing.
     """
     classes = [(label > 0.5).nonzero()[:, 0], (label <= 0.5).nonzero()[:, 0]]
-    counts = [len(places) for places in classes]
+    counts = [len(index) for index in classes]
     _both(counts)
     most = (positives * counts[1], negatives * counts[0])
     random = _random(seed)
     kept = [
-        places[torch.randperm(len(places), generator=random)[: min(len(places), max(1, round(limit)))]]
-        if limit < len(places)
-        else places
-        for places, limit in zip(classes, most, strict=True)
+        index[torch.randperm(len(index), generator=random)[: min(len(index), max(1, round(limit)))]]
+        if limit < len(index)
+        else index
+        for index, limit in zip(classes, most, strict=True)
     ]
     return torch.cat(kept).sort().values
 
 
 def score(confidence: Tensor, label: Tensor, threshold: float) -> Score:
-    """`label` [M] from 0 to 1; soft ones count as so much of a positive."""
+    """`label` [M] in [0, 1]; a soft label counts as that fraction of a positive."""
     passes = (confidence >= threshold).float()
     return Score(float((passes * label).sum() / label.sum().clamp(min=1e-9)), float(passes.mean()))
 
@@ -215,7 +218,7 @@ def _both(counts: Sequence[int]) -> None:
 
 
 def _finite(columns: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Features [M, F], labels [M] and which of them are held out, without rows that are not numbers."""
+    """Features [M, F], labels [M] and the held-out mask [M], without non-finite rows."""
     good = columns["features"].isfinite().all(1) & columns["label"].isfinite()
     features, label, prompt = (columns[name][good] for name in ("features", "label", "prompt"))
     return features, label, held_out(prompt)
@@ -226,17 +229,17 @@ def _sides(held: Tensor) -> list[Tensor]:
 
 
 def _train(gate: Gate, data: Data, tested: Data, *, threshold: float, recipe: Recipe, watch: Watch, seed: int) -> Run:
-    """Train a copy of `gate`: its state before and after every epoch, until the loss on `tested` falls no more.
+    """Train a copy of `gate` until the loss on `tested` stops improving; record its state before and after every epoch.
 
-    Adam works on standardised features; what is handed out reads them as they come.
+    Adam sees standardised features; the recorded gates take raw ones.
     """
     mean, deviation = data.features.mean(0), data.features.std(0).clamp(min=1e-6)
     learner = copy.deepcopy(gate).requires_grad_(requires_grad=True)
-    _read(learner, shift=mean, scale=deviation)
+    _fold_affine(learner, shift=mean, scale=deviation)
     optimizer = torch.optim.Adam(learner.parameters(), lr=recipe.rate)
     inputs, random = (data.features - mean) / deviation, _random(seed)
     epochs: list[Epoch] = []
-    size = max(LEAST, min(recipe.batch, len(inputs) // STEPS))
+    size = max(MIN_BATCH, min(recipe.batch, len(inputs) // STEPS_PER_EPOCH))
     best = 0  # number of the epoch
     for number in range(recipe.epochs + 1):
         if number:
@@ -246,7 +249,7 @@ def _train(gate: Gate, data: Data, tested: Data, *, threshold: float, recipe: Re
                 loss.backward()
                 optimizer.step()
         state = copy.deepcopy(learner).requires_grad_(requires_grad=False)
-        _read(state, shift=-mean / deviation, scale=1 / deviation)
+        _fold_affine(state, shift=-mean / deviation, scale=1 / deviation)
         confidence = state(tested.features)
         epochs.append(Epoch(number, _loss(confidence, tested), score(confidence, tested.label, threshold), state))
         watch(seed, epochs[-1])
@@ -276,13 +279,13 @@ def _best(runs: list[Run], tested: Data) -> Trained:
 
 
 def _loss(confidence: Tensor, data: Data) -> float:
-    """Binary cross-entropy; an example counts by its weight."""
+    """Weighted binary cross-entropy."""
     loss = F.binary_cross_entropy(confidence, data.label, weight=data.weight, reduction="sum")
     return float(loss / data.weight.sum())
 
 
 def alive_units(gate: Gate, features: Tensor) -> list[tuple[int, int]]:
-    """Of each hidden layer: how many units these features [M, F] switch on, and all."""
+    """Per hidden layer: how many units these features [M, F] activate, and how many there are."""
     found, out = [], features.float()
     for layer in list(gate.layers)[:-1]:
         out = layer(out)
@@ -291,8 +294,8 @@ def alive_units(gate: Gate, features: Tensor) -> list[tuple[int, int]]:
     return found
 
 
-def _read(gate: Gate, *, shift: Tensor, scale: Tensor) -> None:
-    """Change the first layer so that the gate says of x what it said of scale * x + shift."""
+def _fold_affine(gate: Gate, *, shift: Tensor, scale: Tensor) -> None:
+    """Fold an affine map into the first layer: afterwards gate(x) is the old gate(scale * x + shift)."""
     first = gate.layers[0]
     assert isinstance(first, nn.Linear)
     with torch.no_grad():

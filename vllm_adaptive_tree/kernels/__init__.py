@@ -1,11 +1,12 @@
-"""Draws and rules in one launch each, for devices where starting an operation costs more than its work.
+"""Triton kernels for sampling and acceptance rules, one launch each, for GPUs, where launches dominate the cost.
 
-The same tokens as `noise.KeyedNoise` and `acceptance` give from the same keys, but for the rounding of sums.
+They give the same tokens as `rng.CounterRNG` and `acceptance` from the same keys, up to the rounding of sums.
+Each file is named after the module it replaces.
 """
 
-from vllm_adaptive_tree.kernels.draws import FusedNoise
-from vllm_adaptive_tree.kernels.leaves import KINDS, Tables, traversal
-from vllm_adaptive_tree.kernels.siblings import FUSED
-from vllm_adaptive_tree.kernels.walking import walk
+from vllm_adaptive_tree.kernels.rejection import FUSED_RULES
+from vllm_adaptive_tree.kernels.sampling import FusedRNG
+from vllm_adaptive_tree.kernels.traversal import TRAVERSAL_KINDS, TraversalInputs, traversal
+from vllm_adaptive_tree.kernels.walk import walk
 
-__all__ = ["FUSED", "KINDS", "FusedNoise", "Tables", "traversal", "walk"]
+__all__ = ["FUSED_RULES", "TRAVERSAL_KINDS", "FusedRNG", "TraversalInputs", "traversal", "walk"]

@@ -1,4 +1,4 @@
-"""What to draft: one file per paper, and the drafter's contract."""
+"""Proposers decide what to draft: one file per paper."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ def register_proposer(name: str, cls_or_path: type | str) -> None:
     """Make `method: name` draft with a `Proposer`.
 
     Args:
-        name: what users write; no name of a built-in method.
+        name: what users write; must differ from the built-in methods.
         cls_or_path: an importable subclass of `Proposer`, or "pkg.module:Class".
 
     Raises:

@@ -1,4 +1,4 @@
-"""A proposer, which decides what to expand, and how it grows trees with a drafter."""
+"""The proposer interface, and growing trees with a proposer and a drafter."""
 
 import math
 from abc import ABC, abstractmethod
@@ -11,76 +11,97 @@ from torch.nn.functional import pad
 
 from vllm_adaptive_tree.acceptance import Kind
 from vllm_adaptive_tree.drafters import Drafter, Frontier, Rows
-from vllm_adaptive_tree.noise import Noise
 from vllm_adaptive_tree.proposers.options import MethodOptions
 from vllm_adaptive_tree.registry import imported
+from vllm_adaptive_tree.rng import RandomSource
 from vllm_adaptive_tree.trees import SlicedMask, TreeBatch
 from vllm_adaptive_tree.trees.tree_batch import EMPTY
 
-MOST_COLUMNS = 1 << 32
+KEYS_PER_LEVEL = 1 << 32
+RENAMED = {"most_children": "max_children", "most_nodes": "max_nodes"}
+"""Attributes of release 0.1 that third parties' proposers may still set; kept for one release."""
 
 
 class Proposal(NamedTuple):
-    """R finished trees, and what an acceptance rule has to know of how their nodes were drawn."""
+    """R finished trees, and what an acceptance rule needs to know about how their nodes were drawn."""
 
     tree: TreeBatch
-    read: Tensor  # [R, N]: the drafter's number of each node, counted as in `Frontier`; -1: never read, or a dead row
-    drawn: Tensor  # [R, N + 1]: how many children the root (first) and each node were to get
+    read: Tensor  # [R, N]: the drafter's slot of each node, as in `Frontier`; -1: never read, or a dead row
+    num_planned: Tensor  # [R, N + 1]: number of children planned for the root (first) and each node
 
     def padded(self, nodes: int) -> "Proposal":
-        """The same with N = `nodes`, for those who need one width: a fixed shape may have fewer."""
+        """The same with N = `nodes`, for callers that need a fixed width: a fixed shape may have fewer nodes."""
         more = (0, nodes - self.read.shape[1])
-        return Proposal(self.tree.padded(nodes), pad(self.read, more, value=-1), pad(self.drawn, more))
+        return Proposal(self.tree.padded(nodes), pad(self.read, more, value=-1), pad(self.num_planned, more))
+
+    @property
+    def drawn(self) -> Tensor:
+        """The name of release 0.1 for `num_planned`."""
+        return self.num_planned
 
 
 class Request(NamedTuple):
-    """What a tree is grown for; R entries each."""
+    """What the trees are grown for; R entries each."""
 
-    temperature: Tensor  # [R]: the law q that shapes or draws the children is softmax(logits / temperature)
-    greedy: Tensor  # [R] bool: the target takes its argmax, so the best children serve better than sampled ones
-    noise: Noise
+    temperature: Tensor  # [R]: children are shaped by or sampled from q = softmax(logits / temperature)
+    greedy: Tensor  # [R] bool: the target takes its argmax, so top-k children beat sampled ones
+    rng: RandomSource
     initial: Tensor | None = None
-    """[R, W] first-layer tokens that the target drew itself (-1: none), for the proposers that take them."""
+    """[R, W] first-layer tokens sampled by the target itself (-1: none), for proposers that use them."""
+
+    @property
+    def noise(self) -> RandomSource:
+        """The name of release 0.1 for `rng`."""
+        return self.rng
 
 
 class Proposer(ABC):
-    """Grows R trees level by level; `growth` is the proposer's own record and never read by others.
+    """Grows R trees level by level; `growth` is the proposer's own state, opaque to everyone else.
 
-    A method is one subclass with its `Options` and `build`. What else the engine has to know of it, it asks here, never
-    by its class.
+    A method is one subclass with its `Options` and `build`. Whatever the engine needs to know about a method is an
+    attribute here; it never checks the class.
     """
 
     Options: ClassVar[type[MethodOptions]] = MethodOptions
-    """A frozen dataclass: what users may write into `tree`."""
+    """A frozen dataclass: the options users may set in `tree`."""
     max_depth: int
     kinds: tuple[Kind, ...]
-    """Kinds of children that it can produce, in order of preference."""
+    """The kinds of children it can produce, in order of preference."""
     kind: Kind
-    """The one that it shall produce; one of `kinds`."""
-    most_children: int
-    """The most children of a node."""
-    most_nodes: int | None = None
-    """The most nodes of a tree, where the method has a limit of its own."""
+    """The kind to produce; one of `kinds`."""
+    max_children: int
+    """Upper bound of the children of a node."""
+    max_nodes: int | None = None
+    """Upper bound of the nodes of a tree, if the method has one of its own."""
     hidden_size: int | None = None
-    """Width of the draft's hidden states, where it reads them; an engine with others is refused."""
+    """Width of the draft's hidden states, if it reads them; a draft model of another width is refused."""
     compiled: ClassVar[str | None] = None
-    """Path of a class that grows the same trees in compiled loops and is made by `of(proposer)`; imported on CPUs."""
+    """Import path of a class that grows the same trees in compiled loops; made by its `of(proposer)`, on CPUs only."""
     threshold: float = 0.0
     floor: float = -math.inf
-    """Both are set by the engine where `Options.steered` says so: tokens that a level has to bring, or the least value
-    of a slot; and the log value up to which a node is not worth expanding."""
+    """Set by the engine if `Options.steered` says so. `threshold`: tokens that a level must gain, or the smallest value
+    of a slot. `floor`: nodes up to this log value are not expanded."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for old, new in RENAMED.items():
+            if old in vars(cls):
+                setattr(cls, new, vars(cls)[old])
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(RENAMED.get(name, name), value)
 
     @classmethod
     @abstractmethod
     def build(cls, options: Any, *, nodes: int) -> Self:
-        """From its `Options`; `nodes`: the node budget of a request.
+        """Make one from its `Options`; `nodes`: the node budget per request.
 
         Raises:
-            ValueError: a file that the options name is missing or holds something else.
+            ValueError: a file named by the options is missing or invalid.
         """
 
-    def on_host(self) -> "Proposer":
-        """Itself, or one that grows the same trees sooner on a CPU. A subclass may grow others, so it inherits none."""
+    def for_cpu(self) -> "Proposer":
+        """Itself, or its `compiled` version. Not inherited: a subclass may grow other trees."""
         path = vars(type(self)).get("compiled")
         if path is None:
             return self
@@ -88,34 +109,36 @@ class Proposer(ABC):
         return proposer
 
     def mask(self, nodes: int) -> SlicedMask | None:
-        """The tree mask of the draft's reading, where it is known before a tree of so many `nodes` is drawn."""
+        """The draft's tree mask, if it is known before a tree of up to `nodes` nodes is drawn."""
         return None
 
     @property
     def by_place(self) -> bool:
-        """Whether a budget has to value nodes by their place in the tree alone: its weights then depend on the tokens
-        that were drawn, and a drawn token must not decide on its own cut."""
+        """Whether a budget must value nodes by their position in the tree alone.
+
+        True if the node weights depend on sampled tokens: a sampled token must not influence its own pruning.
+        """
         return False
 
     def steer(self, fill: float) -> None:
-        """Where `Options.steered.fill` is set: a step's trees, before any cut, filled this share of their budget."""
-        raise AssertionError(f"{type(self).__name__} has no threshold that is steered")
+        """Called if `Options.steered.fill`: a step's trees, before pruning, filled this fraction of their budget."""
+        raise AssertionError(f"{type(self).__name__} has no threshold to steer")
 
     @abstractmethod
     def begin(self, rows: Rows, *, nodes: int, request: Request) -> Any:
-        """Layer 1 from the roots' rows (W = 1); at most `nodes` nodes a tree. None below a dead row, here and later."""
+        """Depth 1 from the roots' rows (W = 1), at most `nodes` nodes per tree. Dead rows never get children."""
 
     @abstractmethod
     def growing(self, growth: Any) -> Tensor:
-        """Which trees want another level: bool [R]."""
+        """Which trees want another level: [R] bool."""
 
     @abstractmethod
     def frontier(self, growth: Any) -> Frontier:
-        """The nodes whose children decide the next level."""
+        """The nodes to read for the next level."""
 
     @abstractmethod
     def extend(self, growth: Any, rows: Rows) -> Any:
-        """Add the level below the frontier, from its rows; trees that are not growing stay as they are."""
+        """Add the level below the frontier, from its rows; trees that are not growing stay unchanged."""
 
     @abstractmethod
     def finish(self, growth: Any) -> Proposal: ...
@@ -135,12 +158,13 @@ def draft_tree(
 ) -> Proposal:
     """Grow one tree per request from the roots' rows (W = 1).
 
-    `agree` may read `growing` [R] to end the growth early, may cut the frontier's unused columns, and makes every rank
-    read the same frontier. `keep` is given the logits [R, W, V] of every level, the root's first, 0 in dead rows;
-    `lost` which nodes [R, W] bool had a dead row that the
-    drafter had not expected.
+    Args:
+        agree: may inspect `growing` [R] to stop early, trims unused columns of the frontier, and makes every rank read
+            the same frontier.
+        keep: called with the logits [R, W, V] of every level, the root's first; 0 in dead rows.
+        lost: called with the nodes [R, W] bool whose row was dead without the drafter saying so.
     """
-    rows, broken = _finite(rows, request.temperature)
+    rows, broken = _mask_dead(rows, request.temperature)
     lost(broken)
     keep(rows.logits)
     growth = proposer.begin(rows, nodes=nodes, request=request)
@@ -149,47 +173,49 @@ def draft_tree(
         if not more or frontier.tokens.shape[1] == 0:
             break
         rows, state = drafter.grow(frontier.tokens, frontier.parent, state)
-        rows, broken = _finite(rows, request.temperature)
+        rows, broken = _mask_dead(rows, request.temperature)
         lost(broken & (frontier.tokens != EMPTY))
         keep(rows.logits)
         growth = proposer.extend(growth, rows)
     return proposer.finish(growth)
 
 
-def _finite(rows: Rows, temperature: Tensor) -> tuple[Rows, Tensor]:
-    """The rows, the logits of dead ones 0 in place, and which are dead though the drafter did not say so [R, W];
-    `temperature` [R]."""
+def _mask_dead(rows: Rows, temperature: Tensor) -> tuple[Rows, Tensor]:
+    """The rows with the logits of dead ones set to 0 in place, and which the drafter had not marked dead [R, W].
+
+    `temperature`: [R].
+    """
     logits = rows.logits
-    broken = (logits.amax(-1) / temperature[:, None]).isfinite().logical_not_()  # NaN anywhere is the maximum
+    broken = (logits.amax(-1) / temperature[:, None]).isfinite().logical_not_()  # amax propagates NaN
     dead = broken
     if rows.dead is not None:
         dead, broken = broken | rows.dead, broken & ~rows.dead
-    # On a CPU a look costs nothing, and writing to no row as much as a softmax of all.
+    # On a CPU looking is free, and an empty masked_fill costs as much as a softmax over all rows.
     if dead.device.type != "cpu" or dead.numpy().any():
         logits.masked_fill_(dead[..., None], 0.0)
     return rows._replace(dead=dead), broken
 
 
-def places(level: int, logits: Tensor) -> Tensor:
-    """Keys [R, W] for the noise of a frontier with logits [R, W, V]: a request's own level and column, so that neither
-    the batch around it nor columns that are cut off change its draws."""
+def rng_keys(level: int, logits: Tensor) -> Tensor:
+    """Keys [R, W] for `rng.fold_in` at a frontier with logits [R, W, V]: the request's own level and column, so neither
+    the rest of the batch nor trimmed columns change its draws."""
     requests, width, _ = logits.shape
-    return (level * MOST_COLUMNS + torch.arange(width, device=logits.device)).expand(requests, width)
+    return (level * KEYS_PER_LEVEL + torch.arange(width, device=logits.device)).expand(requests, width)
 
 
-def law(logits: Tensor, temperature: Tensor) -> Tensor:
-    """softmax(logits / temperature), as `log_law`."""
+def softmax_at(logits: Tensor, temperature: Tensor) -> Tensor:
+    """softmax(logits / temperature); arguments as for `log_softmax_at`."""
     scaled = _scaled(logits, temperature)
     return torch.softmax(scaled, -1, out=scaled)
 
 
-def log_law(logits: Tensor, temperature: Tensor) -> Tensor:
-    """log softmax(logits / temperature) in at least float32; `temperature` lacks the last dimension."""
+def log_softmax_at(logits: Tensor, temperature: Tensor) -> Tensor:
+    """log softmax(logits / temperature) in at least float32; `temperature` has no last dimension."""
     scaled = _scaled(logits, temperature)
     return torch.log_softmax(scaled, -1, out=scaled)
 
 
 def _scaled(logits: Tensor, temperature: Tensor) -> Tensor:
-    """A tensor that the softmax may overwrite: fresh memory for rows this long costs more than the softmax."""
+    """logits / temperature in a tensor the softmax may overwrite: allocating such rows costs more than the softmax."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return wide / temperature[..., None] if wide is logits else wide.div_(temperature[..., None])

@@ -1,8 +1,8 @@
-"""Growth by value: of all candidates the n best are kept, whatever a method's value is.
+"""Best-first growth: keep the n candidates of the highest value, for any method's definition of value.
 
-Values never increase from a parent to its child. So the n best form a tree, a node that has fallen out of the n best so
-far has no descendant that could enter, and its row is not drafted. Levels are put aside as they come; which of their
-nodes make the tree, and in which order, is settled once, at the end.
+Values never increase from a parent to its child. So the n best form a tree, and a node outside the n best so far has no
+descendant that could enter: its row is not drafted. Levels are stored as they come; which nodes make the tree, and in
+which order, is decided once, at the end.
 """
 
 from abc import abstractmethod
@@ -18,27 +18,27 @@ from vllm_adaptive_tree.trees.tree_batch import EMPTY
 
 
 class Candidates(NamedTuple):
-    """The next level: C candidates of each request, no more than a tree has nodes, by value descending."""
+    """The next level: C candidates per request, at most as many as a tree has nodes, by descending value."""
 
     tokens: Tensor  # [R, C]
-    above: Tensor  # [R, C]: column of the frontier below which it stands (0 for the children of the root)
-    value: Tensor  # [R, C]: log value, by which nodes are kept and ordered; -inf where there is no candidate
+    parent_column: Tensor  # [R, C]: its parent's column of the frontier (0 for children of the root)
+    value: Tensor  # [R, C]: log value, by which nodes are kept and ordered; -inf: no candidate
     path: Tensor  # [R, C]: log probability of the path under the draft
-    drawn: int  # how many children each node of the frontier was to get
+    num_planned: int  # children planned for each node of the frontier
 
 
 class Level(NamedTuple):
-    """Nodes of one depth, C of each request, as in `Candidates`."""
+    """The nodes of one depth, C per request, as in `Candidates`."""
 
     tokens: Tensor
-    parent: Tensor  # the drafter's number of it, 0 the root
+    parent: Tensor  # the drafter's slot of it, 0 the root
     depth: Tensor
     value: Tensor
     path: Tensor
 
 
 class Front(NamedTuple):
-    """The columns of the frontier, those in use to the left, the best in front."""
+    """The columns of the frontier: used ones first, the best leftmost."""
 
     tokens: Tensor  # [R, W], EMPTY: unused
     parent: Tensor  # [R, W]
@@ -47,14 +47,14 @@ class Front(NamedTuple):
 
 
 class Growth(NamedTuple):
-    levels: tuple[Level, ...]  # behind n empty slots, which come before all that is worth nothing
-    read: tuple[Tensor, ...]  # of each level but the last, the drafter's number of each node, -1: not read
-    best: Tensor  # [R, n]: values of the n best so far, falling
+    levels: tuple[Level, ...]  # the first holds n empty slots, which sort before all candidates of value -inf
+    read: tuple[Tensor, ...]  # of each level but the last: the drafter's slot of each node, -1: not read
+    best: Tensor  # [R, n]: values of the n best so far, descending
     total: Tensor  # [R]: sum of these values
-    expand: Tensor  # [R, C] bool: nodes of the last level whose children shall be drafted
+    expand: Tensor  # [R, C] bool: nodes of the last level to draft children for
     front: Front
-    first: int  # the drafter's number of the frontier's first column
-    drawn: int
+    first: int  # the drafter's slot of the frontier's first column
+    num_planned: int
     request: Request
 
     @property
@@ -67,23 +67,23 @@ class Growth(NamedTuple):
 
 
 class BestFirst(Proposer):
-    """A method says what its candidates are worth, and which nodes of a level are worth expanding."""
+    """A subclass defines the value of its candidates, and which nodes of a level to expand."""
 
     @abstractmethod
     def candidates(self, growth: Growth, logits: Tensor) -> Candidates:
-        """Children of the frontier's first W columns, from their rows [R, W, V]."""
+        """Children of the frontier's first W columns, from their logits [R, W, V]."""
 
     def expand(self, level: Level, worst: Tensor, gain: Tensor) -> Tensor:
-        """Nodes [R, C] of the last level that shall have children: no others than those that could enter the n best.
+        """Nodes [R, C] of the last level to expand: only those whose children could enter the n best.
 
         Args:
-            worst: [R, 1] value of the n-th best so far, -inf while there is room.
-            gain: [R] growth of the sum of the n best by this level.
+            worst: [R, 1] value of the n-th best so far, -inf while there are fewer.
+            gain: [R] what this level added to the sum of the n best values.
         """
         return level.value > worst
 
     def front(self, level: Level, expand: Tensor) -> Front:
-        """The columns of the frontier, where the best of a level are expanded: they are in front already."""
+        """The columns of the frontier. Here the best of a level are expanded, and those come first already."""
         unused = ~expand
         value, path = (column.masked_fill(unused, -torch.inf) for column in (level.value, level.path))
         return Front(level.tokens.masked_fill(unused, EMPTY), level.parent, value, path)
@@ -115,14 +115,14 @@ class BestFirst(Proposer):
         return self._grown(growth._replace(read=(*growth.read, number)), rows)
 
     def _grown(self, growth: Growth, rows: Rows) -> Growth:
-        """One level more, from the rows of the frontier; columns of dead ones count as unused."""
+        """Add a level from the rows of the frontier; columns of dead rows count as unused."""
         logits, dead = rows.logits, rows.dead
         assert dead is not None
         known = growth.front.path[:, : dead.shape[1]].masked_fill(dead, -torch.inf)
         growth = growth._replace(front=growth.front._replace(path=known))
-        tokens, above, value, path, drawn = self.candidates(growth, logits)
+        tokens, parent_column, value, path, num_planned = self.candidates(growth, logits)
         depth = torch.full_like(tokens, len(growth.levels))
-        level = Level(tokens, above + growth.first, depth, value, path)
+        level = Level(tokens, parent_column + growth.first, depth, value, path)
         best = torch.cat([growth.best, value], 1).topk(growth.nodes).values
         total = best.exp().sum(1)
         expand = self.expand(level, best[:, -1:], total - growth.total)
@@ -134,29 +134,30 @@ class BestFirst(Proposer):
             expand=expand,
             front=self.front(level, expand),
             first=growth.first + logits.shape[1],
-            drawn=drawn,
+            num_planned=num_planned,
             request=growth.request,
         )
 
     def finish(self, growth: Growth) -> Proposal:
-        """The n best of all levels. A stable sort keeps the older of two equals in front, so parents come first."""
+        """The n best of all levels. The sort is stable: of equal values the earlier comes first, so parents do."""
         tokens, parent, depth, values, _ = zip(*growth.levels, strict=True)
         unread = growth.levels[0].tokens[:, : growth.expand.shape[1]]
         columns = torch.cat([*tokens, *parent, *depth, *growth.read, unread], 1).unflatten(1, (4, -1))
         value, order = torch.cat(values, 1).sort(dim=1, descending=True, stable=True)
         keep = order[:, : growth.nodes]
-        token, above, deep, read = columns.gather(2, keep[:, None].expand(-1, 4, -1)).unbind(1)
-        slots = torch.arange(growth.nodes, device=keep.device).expand_as(keep)
-        slot = torch.full((len(keep), growth.first + 1), -1, device=keep.device)  # of each number; the root has none
-        slot.scatter_(1, read % (growth.first + 1), slots)  # nodes that were not read share the last place
-        tree = TreeBatch(token, slot.gather(1, above), deep, value[:, : growth.nodes])
-        rooted = value[:, :1] > -torch.inf  # a dead root has no children
-        return Proposal(tree, read, torch.cat([rooted, read >= 0], 1) * growth.drawn)
+        token, parent_slot, deep, read = columns.gather(2, keep[:, None].expand(-1, 4, -1)).unbind(1)
+        nodes = torch.arange(growth.nodes, device=keep.device).expand_as(keep)
+        slot = torch.full((len(keep), growth.first + 1), -1, device=keep.device)  # drafter slot -> node; the root: -1
+        slot.scatter_(1, read % (growth.first + 1), nodes)  # nodes that were not read all write to the last entry
+        tree = TreeBatch(token, slot.gather(1, parent_slot), deep, value[:, : growth.nodes])
+        has_children = value[:, :1] > -torch.inf  # a dead root has no children
+        return Proposal(tree, read, torch.cat([has_children, read >= 0], 1) * growth.num_planned)
 
 
-def ranked(candidates: Candidates, nodes: int) -> Candidates:
-    """The best `nodes` of any number of candidates in any order; ties to the earlier."""
+def best_candidates(candidates: Candidates, nodes: int) -> Candidates:
+    """The best `nodes` of any number of candidates in any order; ties to the earlier one."""
     value, index = candidates.value.sort(dim=1, descending=True, stable=True)
     value, index = value[:, :nodes], index[:, :nodes]
-    tokens, above, path = (column.gather(1, index) for column in (candidates.tokens, candidates.above, candidates.path))
-    return Candidates(tokens, above, value, path, candidates.drawn)
+    tokens, column, _, path, num_planned = candidates
+    tokens, column, path = (one.gather(1, index) for one in (tokens, column, path))
+    return Candidates(tokens, column, value, path, num_planned)

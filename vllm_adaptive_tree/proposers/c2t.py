@@ -1,4 +1,4 @@
-"""C2T: a small classifier decides which nodes are worth verifying (Huo et al., arXiv 2502.13652)."""
+"""C2T: a small classifier decides which nodes to verify (Huo et al., arXiv 2502.13652)."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from vllm_adaptive_tree.acceptance import Kind
-from vllm_adaptive_tree.proposers.base import log_law
-from vllm_adaptive_tree.proposers.best_first import BestFirst, Candidates, Growth, ranked
+from vllm_adaptive_tree.proposers.base import log_softmax_at
+from vllm_adaptive_tree.proposers.best_first import BestFirst, Candidates, Growth, best_candidates
 from vllm_adaptive_tree.proposers.gate import FEATURES, Gate, entropy
 from vllm_adaptive_tree.proposers.opt_tree import top_children
 from vllm_adaptive_tree.proposers.options import (
@@ -19,18 +19,18 @@ from vllm_adaptive_tree.proposers.options import (
     count,
     file,
     flag,
+    fraction,
     one_of,
     readable,
-    share,
 )
 
 TIE = 1e-6
-"""What a path's log probability counts for beside the log of a confidence: it only tells equals apart."""
+"""Weight of the log path probability against the log confidence: it only breaks ties."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class C2TOptions(MethodOptions):
-    beta: float = share(0.5)
+    beta: float = fraction(0.5)
     top_k: int = count(15)
     entropy_top: int = count(1000)
     max_depth: int = count(10)
@@ -39,7 +39,7 @@ class C2TOptions(MethodOptions):
     gate: str | None = file()
 
     def temperature(self, own: float, fitted: float = GREEDY_DRAFT_TEMPERATURE) -> float:
-        """Deterministic trees are shaped by the law itself."""
+        """Deterministic trees are shaped by the unscaled distribution."""
         return 1.0
 
     def shipped(self) -> Path | None:
@@ -47,14 +47,14 @@ class C2TOptions(MethodOptions):
 
 
 class C2T(BestFirst):
-    """Every candidate's confidence C(path probability, entropy of its parent's law, depth) must reach `beta`.
+    """Keep candidates with confidence C(path probability, entropy of the parent's distribution, depth) >= `beta`.
 
-    The K best tokens of every node of a level are candidates; those below `beta` go (first pruning), then all but the K
-    most confident of the level (second pruning, optional). The rest are the next level. Depth counts from 0 for the
-    first drafted layer.
+    The top K tokens of every node of a level are candidates. Those below `beta` are pruned (first pruning), then all
+    but the K most confident of the level (second pruning, optional). The rest are the next level. Depth 0: children of
+    the root.
 
-    A node's value is the least confidence on its path, so where more nodes survive than the budget holds, those in
-    which the gate believes most stay, and of equals the more probable paths. The paper has no such budget.
+    A node's value is the smallest confidence on its path. If more nodes survive than the budget allows, the most
+    confident stay, ties to the more probable path. The paper has no such budget.
     """
 
     Options: ClassVar[type[MethodOptions]] = C2TOptions
@@ -72,13 +72,13 @@ class C2T(BestFirst):
         chain: bool,
         features: str = "paper",
     ):
-        """`features`: what the gate reads, one of `FEATURES`."""
+        """`features`: the gate's input encoding, one of `FEATURES`."""
         self.gate, self.beta, self.entropy_top, self.max_depth = gate, beta, entropy_top, max_depth
         self.features = features
         self.width = 1 if chain else top_k  # candidates of a node, and survivors of a level
         self.second_pruning = second_pruning
         self.kind: Kind = "one_hot"
-        self.most_children = self.width
+        self.max_children = self.width
 
     @classmethod
     def build(cls, options: C2TOptions, *, nodes: int) -> Self:
@@ -95,26 +95,28 @@ class C2T(BestFirst):
         )
 
     def candidates(self, growth: Growth, logits: Tensor) -> Candidates:
-        law = log_law(logits, growth.request.temperature[:, None])  # [R, W, V]
-        candidates = top_children(law, growth.front.path[:, : law.shape[1]], self.width)
-        above = candidates.above
-        own = entropy(law, self.entropy_top).gather(1, above)  # [R, C]
-        depth = torch.full_like(own, growth.level)
-        confidence = self.gate(features(candidates.path, own, depth, self.features))
+        log_probs = log_softmax_at(logits, growth.request.temperature[:, None])  # [R, W, V]
+        candidates = top_children(log_probs, growth.front.path[:, : log_probs.shape[1]], self.width)
+        parent = candidates.parent_column
+        parent_entropy = entropy(log_probs, self.entropy_top).gather(1, parent)  # [R, C]
+        depth = torch.full_like(parent_entropy, growth.level)
+        confidence = self.gate(features(candidates.path, parent_entropy, depth, self.features))
         keep = (confidence >= self.beta) & (candidates.path > -torch.inf)
         if self.second_pruning:
             order = confidence.masked_fill(~keep, -1.0).argsort(dim=1, descending=True, stable=True)
             keep = keep & (order.argsort(dim=1) < self.width)
-        step = candidates.path - growth.front.path.gather(1, above)  # never above 0: no child before its parent
+        step = candidates.path - growth.front.path.gather(
+            1, parent
+        )  # never positive, so no child sorts before its parent
         value = torch.minimum(
-            growth.front.value.gather(1, above) + TIE * step,
+            growth.front.value.gather(1, parent) + TIE * step,
             confidence.clamp(min=torch.finfo(confidence.dtype).tiny).log() + TIE * candidates.path,
         )
-        return ranked(candidates._replace(value=value.masked_fill(~keep, -torch.inf)), growth.nodes)
+        return best_candidates(candidates._replace(value=value.masked_fill(~keep, -torch.inf)), growth.nodes)
 
 
 def features(path: Tensor, entropy: Tensor, depth: Tensor, kind: str) -> Tensor:
-    """What the gate reads of nodes [...]: path probability, entropy of the parent's law, depth from 0: [..., 3].
+    """The gate's inputs [..., 3] for nodes [...]: path probability, entropy of the parent's distribution, depth from 0.
 
     Args:
         path: log path probability.

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from vllm_adaptive_tree.acceptance import Kind
-from vllm_adaptive_tree.proposers.base import law, places
-from vllm_adaptive_tree.proposers.best_first import BestFirst, Candidates, Front, Growth, Level, ranked
+from vllm_adaptive_tree.proposers.base import rng_keys, softmax_at
+from vllm_adaptive_tree.proposers.best_first import BestFirst, Candidates, Front, Growth, Level, best_candidates
 from vllm_adaptive_tree.proposers.children import draw_children
 from vllm_adaptive_tree.proposers.options import (
     GREEDY_DRAFT_TEMPERATURE,
@@ -23,15 +23,15 @@ from vllm_adaptive_tree.proposers.options import (
 )
 from vllm_adaptive_tree.trees.tree_batch import EMPTY
 
-FILL = 0.75
-LOWEST, HIGHEST = 1e-6, 0.9
+TARGET_FILL = 0.75  # of the node budget
+MIN_THRESHOLD, MAX_THRESHOLD = 1e-6, 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DySpecOptions(MethodOptions):
     mode: str = one_of("threshold", "threshold", "heap")
     threshold: float | Literal["auto"] = threshold("auto", "the smallest slot value")
-    """Smallest slot value; "auto": moved between steps so that trees fill three quarters of the budget."""
+    """Smallest slot value; "auto": adjusted between steps so that trees fill three quarters of the budget."""
     draft_temperature: float = option(0.6, lambda value: is_number(value) and value > 0, "a number above 0")
     max_children: int = count(16)
     max_depth: int = count(16)
@@ -45,28 +45,28 @@ class DySpecOptions(MethodOptions):
 
 
 class DySpec(BestFirst):
-    """Slots in decreasing order of their value, until it falls below `threshold` or the budget is full.
+    """Fill sampling slots in decreasing order of value, until it falls below `threshold` or the budget is used up.
 
-    The value of a slot, known before its token is drawn, is the probability that verification comes to it: the path
-    above accepted and the earlier siblings rejected, both estimated by the draft,
+    The value of a slot, known before its token is drawn, is the draft's estimate of the probability that verification
+    reaches it: the path above accepted and the earlier siblings rejected,
 
         v = prod_path q(t) * (1 - sum_{earlier siblings} q(s)).
 
-    With `threshold` 0 the tree is that of Algorithm 1 (the heap, with the depth limited), otherwise that of Algorithm
-    2, cut in slot order where it is over the budget. Either is grown level by level: for one order of draws at every
-    node the heap's tree is the n best slots. The caps are legal because they look at revealed tokens only.
+    With `threshold` 0 the tree is that of Algorithm 1 (the heap, with limited depth), otherwise that of Algorithm 2,
+    truncated in slot order to the budget. Both are grown level by level: for a given order of draws at every node, the
+    heap's tree is the n best slots. The limits are legal because they depend only on tokens generated earlier.
     """
 
     Options: ClassVar[type[MethodOptions]] = DySpecOptions
     kinds: tuple[Kind, ...] = ("without_replacement",)
 
     def __init__(self, *, max_depth: int, max_children: int, threshold: float):
-        self.max_depth, self.most_children, self.threshold = max_depth, max_children, threshold
+        self.max_depth, self.max_children, self.threshold = max_depth, max_children, threshold
         self.kind: Kind = "without_replacement"
 
     @classmethod
     def build(cls, options: DySpecOptions, *, nodes: int) -> Self:
-        threshold = min(1 / nodes, HIGHEST) if options.threshold == "auto" else options.threshold
+        threshold = min(1 / nodes, MAX_THRESHOLD) if options.threshold == "auto" else options.threshold
         return cls(
             max_depth=options.max_depth,
             max_children=options.max_children,
@@ -74,11 +74,11 @@ class DySpec(BestFirst):
         )
 
     def expand(self, level: Level, worst: Tensor, gain: Tensor) -> Tensor:
-        """A node's path probability is the value of its first child's slot."""
-        return (level.path > worst) & (level.path >= self._lowest)
+        """A node's path probability is the value of its first child slot."""
+        return (level.path > worst) & (level.path >= self._min_value)
 
     def front(self, level: Level, expand: Tensor) -> Front:
-        """Packed to the left: a slot of less value may hold a more probable token."""
+        """Packed to the left; not sorted by path: a slot of lower value may hold a more probable token."""
         used, column = expand.sort(dim=1, descending=True, stable=True)
         tokens, parent, value, path = (
             x.gather(1, column) for x in (level.tokens, level.parent, level.value, level.path)
@@ -89,26 +89,26 @@ class DySpec(BestFirst):
     def candidates(self, growth: Growth, logits: Tensor) -> Candidates:
         """All slots below the frontier."""
         request, path = growth.request, growth.front.path[:, : logits.shape[1]]
-        q = law(logits, request.temperature[:, None])  # [R, W, V]
-        place = places(growth.level, logits)
-        most = min(self.most_children, q.shape[-1])
-        drawn = torch.full_like(place, most)
-        tokens = draw_children(self.kind, q, drawn, self.most_children, request.noise.at(place), None)  # [R, W, k]
+        q = softmax_at(logits, request.temperature[:, None])  # [R, W, V]
+        keys = rng_keys(growth.level, logits)
+        fanout = min(self.max_children, q.shape[-1])
+        num_planned = torch.full_like(keys, fanout)
+        rng = request.rng.fold_in(keys)
+        tokens = draw_children(self.kind, q, num_planned, self.max_children, rng, None)  # [R, W, k]
         chance = q.gather(2, tokens.clamp(min=0)).masked_fill(tokens < 0, 0.0)
-        before = 1 - (chance.cumsum(2) - chance)  # nothing of the earlier siblings is accepted
-        # Rounding must not put a sibling before an earlier one, nor a child's slot before its parent's.
+        before = 1 - (chance.cumsum(2) - chance)  # all earlier siblings rejected
+        # Rounding must not sort a sibling before an earlier one, nor a child's slot before its parent's.
         value = path[:, :, None] + before.clamp(min=0).cummin(2).values.log()
-        value = value.masked_fill((tokens < 0) | (value < self._lowest), -torch.inf)
+        value = value.masked_fill((tokens < 0) | (value < self._min_value), -torch.inf)
         column = torch.arange(path.shape[1], device=path.device)[None, :, None].expand_as(tokens)
         below = torch.minimum(path[:, :, None] + chance.log(), value)
-        slots = Candidates(tokens.flatten(1), column.flatten(1), value.flatten(1), below.flatten(1), most)
-        return ranked(slots, growth.nodes)
+        slots = Candidates(tokens.flatten(1), column.flatten(1), value.flatten(1), below.flatten(1), fanout)
+        return best_candidates(slots, growth.nodes)
 
     def steer(self, fill: float) -> None:
-        """Move the threshold after a step whose trees, before any of them was cut, filled this share of the node
-        budget: towards three quarters."""
-        self.threshold = min(max(self.threshold * math.exp(fill - FILL), LOWEST), HIGHEST)
+        """Adjust the threshold after a step whose trees, before pruning, filled this fraction of the node budget."""
+        self.threshold = min(max(self.threshold * math.exp(fill - TARGET_FILL), MIN_THRESHOLD), MAX_THRESHOLD)
 
     @property
-    def _lowest(self) -> float:
+    def _min_value(self) -> float:
         return math.log(self.threshold) if self.threshold > 0 else -math.inf

@@ -1,4 +1,4 @@
-"""EAGLE-2: expand the K best nodes of each level, then keep the n best of all (Li et al., arXiv 2406.16858)."""
+"""EAGLE-2: expand the K best nodes of each level, then keep the n best overall (Li et al., arXiv 2406.16858)."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Self
@@ -7,8 +7,8 @@ from torch import Tensor
 
 from vllm_adaptive_tree.acceptance import Kind
 from vllm_adaptive_tree.drafters import Frontier
-from vllm_adaptive_tree.proposers.base import log_law
-from vllm_adaptive_tree.proposers.best_first import BestFirst, Candidates, Growth, Level, ranked
+from vllm_adaptive_tree.proposers.base import log_softmax_at
+from vllm_adaptive_tree.proposers.best_first import BestFirst, Candidates, Growth, Level, best_candidates
 from vllm_adaptive_tree.proposers.opt_tree import top_children
 from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE, MethodOptions, count
 
@@ -19,15 +19,15 @@ class Eagle2Options(MethodOptions):
     max_depth: int = count(6)
 
     def temperature(self, own: float, fitted: float = GREEDY_DRAFT_TEMPERATURE) -> float:
-        """Deterministic trees are shaped by the law itself."""
+        """Deterministic trees are shaped by the unscaled distribution."""
         return 1.0
 
 
 class Eagle2(BestFirst):
-    """OPT-Tree with a beam of K instead of n, and no stop before `max_depth`.
+    """OPT-Tree with a beam of K instead of n, always to `max_depth`.
 
-    The paper records all K^2 children of a level and reranks at the end. Nodes that are not among the n best so far
-    are dropped here at once: neither they nor their descendants could survive the reranking.
+    The paper records all K^2 children of a level and reranks at the end. Here nodes outside the n best so far are
+    dropped at once: neither they nor their descendants could survive the reranking.
     """
 
     Options: ClassVar[type[MethodOptions]] = Eagle2Options
@@ -36,19 +36,20 @@ class Eagle2(BestFirst):
     def __init__(self, *, max_depth: int, top_k: int):
         self.max_depth, self.top_k = max_depth, top_k
         self.kind: Kind = "one_hot"
-        self.most_children = top_k
+        self.max_children = top_k
 
     @classmethod
     def build(cls, options: Eagle2Options, *, nodes: int) -> Self:
         return cls(max_depth=options.max_depth, top_k=options.top_k)
 
     def candidates(self, growth: Growth, logits: Tensor) -> Candidates:
-        law = log_law(logits, growth.request.temperature[:, None])  # [R, W, V]
-        return ranked(top_children(law, growth.front.path[:, : law.shape[1]], self.top_k), growth.nodes)
+        log_probs = log_softmax_at(logits, growth.request.temperature[:, None])  # [R, W, V]
+        children = top_children(log_probs, growth.front.path[:, : log_probs.shape[1]], self.top_k)
+        return best_candidates(children, growth.nodes)
 
     def expand(self, level: Level, worst: Tensor, gain: Tensor) -> Tensor:
         expand = level.path > worst
-        expand[:, self.top_k :] = False  # the best stand in front
+        expand[:, self.top_k :] = False  # the best come first
         return expand
 
     def frontier(self, growth: Growth) -> Frontier:

@@ -1,3 +1,5 @@
+"""Gates: small MLPs that decide, while a tree is drafted, what to keep or when to stop."""
+
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -8,15 +10,15 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from vllm_adaptive_tree.files import write_whole
+from vllm_adaptive_tree.files import atomic_write
 
-LEAST_PATH = -60.0
-"""Log probabilities below this are one to a gate: such paths are not followed."""
+MIN_LOG_PATH = -60.0
+"""Log path probabilities are clamped here; no such path is drafted."""
 FEATURES: Mapping[str, Callable[[Tensor], Tensor]] = {
     "paper": torch.exp,
-    "log": lambda path: path.clamp(min=LEAST_PATH),
+    "log": lambda path: path.clamp(min=MIN_LOG_PATH),
 }
-"""What C2T's gate reads of a path, from the log of its probability; "paper": the probability itself."""
+"""Encodings of a path's log probability for C2T's gate; "paper": the probability itself."""
 
 
 class Gate(nn.Module):
@@ -27,7 +29,7 @@ class Gate(nn.Module):
     """
 
     def __init__(self, inputs: int, *hidden: int, features: str = "paper"):
-        """`features`: how the inputs are made where there are several ways, one of `FEATURES`; its file says it too."""
+        """`features`: the input encoding, one of `FEATURES`; stored in the gate's file."""
         super().__init__()
         self.inputs, self.features = inputs, features
         layers: list[nn.Module] = []
@@ -37,21 +39,21 @@ class Gate(nn.Module):
         self.layers = nn.Sequential(*layers, nn.Linear(inputs, 1))
 
     def forward(self, features: Tensor) -> Tensor:
-        """[..., inputs] -> [...], between 0 and 1; 0 where features that are not finite give no number."""
+        """[..., inputs] -> [...] in [0, 1]; 0 for NaN, which non-finite features may give."""
         out: Tensor = self.layers(features.float())[..., 0].sigmoid().nan_to_num(0.0)
         return out
 
     def save(self, file: Path, about: Mapping[str, Any]) -> None:
-        """Write a safetensors file, whole or not at all; `about` (JSON): how the gate was made."""
+        """Write a safetensors file atomically; `about` (JSON): how the gate was trained."""
         metadata = {"about": json.dumps(about), "features": self.features}
-        write_whole(file, save(self.state_dict(), metadata=metadata))
+        atomic_write(file, save(self.state_dict(), metadata=metadata))
 
     @classmethod
     def load(cls, file: str | Path, inputs: int | None) -> "Gate":
-        """Read a safetensors file; `inputs` None takes any number of features.
+        """Read a safetensors file; `inputs`: the expected number of features, None: any.
 
         Raises:
-            ValueError: the file is missing, cannot be read, or holds another model; the message says which.
+            ValueError: the file is missing, unreadable, or holds another model; the message says which.
         """
         try:
             with safe_open(file, framework="pt") as opened:
@@ -84,7 +86,7 @@ class Gate(nn.Module):
         return gate.eval().requires_grad_(requires_grad=False)
 
 
-def entropy(law: Tensor, top: int) -> Tensor:
-    """- sum q ln q over the `top` largest entries of the log law [..., V], not renormalised: [...]."""
-    best = law.topk(min(top, law.shape[-1])).values if top < law.shape[-1] else law
+def entropy(log_probs: Tensor, top: int) -> Tensor:
+    """- sum q ln q over the `top` largest entries of log q = `log_probs` [..., V], not renormalised: [...]."""
+    best = log_probs.topk(min(top, log_probs.shape[-1])).values if top < log_probs.shape[-1] else log_probs
     return -(best.exp() * best.masked_fill(best == -torch.inf, 0.0)).sum(-1)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vllm_adaptive_tree.acceptance import Kind
 from vllm_adaptive_tree.proposers.gate import Gate, entropy
-from vllm_adaptive_tree.proposers.options import MethodOptions, bundled, count, file, one_of, option, readable, share
+from vllm_adaptive_tree.proposers.options import MethodOptions, bundled, count, file, fraction, one_of, option, readable
 from vllm_adaptive_tree.proposers.static_tree import ShapedOptions, StaticTree, is_k_config
 from vllm_adaptive_tree.trees import Shape
 
@@ -22,15 +22,15 @@ class McsdOptions(ShapedOptions):
     shape: Any = option((4, 2, 2, 1), is_k_config, "a k-config as [4, 2, 2, 1]")
     init_width: int = count(1)
     stop: str = one_of("none", "none", "type1", "type2")
-    stop_threshold: float = share(0.4)
+    stop_threshold: float = fraction(0.4)
     gate: str | None = file()
 
     def __post_init__(self) -> None:
         super(McsdOptions, self).__post_init__()
         if self.init_width > 1 and not self.allow_lossy:
             raise ValueError(
-                f"speculative_config['tree']['init_width']={self.init_width} changes what the target says, greedy text "
-                "too; use init_width 1, or set tree: {'allow_lossy': true}"
+                f"speculative_config['tree']['init_width']={self.init_width} changes the output, greedy output "
+                "included; use init_width 1, or set tree: {'allow_lossy': true}"
             )
 
     def shipped(self) -> Path | None:
@@ -38,12 +38,12 @@ class McsdOptions(ShapedOptions):
 
 
 class Mcsd(StaticTree):
-    """A k-config whose growth ends when the gate (a decision model) believes in none of the sequences.
+    """A k-config whose growth stops when the gate (decision model) rejects all its sequences.
 
-    The root is the last token drawn from the target: target initialisation of width 1, the one that is lossless. With
-    `init_width` above 1 the first layer of `shape` is that wide and drawn from the target, where a step left it tokens.
-    The gate reads the laws from which a level was drawn (type 2) or the hidden states behind them (type 1), so stopping
-    looks at nothing that is still to be drawn; that level stays.
+    The root is the last token sampled from the target: target initialisation of width 1, which is lossless. With
+    `init_width` above 1 the first layer of `shape` has that width and is sampled from the target, if the last step left
+    such tokens. The gate reads the distributions a level was drawn from (type 2) or the hidden states that gave them
+    (type 1), so the decision depends on nothing drawn later; that level is kept.
     """
 
     Options: ClassVar[type[MethodOptions]] = McsdOptions
@@ -54,7 +54,7 @@ class Mcsd(StaticTree):
         *,
         kind: Kind = "without_replacement",
         gate: Gate | None = None,
-        reads: Literal["law", "hidden"] = "law",
+        reads: Literal["probs", "hidden"] = "probs",
         stop_threshold: float = 0.4,
         init_width: int = 1,
     ):
@@ -72,10 +72,10 @@ class Mcsd(StaticTree):
         mcsd = cls(
             Shape.k_config((*first, *options.shape), nodes),
             gate=gate,
-            reads="hidden" if options.stop == "type1" else "law",
+            reads="hidden" if options.stop == "type1" else "probs",
             stop_threshold=options.stop_threshold,
             init_width=options.init_width,
-        ).of_children(options)
+        ).with_children(options)
         mcsd.hidden_size = gate.inputs if gate is not None and options.stop == "type1" else None
         return mcsd
 
@@ -86,8 +86,8 @@ class Mcsd(StaticTree):
         return ((self.gate(features) > self.stop_threshold) & used).any(1)
 
 
-def decision_features(q: Tensor) -> Tensor:
-    """Entropy and the ten largest probabilities of log laws [..., V]: [..., FEATURES]."""
-    best = q.topk(min(TOP, q.shape[-1])).values.exp()
+def decision_features(log_probs: Tensor) -> Tensor:
+    """Entropy and the ten largest probabilities, from log probabilities [..., V]: [..., FEATURES]."""
+    best = log_probs.topk(min(TOP, log_probs.shape[-1])).values.exp()
     best = torch.nn.functional.pad(best, (0, TOP - best.shape[-1]))
-    return torch.cat([entropy(q, q.shape[-1])[..., None], best], -1)
+    return torch.cat([entropy(log_probs, log_probs.shape[-1])[..., None], best], -1)

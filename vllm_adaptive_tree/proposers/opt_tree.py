@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from vllm_adaptive_tree.acceptance import Kind
-from vllm_adaptive_tree.proposers.base import log_law
+from vllm_adaptive_tree.proposers.base import log_softmax_at
 from vllm_adaptive_tree.proposers.best_first import BestFirst, Candidates, Growth, Level
 from vllm_adaptive_tree.proposers.options import (
     GREEDY_DRAFT_TEMPERATURE,
@@ -18,23 +18,23 @@ from vllm_adaptive_tree.proposers.options import (
     option,
     threshold,
 )
-from vllm_adaptive_tree.rows import largest
+from vllm_adaptive_tree.vocab_ops import joint_topk
 
 THRESHOLD = 0.5
-"""Where neither the user nor the budget says otherwise."""
+"""Unless the user or the budget sets it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptTreeOptions(MethodOptions):
     max_depth: int = count(10)
     threshold: float | Literal["auto"] | None = threshold(None, "tokens gained per level", none=True)
-    """Stop when a level adds no more than this to E(A), in tokens; "auto": draft level over target forward; None: what
-    pays under `budget` "auto", else 0.5."""
+    """Stop when a level adds no more than this to E(A), in tokens; "auto": time of a draft level over a target forward;
+    None: whatever pays with `budget` "auto", else 0.5."""
     draft_temperature: float | Literal["auto"] = option(
         "auto", lambda value: value == "auto" or (is_number(value) and value > 0), "a number above 0 or 'auto'"
     )
-    """Temperature of the law that shapes the tree; "auto": for greedy requests fitted under `budget` "auto" and
-    else 0.6; for others their own."""
+    """Temperature of the draft distribution that shapes the tree; "auto": for greedy requests fitted if `budget` is
+    "auto", else 0.6; for sampled requests their own."""
 
     @property
     def steered(self) -> Steered:
@@ -52,44 +52,46 @@ class OptTreeOptions(MethodOptions):
 
 
 class OptTree(BestFirst):
-    """Per level the n most probable paths; stop when E(A) gains no more than `threshold`; keep the n best of all.
+    """Per level the n most probable paths; stop when E(A) gains no more than `threshold`; keep the n best overall.
 
-    E(A), the expected acceptance length, is the sum of the path probabilities of the nodes (eq. 4; the root's 1 is
-    left out). Its growth per level never increases, so the first stop is the best one.
+    E(A), the expected acceptance length, is the sum of the path probabilities of the nodes (eq. 4, without the
+    root's 1). Its gain per level never increases, so stopping at the first small gain is optimal.
     """
 
     Options: ClassVar[type[MethodOptions]] = OptTreeOptions
-    compiled: ClassVar[str | None] = "vllm_adaptive_tree.proposers.on_host:OptTreeOnHost"
+    compiled: ClassVar[str | None] = "vllm_adaptive_tree.proposers.opt_tree_cpu:OptTreeCPU"
     kinds: tuple[Kind, ...] = ("one_hot",)
 
     def __init__(self, *, max_depth: int, threshold: float):
-        """`floor` is a log path probability: a budget would not keep what comes of a node that is worth less."""
+        """`floor` is a log path probability: a budget would prune all children of a node below it."""
         self.max_depth = max_depth
         self.threshold = threshold
         self.kind: Kind = "one_hot"
-        self.most_children = 1 << 30  # as many as the budget allows
+        self.max_children = 1 << 30  # as many as the budget allows
 
     @classmethod
     def build(cls, options: OptTreeOptions, *, nodes: int) -> Self:
         threshold = THRESHOLD if options.threshold is None else options.threshold
-        steered = options.steered  # until the engine has set it, every level pays
+        steered = options.steered  # until the engine sets it, every level is drafted
         later = threshold == "auto" or steered.price
         return cls(max_depth=options.max_depth, threshold=0.0 if later else float(threshold))
 
     def candidates(self, growth: Growth, logits: Tensor) -> Candidates:
-        """The n best paths that go on from the frontier by one token; no other could enter the n best."""
-        law = log_law(logits, growth.request.temperature[:, None])  # [R, W, V]
-        value, column, token = largest(law, growth.front.path[:, : law.shape[1]], growth.nodes)
-        return Candidates(token, column, value, value, min(growth.nodes, law.shape[-1]))
+        """The n best paths that extend the frontier by one token; no other could enter the n best."""
+        log_probs = log_softmax_at(logits, growth.request.temperature[:, None])  # [R, W, V]
+        value, column, token = joint_topk(log_probs, growth.front.path[:, : log_probs.shape[1]], growth.nodes)
+        return Candidates(token, column, value, value, min(growth.nodes, log_probs.shape[-1]))
 
     def expand(self, level: Level, worst: Tensor, gain: Tensor) -> Tensor:
         return (level.path > worst.clamp(min=self.floor)) & (gain > self.threshold)[:, None]
 
 
-def top_children(law: Tensor, path: Tensor, most: int) -> Candidates:
-    """The `most` best tokens of each log law [R, W, V], node by node, their value the path probability below log `path`
-    [R, W]."""
-    value, _, token = largest(law[:, :, None], torch.zeros_like(law[:, :, :1]), most)  # [R, W, k]
+def top_children(log_probs: Tensor, path: Tensor, limit: int) -> Candidates:
+    """The top `limit` tokens of each node, from `log_probs` [R, W, V]; their value is the log path probability.
+
+    `path`: [R, W] log path probabilities of the nodes.
+    """
+    value, _, token = joint_topk(log_probs[:, :, None], torch.zeros_like(log_probs[:, :, :1]), limit)  # [R, W, k]
     value = (value + path[:, :, None]).flatten(1)
     column = torch.arange(path.shape[1], device=path.device)[None, :, None].expand_as(token)
     return Candidates(token.flatten(1), column.flatten(1), value, value, token.shape[-1])

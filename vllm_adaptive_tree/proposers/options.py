@@ -1,4 +1,4 @@
-"""The checks of `tree` options, and the options of all methods; each method's own stand beside its algorithm."""
+"""Validated `tree` options: field checks, and the options common to all methods."""
 
 import math
 from collections.abc import Callable
@@ -7,26 +7,25 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 GREEDY_DRAFT_TEMPERATURE = 0.6
-"""Of the law that shapes the trees of greedy requests with `draft_temperature: "auto"`, where no budget fits it: raw
-probabilities undervalue the best token of a greedy target."""
+"""Draft temperature for greedy requests with `draft_temperature: "auto"` while no budget fits one: raw probabilities
+underestimate how often a greedy target takes the draft's best token."""
 
 
 class Steered(NamedTuple):
-    """Which attributes of a proposer the engine sets by what it measures, on every model runner; all else is as the
-    user wrote it."""
+    """Which attributes of a proposer the engine sets from measurements; everything else is as the user wrote it."""
 
     measured: bool = False
-    """`threshold`: once, by what a draft level costs in target forwards."""
+    """`threshold`: once, to the cost of a draft level in target forwards."""
     price: bool = False
-    """`threshold` and `floor`: in every step, by what the budget's time is worth."""
+    """`threshold` and `floor`: in every step, from the tokens per second of the batch."""
     fill: bool = False
-    """`steer`: between steps, so that trees fill their share of the node budget."""
+    """`steer`: between steps, so that trees fill a set fraction of the node budget."""
     temperature: bool = False
-    """The draft temperature of greedy requests: between steps, by what the target takes."""
+    """The draft temperature of greedy requests: between steps, fitted to the tokens the target takes."""
 
 
 def option(default: Any, check: Callable[[Any], bool], what: str) -> Any:
-    """A field that must pass `check`; `what` ends the sentence "must be ..."."""
+    """A field validated by `check`; `what` completes the error message "must be ..."."""
     return field(default=default, metadata={"check": check, "what": what})
 
 
@@ -46,7 +45,7 @@ def flag(default: bool) -> Any:
     return option(default, lambda value: isinstance(value, bool), "true or false")
 
 
-def share(default: float) -> Any:
+def fraction(default: float) -> Any:
     return option(default, lambda value: is_number(value) and 0 <= value <= 1, "a number between 0 and 1")
 
 
@@ -59,7 +58,7 @@ def one_of(default: Any, *names: str) -> Any:
 
 
 def threshold(default: Any, what: str, *, none: bool = False) -> Any:
-    """`none`: None is a value too."""
+    """`none`: whether None is allowed."""
     return option(
         default,
         lambda value: value == "auto" or (none and value is None) or (is_number(value) and value >= 0),
@@ -69,23 +68,23 @@ def threshold(default: Any, what: str, *, none: bool = False) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MethodOptions:
-    """Options of all methods."""
+    """Options common to all methods."""
 
     allow_lossy: bool = flag(default=False)
-    """Let a proposer be verified by a rule that changes the target's law."""
+    """Allow a pair of proposer and rule that changes the target's distribution."""
     budget: int | str | None = option(
         "auto",
         lambda value: value in (None, "auto") or (is_int(value) and value >= 1),
         "'auto' or a whole number of at least 1",
     )
-    """Nodes of the whole batch in a step; "auto": as many as pay by measured cost; None: all of every tree."""
+    """Nodes per step for the whole batch; "auto": as many as pay off by measured cost; None: every tree in full."""
     cost_profile: str | None = option(
         "auto",
         lambda value: value is None or (isinstance(value, str) and bool(value)),
         "the path of a file, 'auto' or null",
     )
-    """JSON file of what `budget` "auto" has measured and learnt, from process to process; "auto": one in vLLM's cache
-    folder for each pair, machine and method; None: nothing is kept."""
+    """JSON file that keeps what `budget` "auto" measures and learns across processes; "auto": a file in vLLM's cache
+    folder per pair, machine and method; None: nothing is kept."""
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -94,7 +93,7 @@ class MethodOptions:
                 raise ValueError(
                     f"speculative_config['tree'][{one.name!r}] must be {one.metadata['what']}, got {value!r}"
                 )
-            object.__setattr__(self, one.name, _as_tuples(value))  # JSON gives lists; both shall be the same options
+            object.__setattr__(self, one.name, _as_tuples(value))  # JSON gives lists; both must compare equal
         if self.cost_profile not in (None, "auto") and self.budget != "auto":
             raise ValueError(
                 f"speculative_config['tree']['cost_profile'] is read and written with budget 'auto' only, got "
@@ -106,12 +105,15 @@ class MethodOptions:
         return Steered()
 
     def temperature(self, own: float, fitted: float = GREEDY_DRAFT_TEMPERATURE) -> float:
-        """Of the law that shapes or draws the tree of a request whose own temperature this is; 0 is greedy. `fitted`:
-        what serves greedy requests best, as far as the engine knows. Sampled children come closest at the request's."""
+        """The draft temperature for a request of temperature `own` (0: greedy).
+
+        `fitted`: the engine's current best value for greedy requests. Sampled children match the target best at the
+        request's own temperature.
+        """
         return own if own > 0 else 1.0
 
     def shipped(self) -> Path | None:
-        """The bundled pair's gate or vector, where these options ask for one and name none."""
+        """The bundled gate or vector that is used if these options need one and name none."""
         return None
 
 
@@ -120,7 +122,7 @@ def _as_tuples(value: Any) -> Any:
 
 
 def readable(file: str | Path | None, key: str) -> Path:
-    """The file behind an option, or an error that names the option; a bundled one stands in where none is named."""
+    """The path of a file option; raises ValueError, naming the option, if there is no such file."""
     assert file is not None
     path = Path(file).expanduser()
     if not path.is_file():
@@ -129,5 +131,5 @@ def readable(file: str | Path | None, key: str) -> Path:
 
 
 def bundled(name: str) -> Path:
-    """A file that was learnt from the bundled pair."""
+    """A file trained on the bundled demo pair."""
     return Path(__file__).parent / "defaults" / name

@@ -32,16 +32,16 @@ class Sequoia(StaticTree):
     @classmethod
     def build(cls, options: SequoiaOptions, *, nodes: int) -> Self:
         vector = _vector(options.vector or options.shipped())
-        return cls(sequoia_shape(vector, nodes=nodes, max_depth=options.max_depth)).of_children(options)
+        return cls(sequoia_shape(vector, nodes=nodes, max_depth=options.max_depth)).with_children(options)
 
 
 def sequoia_shape(vector: Sequence[float], *, nodes: int, max_depth: int) -> Shape:
-    """The shape with the largest expected number of accepted tokens, by the paper's dynamic programme.
+    """The shape with the largest expected number of accepted tokens, by the paper's dynamic program.
 
     Args:
         vector: P[b], the unconditional probability that the b-th child of a node (drawn without replacement) is the
             accepted one.
-        nodes: nodes of the tree, the root not counted.
+        nodes: nodes of the tree, without the root.
         max_depth: levels of nodes below the root.
     """
     below = torch.zeros(nodes + 1, dtype=torch.float64)  # best value of `size` nodes in the levels below a child

@@ -1,4 +1,4 @@
-"""A tree of one shape, its children chosen or drawn in any way (EAGLE-1, Medusa, MCSD, SpecInfer, SpecHub)."""
+"""Static trees: one fixed shape, with any kind of children (EAGLE-1, Medusa, MCSD, SpecInfer, SpecHub)."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vllm_adaptive_tree.acceptance import Kind
 from vllm_adaptive_tree.drafters import Frontier, Rows
-from vllm_adaptive_tree.proposers.base import Proposal, Proposer, Request, law, places
+from vllm_adaptive_tree.proposers.base import Proposal, Proposer, Request, rng_keys, softmax_at
 from vllm_adaptive_tree.proposers.children import draw_children
 from vllm_adaptive_tree.proposers.options import MethodOptions, is_int, option
 from vllm_adaptive_tree.trees import Shape, SlicedMask, TreeBatch
@@ -17,7 +17,7 @@ from vllm_adaptive_tree.trees.tree_batch import EMPTY
 
 SHAPES = ("eagle1", "binary", "ternary")
 CHILDREN: dict[str, Kind] = {"top_k": "one_hot", "without_replacement": "without_replacement", "iid": "iid"}
-"""What users call a kind of children -> the kind."""
+"""The names that users write -> kinds of children."""
 
 
 def is_k_config(value: Any) -> bool:
@@ -30,18 +30,18 @@ def _is_shape(value: Any) -> bool:
     rows = isinstance(value, list | tuple) and bool(value) and all(isinstance(path, list | tuple) for path in value)
     if not rows or not all(is_int(rank) and rank >= 0 for path in value for rank in path):
         return False
-    Shape.of(value)  # says itself what is wrong with it
+    Shape.of(value)  # raises a ValueError that says what is wrong
     return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShapedOptions(MethodOptions):
-    """A method whose shape is fixed and whose children may come about in several ways."""
+    """Options of methods with a fixed shape and a choice of the kind of children."""
 
     children: str | None = option(
         None, lambda value: value is None or value in tuple(CHILDREN), f"one of {', '.join(map(repr, CHILDREN))}"
     )
-    """How the children of a node come about; None: as the acceptance rule needs them."""
+    """The kind of children; None: whatever the acceptance rule needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,14 +59,14 @@ class Level(NamedTuple):
     inner: Tensor  # [W] slots
     above: Tensor  # [W] slots of their parents
     fanout: Tensor  # [W]
-    most: int  # the largest fan-out
+    max_fanout: int
     children: Tensor  # [C] slots
-    column: Tensor  # [C]: which inner node is the parent
+    column: Tensor  # [C]: index of the parent among the inner nodes
     rank: Tensor  # [C]
 
 
 class Plan(NamedTuple):
-    """A shape as tensors, made once per shape and device."""
+    """A shape as tensors, built once per shape and device."""
 
     levels: list[Level]
     parent: Tensor  # [N]
@@ -80,27 +80,27 @@ class Growth(NamedTuple):
     read: Tensor  # [R, 1 + N]
     going: Tensor  # [R] bool
     level: int
-    numbers: int
+    next_slot: int  # of the drafter
     plan: Plan
     request: Request
 
 
 class StaticTree(Proposer):
-    """`shape` cut to the node budget; the children by `kind`. Greedy requests get each node's best tokens."""
+    """`shape` truncated to the node budget, with children of the given kind; greedy requests get top-k children."""
 
     Options: ClassVar[type[MethodOptions]] = StaticTreeOptions
     kinds: tuple[Kind, ...] = ("without_replacement", "one_hot", "iid", "hub_pair", "top_k_plus_one")
 
     def __init__(self, shape: Shape, *, kind: Kind = "without_replacement"):
         self.shape, self.kind = shape, kind
-        self.max_depth, self.most_children, self.most_nodes = shape.depth, shape.most_children, len(shape)
+        self.max_depth, self.max_children, self.max_nodes = shape.depth, shape.max_children, len(shape)
 
     @classmethod
     def build(cls, options: Any, *, nodes: int) -> Self:
-        return cls(_shape(options.shape, nodes)).of_children(options)
+        return cls(_shape(options.shape, nodes)).with_children(options)
 
-    def of_children(self, options: ShapedOptions) -> Self:
-        """The same with the children that the options name, if they do."""
+    def with_children(self, options: ShapedOptions) -> Self:
+        """Set the kind of children, if the options name one; returns itself."""
         if options.children is not None:
             self.kinds = (CHILDREN[options.children],)
         return self
@@ -112,14 +112,14 @@ class StaticTree(Proposer):
     def begin(self, rows: Rows, *, nodes: int, request: Request) -> Growth:
         shape = self.shape.cut(nodes)
         logits = rows.logits
-        minus = torch.full((len(logits), 1 + len(shape)), -1, device=logits.device)
-        path = torch.zeros_like(law(logits[:, :, 0], request.temperature)).expand(minus.shape).contiguous()
-        going = torch.ones_like(minus[:, 0], dtype=torch.bool)
-        growth = Growth(minus, path, minus, going, 0, 0, _plan(shape, logits.device), request)
+        empty = torch.full((len(logits), 1 + len(shape)), -1, device=logits.device)
+        path = torch.zeros_like(softmax_at(logits[:, :, 0], request.temperature)).expand(empty.shape).contiguous()
+        going = torch.ones_like(empty[:, 0], dtype=torch.bool)
+        growth = Growth(empty, path, empty, going, 0, 0, _plan(shape, logits.device), request)
         return self.extend(growth, rows)
 
     def mask(self, nodes: int) -> SlicedMask:
-        return SlicedMask.of(self.shape.cut(nodes))
+        return SlicedMask.cached(self.shape.cut(nodes))
 
     def growing(self, growth: Growth) -> Tensor:
         return growth.going & (growth.level < len(growth.plan.levels))
@@ -135,56 +135,59 @@ class StaticTree(Proposer):
         level, request, logits = growth.plan.levels[growth.level], growth.request, rows.logits
         width = logits.shape[1]
         inner = level.inner[:width]
-        number = growth.numbers + torch.arange(width, device=logits.device).expand(len(logits), width)
-        given = _given(request.initial, growth)
+        slot = growth.next_slot + torch.arange(width, device=logits.device).expand(len(logits), width)
+        from_target = _from_target(request.initial, growth)
         assert rows.dead is not None
-        there = growth.going[:, None] & (~rows.dead | given[:, None])
+        exists = growth.going[:, None] & (~rows.dead | from_target[:, None])
         if growth.level:
-            there = there & (growth.tokens.index_select(1, inner) != EMPTY)
-        q = law(logits, request.temperature[:, None])  # [R, W, V]
-        fanout = level.fanout[:width].expand(number.shape)
-        noise = request.noise.at(places(growth.level, logits))
-        drawn = draw_children(self.kind, q, fanout, level.most, noise, request.greedy)  # [R, W, K]
+            exists = exists & (growth.tokens.index_select(1, inner) != EMPTY)
+        q = softmax_at(logits, request.temperature[:, None])  # [R, W, V]
+        fanout = level.fanout[:width].expand(slot.shape)
+        rng = request.rng.fold_in(rng_keys(growth.level, logits))
+        tokens = draw_children(self.kind, q, fanout, level.max_fanout, rng, request.greedy)  # [R, W, K]
         if request.initial is not None and growth.level == 0:
-            drawn = torch.where(given[:, None, None], request.initial[:, None, : drawn.shape[2]], drawn)
-        drawn = drawn.masked_fill(~there[:, :, None], EMPTY)
-        below = q.gather(2, drawn.clamp(min=0)).log() + growth.path.index_select(1, inner)[:, :, None]
-        # columns that were cut off, and children that a small vocabulary lacks, stay empty
-        missing = (0, level.most - drawn.shape[2], 0, len(level.inner) - width)
-        drawn, below = torch.nn.functional.pad(drawn, missing, value=EMPTY), torch.nn.functional.pad(below, missing)
-        place = level.column * level.most + level.rank  # [C] in [W * K]
+            tokens = torch.where(from_target[:, None, None], request.initial[:, None, : tokens.shape[2]], tokens)
+        tokens = tokens.masked_fill(~exists[:, :, None], EMPTY)
+        child_path = q.gather(2, tokens.clamp(min=0)).log() + growth.path.index_select(1, inner)[:, :, None]
+        # trimmed columns, and children beyond a small vocabulary, stay empty
+        padding = (0, level.max_fanout - tokens.shape[2], 0, len(level.inner) - width)
+        tokens = torch.nn.functional.pad(tokens, padding, value=EMPTY)
+        child_path = torch.nn.functional.pad(child_path, padding)
+        index = level.column * level.max_fanout + level.rank  # [C] in [W * K]
         return growth._replace(
-            tokens=growth.tokens.index_copy(1, level.children, drawn.flatten(1).index_select(1, place)),
-            path=growth.path.index_copy(1, level.children, below.flatten(1).index_select(1, place)),
-            read=growth.read.index_copy(1, inner, torch.where(there, number, -1)),
-            going=growth.going & (self.goes_on(q, rows.hidden, there) | given),
+            tokens=growth.tokens.index_copy(1, level.children, tokens.flatten(1).index_select(1, index)),
+            path=growth.path.index_copy(1, level.children, child_path.flatten(1).index_select(1, index)),
+            read=growth.read.index_copy(1, inner, torch.where(exists, slot, -1)),
+            going=growth.going & (self.goes_on(q, rows.hidden, exists) | from_target),
             level=growth.level + 1,
-            numbers=growth.numbers + width,
+            next_slot=growth.next_slot + width,
         )
 
     def goes_on(self, q: Tensor, hidden: Tensor | None, used: Tensor) -> Tensor:
-        """Whether the trees [R] bool shall have a level below the one just drawn from the laws q [R, W, V]; `used`
-        [R, W] bool: the nodes behind which it was drawn."""
+        """Whether to draft a level below the one just drawn from q [R, W, V]: [R] bool.
+
+        `used`: [R, W] bool, the nodes whose children were drawn.
+        """
         return torch.ones_like(used[:, 0])
 
     def finish(self, growth: Growth) -> Proposal:
         tokens, path, read = growth.tokens[:, 1:], growth.path[:, 1:], growth.read[:, 1:]
         _, parent, depth, fanout = growth.plan
-        drawn = torch.where(growth.read >= 0, fanout, 0)
+        num_planned = torch.where(growth.read >= 0, fanout, 0)
         parent, depth = parent.expand_as(tokens), depth.expand_as(tokens)
-        # nodes to the left, in their order
+        # pack the nodes to the left, in their order
         order = (tokens == EMPTY).int().sort(dim=1, stable=True).indices
-        place = order.argsort(dim=1)
-        parent = torch.where(parent < 0, -1, place.gather(1, parent.clamp(min=0))).gather(1, order)
+        position = order.argsort(dim=1)
+        parent = torch.where(parent < 0, -1, position.gather(1, parent.clamp(min=0))).gather(1, order)
         tokens, read = tokens.gather(1, order), read.gather(1, order)
-        gone = tokens == EMPTY
+        empty = tokens == EMPTY
         tree = TreeBatch(
             tokens,
-            parent.masked_fill(gone, -1),
-            depth.gather(1, order).masked_fill(gone, 0),
-            path.gather(1, order).masked_fill(gone, -torch.inf),
+            parent.masked_fill(empty, -1),
+            depth.gather(1, order).masked_fill(empty, 0),
+            path.gather(1, order).masked_fill(empty, -torch.inf),
         )
-        return Proposal(tree, read, torch.cat([drawn[:, :1], drawn[:, 1:].gather(1, order)], 1))
+        return Proposal(tree, read, torch.cat([num_planned[:, :1], num_planned[:, 1:].gather(1, order)], 1))
 
 
 def _shape(shape: Any, nodes: int) -> Shape:
@@ -193,8 +196,8 @@ def _shape(shape: Any, nodes: int) -> Shape:
     return Shape.k_config(shape, nodes) if isinstance(shape[0], int) else Shape.of(shape).cut(nodes)
 
 
-def _given(initial: Tensor | None, growth: Growth) -> Tensor:
-    """The trees [R] bool whose next level is the target's own."""
+def _from_target(initial: Tensor | None, growth: Growth) -> Tensor:
+    """Trees [R] bool whose next level was sampled by the target."""
     if initial is None or growth.level > 0:
         return torch.zeros_like(growth.going)
     return (initial >= 0).any(1)
@@ -208,9 +211,9 @@ def _plan(shape: Shape, device: torch.device) -> Plan:
     slots = {(): 0, **{path: slot for slot, path in enumerate(shape.paths, start=1)}}
     levels = []
     for depth in range(shape.depth):
-        inner = [path for path in slots if len(path) == depth and shape.children_of(path)]
+        inner = [path for path in slots if len(path) == depth and shape.num_children(path)]
         children = [path for path in shape.paths if len(path) == depth + 1]
-        fanout = [shape.children_of(path) for path in inner]
+        fanout = [shape.num_children(path) for path in inner]
         levels.append(
             Level(
                 column([slots[path] for path in inner]),
@@ -226,5 +229,5 @@ def _plan(shape: Shape, device: torch.device) -> Plan:
         levels,
         column([slots[path[:-1]] - 1 for path in shape.paths]),
         column([len(path) for path in shape.paths]),
-        column([shape.children_of(path) for path in slots]),
+        column([shape.num_children(path) for path in slots]),
     )

@@ -1,4 +1,4 @@
-"""What a draft tree is."""
+"""Draft trees: on the host, as batched tensors, as shapes without tokens, and their attention masks."""
 
 from vllm_adaptive_tree.trees.shape import Shape
 from vllm_adaptive_tree.trees.sliced_mask import SlicedMask

@@ -1,6 +1,6 @@
-"""Orders of the nodes that leave large blocks of the tree mask empty (DySpec, arXiv 2410.11744, appendix C).
+"""Node orders that leave large blocks of the tree mask empty (DySpec, arXiv 2410.11744, appendix C).
 
-For the forward pass alone: what is revealed, cut or verified stays in reveal order.
+They are for the forward pass only: trees are always pruned in generation order.
 """
 
 from collections.abc import Iterator
@@ -13,13 +13,13 @@ from vllm_adaptive_tree.trees.tree_batch import TreeBatch
 
 
 def depth_first(parent: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Depth first, children in reveal order: rank -> node, [R, N] int64.
+    """Depth first, children in generation order: rank -> node, [R, N] int64.
 
     Earlier siblings tend to have the larger subtrees, so this is close to `heavy_path`.
 
     Args:
         parent: [R, N], every parent before its children; -1: the root.
-        valid: [R, N] bool, default all: which slots hold a node. The others go to the end, in their order.
+        valid: [R, N] bool, default all: which slots hold a node. Empty slots go to the end, in their order.
     """
     valid = torch.ones_like(parent, dtype=torch.bool) if valid is None else valid
     slots = torch.arange(parent.shape[1], device=parent.device).expand_as(parent)
@@ -27,9 +27,9 @@ def depth_first(parent: Tensor, valid: Tensor | None = None) -> Tensor:
 
 
 def heavy_path(parent: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Depth first, children by decreasing subtree size, ties in reveal order: rank -> node, [R, N] int64.
+    """Depth first, children by decreasing subtree size, ties in generation order: rank -> node, [R, N] int64.
 
-    Near-optimal in the number of blocks that are not empty. Arguments as for `depth_first`.
+    Near-optimal in the number of non-empty blocks. Arguments as for `depth_first`.
     """
     valid = torch.ones_like(parent, dtype=torch.bool) if valid is None else valid
     size = _subtree_sizes(parent, valid)
@@ -47,7 +47,7 @@ def permuted(tree: TreeBatch, order: Tensor) -> TreeBatch:
 
 
 def mask_blocks(parent: Tensor, order: Tensor, valid: Tensor | None = None, *, block: int = 32) -> Tensor:
-    """How many block x block tiles of the ancestor-or-self mask (root excluded) are not zero in this order: [R].
+    """Number of non-zero block x block tiles of the ancestor-or-self mask (without the root) in this order: [R].
 
     Args:
         parent, valid: [R, N], as for `depth_first`.
@@ -66,9 +66,9 @@ def mask_blocks(parent: Tensor, order: Tensor, valid: Tensor | None = None, *, b
 
 
 def _jumps(parent: Tensor) -> Iterator[Tensor]:
-    """The ancestors 1, 2, 4, ... levels up, [R, N + 1] each: node i in slot i + 1, the root in slot 0 its own parent.
+    """The ancestors 1, 2, 4, ... levels up, [R, N + 1] each: node i in slot i + 1; the root, slot 0, is its own parent.
 
-    With the depth unknown to the host, log2(N) jumps, enough for a chain.
+    The host does not know the depth, so log2(N) jumps, enough for a chain.
     """
     up = pad(parent + 1, (1, 0))
     for _ in range((parent.shape[1] - 1).bit_length()):
@@ -77,8 +77,8 @@ def _jumps(parent: Tensor) -> Iterator[Tensor]:
 
 
 def _subtree_sizes(parent: Tensor, valid: Tensor) -> Tensor:
-    """Valid nodes below or at each node: [R, N]."""
-    size = pad(valid.long(), (1, 0))  # of the nodes less than 1, 2, 4, ... levels below; slot 0 means nothing
+    """Number of valid nodes in the subtree of each node, itself included: [R, N]."""
+    size = pad(valid.long(), (1, 0))  # counts nodes less than 1, 2, 4, ... levels below; slot 0 is unused
     for up in _jumps(parent):
         size = size.scatter_add(1, up, size)
     return size[:, 1:]
@@ -87,7 +87,7 @@ def _subtree_sizes(parent: Tensor, valid: Tensor) -> Tensor:
 def _visit(parent: Tensor, valid: Tensor, size: Tensor, siblings: Tensor) -> Tensor:
     """Depth first, the children of each node in the order in which `siblings` [R, N] lists them: rank -> node.
 
-    A node's position is its parent's, plus 1, plus the sizes of its siblings before it.
+    Position of a node = its parent's + 1 + the subtree sizes of its earlier siblings.
     """
     node = siblings.gather(1, parent.gather(1, siblings).argsort(dim=1, stable=True))  # [R, N], by parent
     above, size = parent.gather(1, node), size.gather(1, node)

@@ -1,3 +1,5 @@
+"""A tree shape: positions without tokens, for static trees."""
+
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice, product
@@ -12,9 +14,9 @@ EAGLE_1 = (
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A tree without tokens: rank paths in level order, each behind its parent and its earlier siblings.
+    """A tree without tokens, as rank paths in level order: (0, 2) is the third child of the first child of the root.
 
-    (0, 2) is the third child of the first child of the root.
+    Parents and earlier siblings come first.
     """
 
     paths: tuple[RankPath, ...]
@@ -23,7 +25,7 @@ class Shape:
         known: set[RankPath] = {()}
         for path in self.paths:
             if not path or path in known:
-                raise ValueError(f"shape: the rank path {list(path)} is empty or stands there twice")
+                raise ValueError(f"shape: the rank path {list(path)} is empty or listed twice")
             if path[:-1] not in known:
                 raise ValueError(f"shape: the rank path {list(path)} has no parent {list(path[:-1])}; add it")
             if path[-1] and (*path[:-1], path[-1] - 1) not in known:
@@ -32,14 +34,14 @@ class Shape:
 
     @classmethod
     def of(cls, paths: Iterable[Sequence[int]]) -> Self:
-        """Any order of rank paths."""
+        """From rank paths in any order."""
         return cls(tuple(sorted((tuple(path) for path in paths), key=lambda path: (len(path), path))))
 
     @classmethod
     def k_config(cls, widths: Sequence[int], nodes: int | None = None) -> Self:
-        """(k1, .., kL): every node of level l - 1 has k_l children (MCSD, arXiv 2401.06706). (W, 1, .., 1): a fork.
+        """(k1, .., kL): every node of level l - 1 has k_l children (MCSD, arXiv 2401.06706). (W, 1, .., 1) is a fork.
 
-        Of that, the first `nodes` nodes in level order.
+        Truncated to the first `nodes` nodes in level order.
         """
         ranks = [range(k if nodes is None else min(k, nodes)) for k in widths]
         levels = (product(*ranks[:level]) for level in range(1, len(widths) + 1))
@@ -68,8 +70,10 @@ class Shape:
         return max((len(path) for path in self.paths), default=0)
 
     @property
-    def most_children(self) -> int:
+    def max_children(self) -> int:
         return max((path[-1] + 1 for path in self.paths), default=0)
 
-    def children_of(self, path: RankPath) -> int:
+    def num_children(self, path: RankPath) -> int:
         return sum(other[:-1] == path for other in self.paths)
+
+    most_children, children_of = max_children, num_children  # the names of release 0.1, for one release

@@ -1,3 +1,5 @@
+"""One draft tree on the host."""
+
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,10 +8,10 @@ from typing import Self
 
 @dataclass(frozen=True, slots=True)
 class TokenTree:
-    """One draft tree on the host, the root (the last committed token) not included.
+    """One draft tree, without its root (the last committed token).
 
-    Nodes stand in reveal order: a parent comes before its children, so every prefix is the tree of a run that stopped
-    earlier. `parents[i]` is a node, or -1 for the root.
+    Nodes are in generation order, parents before children, so every prefix is the tree of a run that stopped earlier.
+    `parents[i]` is a node, or -1 for the root.
     """
 
     tokens: tuple[int, ...]
@@ -28,25 +30,25 @@ class TokenTree:
 
     @property
     def depths(self) -> list[int]:
-        """Depth of every node; the root has 0, the first layer 1."""
+        """Depth of every node; the root is at 0, its children at 1."""
         depths: list[int] = []
         for parent in self.parents:
             depths.append(1 if parent < 0 else depths[parent] + 1)
         return depths
 
     @property
-    def widest(self) -> int:
-        """The most children of a node, at least 1."""
+    def max_fanout(self) -> int:
+        """The largest number of children of a node, at least 1."""
         return max(Counter(self.parents).values(), default=1)
 
     def branches(self) -> list[list[int]]:
-        """The nodes depth first, cut behind every leaf: each branch goes on from an earlier one, or from the root.
+        """The nodes in depth-first order, split after every leaf: each branch continues an earlier one or the root.
 
-        The child revealed first comes first, so the first branch is `first_path`, the likeliest.
+        Children are visited in generation order, so the first branch is `first_path`, the most likely one.
         """
         children: list[list[int]] = [[] for _ in range(len(self) + 1)]
         for node, parent in enumerate(self.parents):
-            children[parent].append(node)  # the root's are the last
+            children[parent].append(node)  # the last list is the root's
         branches: list[list[int]] = []
         open_nodes, before = children[-1][::-1], None
         while open_nodes:
@@ -60,7 +62,7 @@ class TokenTree:
         return branches
 
     def path_to(self, node: int) -> list[int]:
-        """From the first layer down to `node`."""
+        """The nodes from depth 1 down to `node`."""
         path = [node]
         while (parent := self.parents[path[-1]]) >= 0:
             path.append(parent)
@@ -70,21 +72,22 @@ class TokenTree:
         return self if length >= len(self) else TokenTree(self.tokens[:length], self.parents[:length])
 
     def first_path(self) -> list[int]:
-        """The nodes of the chain that starts at the root and always goes into the child revealed first."""
+        """The path from the root that always takes the child generated first."""
         nodes: list[int] = []
         for node, parent in enumerate(self.parents):
             if parent == (nodes[-1] if nodes else -1):
                 nodes.append(node)
         return nodes
 
-    def along(self, tokens: Sequence[int]) -> list[int]:
-        """The path of the nodes that carry what is drawn where they hang; `tokens` [1 + N]: drawn at the root, and at
-        every node."""
+    def follow(self, tokens: Sequence[int]) -> list[int]:
+        """The path accepted when `tokens` [1 + N] are sampled at the root (first) and at every node."""
         child = {edge: node for node, edge in enumerate(zip(self.parents, self.tokens, strict=True))}
         path = [-1]
         while (node := child.get((path[-1], tokens[1 + path[-1]]))) is not None:
             path.append(node)
         return path[1:]
+
+    widest, along = max_fanout, follow  # the names of release 0.1, for one release
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless parents come first and siblings differ."""

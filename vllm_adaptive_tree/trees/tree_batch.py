@@ -1,3 +1,5 @@
+"""Draft trees of a batch, as tensors."""
+
 from typing import NamedTuple
 
 import torch
@@ -8,32 +10,34 @@ EMPTY = -1  # token of a slot that holds no node
 
 
 class TreeBatch(NamedTuple):
-    """R draft trees of at most N nodes each, roots not included, nodes in reveal order (parents first).
+    """R draft trees of at most N nodes each, without roots, in generation order (parents before children).
 
-    Slots behind a tree's last node hold token -1, parent -1, depth 0 and log weight -inf.
+    Empty slots, after a tree's last node, hold token -1, parent -1, depth 0 and log weight -inf.
     """
 
     tokens: Tensor  # [R, N] int64
     parent: Tensor  # [R, N] int64, -1: the root
-    depth: Tensor  # [R, N] int64, first layer 1
-    log_weight: Tensor  # [R, N] float32: log of what a node was chosen by: path probability, slot value, or confidence
+    depth: Tensor  # [R, N] int64, 1 for children of the root
+    log_weight: (
+        Tensor  # [R, N] float32: log of the value the node was chosen by: path probability, slot value, or confidence
+    )
 
     @property
     def valid(self) -> Tensor:
         return self.tokens != EMPTY  # [R, N]
 
     def cut(self, limit: Tensor) -> "TreeBatch":
-        """Keep the first `limit[r]` nodes of every tree ([R]); reveal order makes each cut a tree."""
-        gone = torch.arange(self.tokens.shape[1], device=limit.device) >= limit[:, None]
+        """Keep the first `limit[r]` nodes of every tree ([R]); in generation order every prefix is a tree."""
+        removed = torch.arange(self.tokens.shape[1], device=limit.device) >= limit[:, None]
         return TreeBatch(
-            self.tokens.masked_fill(gone, EMPTY),
-            self.parent.masked_fill(gone, -1),
-            self.depth.masked_fill(gone, 0),
-            self.log_weight.masked_fill(gone, -torch.inf),
+            self.tokens.masked_fill(removed, EMPTY),
+            self.parent.masked_fill(removed, -1),
+            self.depth.masked_fill(removed, 0),
+            self.log_weight.masked_fill(removed, -torch.inf),
         )
 
     def padded(self, nodes: int) -> "TreeBatch":
-        """The same trees in N = `nodes` slots, at least as many as they have."""
+        """The same trees in N = `nodes` slots, no fewer than now."""
         more = (0, nodes - self.tokens.shape[1])
         return TreeBatch(
             pad(self.tokens, more, value=EMPTY),
@@ -43,30 +47,32 @@ class TreeBatch(NamedTuple):
         )
 
     def child(self, node: Tensor, token: Tensor) -> Tensor:
-        """The child of `node` [R] (-1: the root) that carries `token` [R], or -1 where there is none: [R]."""
+        """The child of `node` [R] (-1: the root) with token `token` [R], or -1 if there is none: [R]."""
         match = (self.parent == node[:, None]) & (self.tokens == token[:, None]) & self.valid
         return torch.where(match.any(1), match.int().argmax(1), -1)
 
-    def children(self, node: Tensor, most: int) -> Tensor:
-        """Tokens of the first `most` children of `node` [R] (-1: the root) in reveal order, -1 behind: [R, most]."""
+    def children(self, node: Tensor, limit: int) -> Tensor:
+        """Tokens of the first `limit` children of `node` [R] (-1: the root), generation order: [R, limit], -1 pads."""
         match = (self.parent == node[:, None]) & self.valid
         order = match.int().sort(dim=1, descending=True, stable=True)
-        tokens = self.tokens.gather(1, order.indices).masked_fill(order.values == 0, EMPTY)[:, :most]
-        return pad(tokens, (0, most - tokens.shape[1]), value=EMPTY)
+        tokens = self.tokens.gather(1, order.indices).masked_fill(order.values == 0, EMPTY)[:, :limit]
+        return pad(tokens, (0, limit - tokens.shape[1]), value=EMPTY)
 
     def nth_child(self, node: Tensor, n: Tensor) -> Tensor:
-        """The n-th child ([R], from 0) of `node` [R], or -1 where there are not so many: [R]."""
+        """The n-th child ([R], from 0) of `node` [R], or -1 if there are fewer: [R]."""
         match = (self.parent == node[:, None]) & self.valid
         hit = match & (match.cumsum(1) == n[:, None] + 1)
         return torch.where(hit.any(1), hit.int().argmax(1), -1)
 
-    def first_paths(self, where: Tensor, levels: int) -> "TreeBatch":
-        """The trees `where` [R] says as the chains that always go into the child revealed first; `levels`: no tree is
-        deeper."""
+    def first_paths(self, where: Tensor, max_depth: int) -> "TreeBatch":
+        """Replace the trees `where` [R] is true by the chain that always takes the child generated first.
+
+        `max_depth`: no tree is deeper.
+        """
         node = torch.full_like(self.tokens[:, 0], -1)
         alive = torch.ones_like(where)
         path = []
-        for _ in range(min(levels, self.tokens.shape[1])):
+        for _ in range(min(max_depth, self.tokens.shape[1])):
             child = self.nth_child(node, torch.zeros_like(node))
             alive = alive & (child >= 0)
             node = torch.where(alive, child, node)

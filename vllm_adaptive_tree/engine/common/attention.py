@@ -74,7 +74,7 @@ class DraftKeys:
         if self.sliced is not None and self.sliced.ends[self.level] != before + width:
             self.sliced = None
         if self.sliced is not None:
-            self.seen = self.sliced.behind(self.level)[:, 1:].expand(requests, -1, -1)
+            self.seen = self.sliced.upto(self.level)[:, 1:].expand(requests, -1, -1)
         else:
             own = torch.eye(width, dtype=torch.bool, device=parent.device).expand(requests, width, width)
             above = self.seen.gather(1, parent[:, :, None].expand(requests, width, columns))

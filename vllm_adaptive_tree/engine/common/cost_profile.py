@@ -16,7 +16,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from vllm_adaptive_tree.config import TreeOptions
-from vllm_adaptive_tree.files import write_whole
+from vllm_adaptive_tree.files import atomic_write
 from vllm_adaptive_tree.version import __version__
 
 FORMAT = 1
@@ -175,7 +175,7 @@ class CostProfile:
         if self.collect is None:
             return
         try:
-            write_whole(self.path, (json.dumps({"key": self.key, **self.collect()}) + "\n").encode())
+            atomic_write(self.path, (json.dumps({"key": self.key, **self.collect()}) + "\n").encode())
         except OSError as error:
             if not self.warned:
                 logger.warning("cost_profile %s could not be written (%s); decoding goes on", self.path, error)

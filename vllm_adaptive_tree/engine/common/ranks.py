@@ -65,6 +65,6 @@ def proposal_from_rank_0(proposal: Proposal) -> Proposal:
     if get_tp_group().world_size == 1:
         return proposal
     tree = proposal.tree
-    columns = from_rank_0(torch.cat([tree.tokens, tree.parent, proposal.read, proposal.drawn], 1))
-    tokens, parent, read, drawn = columns.split([tree.tokens.shape[1]] * 3 + [proposal.drawn.shape[1]], 1)
+    columns = from_rank_0(torch.cat([tree.tokens, tree.parent, proposal.read, proposal.num_planned], 1))
+    tokens, parent, read, drawn = columns.split([tree.tokens.shape[1]] * 3 + [proposal.num_planned.shape[1]], 1)
     return Proposal(tree._replace(tokens=tokens, parent=parent), read, drawn)

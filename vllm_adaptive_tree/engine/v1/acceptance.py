@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 from vllm.v1.outputs import LogprobsTensors
 
-from vllm_adaptive_tree.acceptance import Accepted, Children, longest, traversal, walk
+from vllm_adaptive_tree.acceptance import Accepted, Children, longest_continuation, traversal, walk
 from vllm_adaptive_tree.engine.v1.drafts import Draft, laws
 from vllm_adaptive_tree.engine.v1.target import Choose, Target, stacked
 from vllm_adaptive_tree.engine.v1.verification import Verification
 from vllm_adaptive_tree.methods import Pair
-from vllm_adaptive_tree.noise import KeyedNoise
 from vllm_adaptive_tree.proposers.children import draw_children
+from vllm_adaptive_tree.rng import CounterRNG
 from vllm_adaptive_tree.trees import TreeBatch
 
 
@@ -47,11 +47,11 @@ def accept(
     if pair.init_width == 1 and (best := target.best()) is not None:
         return Outcome(_along(best, target.first.tolist(), step, limit), None, None)
     tree, requests, most = step.batch(), known(), torch.tensor(limit)
-    rule = _Rule(pair, tree, max((one.widest for one in step.trees.values()), default=1), target, drafts, requests)
+    rule = _Rule(pair, tree, max((one.max_fanout for one in step.trees.values()), default=1), target, drafts, requests)
     by_target, own, forced = bool(requests.own.all()), requests.own, None
     if pair.init_width > 1:  # the longest of several walks; the last one below only repeats it
         initial = torch.tensor([drafts[r].initial if r in drafts else 0 for r in range(len(own))])
-        forced = longest(tree, initial, rule.draw, levels=step.levels, most=pair.init_width, proceed=_any)
+        forced = longest_continuation(tree, initial, rule.draw, levels=step.levels, most=pair.init_width, proceed=_any)
         by_target, own = False, torch.zeros_like(own)
     elif pair.rule.draw is None and not by_target and step.trees:
         forced = traversal(
@@ -59,7 +59,7 @@ def accept(
             pair.proposer.kind,
             target.law,
             rule.laws,
-            rule.noise,
+            rule.rng,
             levels=step.levels,
             most=pair.most,
             among=~own,
@@ -98,7 +98,7 @@ def _along(best: list[int], first: list[int], step: Verification, limit: list[in
     paths = []
     for request, (root, most) in enumerate(zip(first, limit, strict=True)):
         tree = step.trees.get(request)
-        paths.append([] if tree is None else tree.along(best[root : root + 1 + len(tree)])[: most - 1])
+        paths.append([] if tree is None else tree.follow(best[root : root + 1 + len(tree)])[: most - 1])
     length = 1 + max(map(len, paths))
     tokens = [
         [best[root + 1 + node] for node in (-1, *path)] + [-1] * (length - 1 - len(path))
@@ -128,27 +128,27 @@ class _Rule:
     ):
         self.pair, self.tree, self.widest, self.target = pair, tree, widest, target
         self.drafts, self.requests = drafts, requests
-        self.noise = KeyedNoise(requests.seed, requests.position, purpose=1)
+        self.rng = CounterRNG(requests.seed, requests.position, purpose=1)
 
     def laws(self, node: Tensor) -> tuple[Tensor, Tensor]:
         return laws(self.drafts, node, self.target.logits.shape[1])
 
     def choice(self, node: Tensor) -> Choose:
         def choose(p: Tensor, own: Callable[[], Tensor]) -> Tensor:
-            noise = self.noise.at(node + 1)
+            rng = self.rng.fold_in(node + 1)
             if self.pair.rule.draw is None:
-                token = noise.choose(p)
+                token = rng.sample(p)
             else:
                 q, drawn = self.laws(node)
                 token = self.pair.rule.draw(
-                    p, q, Children(self.tree.children(node, self.widest), drawn, self.pair.most), noise
+                    p, q, Children(self.tree.children(node, self.widest), drawn, self.pair.most), rng
                 )
             return torch.where(self.requests.own, own(), token.clamp(min=0))
 
         return choose
 
     def draw(self, node: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
-        """For `longest`, greedy requests too."""
+        """For `longest_continuation`, greedy requests too."""
         output = self.target.draw_by(self.choice(node), node, active, greedy=True)
         return output.sampled_token_ids[:, 0].long(), torch.ones_like(active)
 
@@ -161,9 +161,9 @@ def _candidates(target: Target, accepted: Accepted, width: int, requests: Reques
     stop = nodes.gather(1, (count - 1).clamp(min=0)[:, None])[:, 0]
     everyone = torch.ones_like(count, dtype=torch.bool)
     rest = target.law(stop, everyone, greedy=True).scatter(1, first, 0.0)[:, None]
-    noise = KeyedNoise(requests.seed, requests.position, purpose=2).at(torch.zeros_like(count)[:, None])
+    rng = CounterRNG(requests.seed, requests.position, purpose=2).fold_in(torch.zeros_like(count)[:, None])
     fanout = torch.full_like(rest[:, :, 0], width - 1, dtype=torch.int64)
-    others = draw_children("without_replacement", rest, fanout, width - 1, noise, requests.greedy)[:, 0]
+    others = draw_children("without_replacement", rest, fanout, width - 1, rng, requests.greedy)[:, 0]
     return torch.cat([first, others], 1).masked_fill((count == 0)[:, None], -1)
 
 

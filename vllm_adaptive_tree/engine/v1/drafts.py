@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from vllm_adaptive_tree.proposers import Proposal
-from vllm_adaptive_tree.proposers.base import law
+from vllm_adaptive_tree.proposers.base import softmax_at
 from vllm_adaptive_tree.trees import TokenTree
 
 
@@ -54,7 +54,7 @@ class Draft(NamedTuple):
     def law(self, node: int) -> Tensor:
         """q [V] from which the children of `node` (-1: the root) were drawn."""
         assert self.logits is not None
-        return law(self.logits[self.row[1 + node]], torch.tensor(self.temperature))
+        return softmax_at(self.logits[self.row[1 + node]], torch.tensor(self.temperature))
 
 
 def to_drafts(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vllm_adaptive_tree.engine.v1.drafts import Draft
 from vllm_adaptive_tree.engine.v1.target import Target
-from vllm_adaptive_tree.gates.examples import KINDS, Examples, Verified
+from vllm_adaptive_tree.gates.examples import EXAMPLE_BUILDERS, Examples, Verified
 from vllm_adaptive_tree.gates.parts import Progress, write_part
 
 
@@ -18,7 +18,7 @@ class Recorder:
     parameter but the temperature."""
 
     def __init__(self, kind: str, options: dict[str, Any]):
-        self.examples_of, self.options = KINDS[kind], options
+        self.examples_of, self.options = EXAMPLE_BUILDERS[kind], options
         self.reads_hidden = kind == "mcsd-type1"
         self.seen: list[Examples] = []  # one entry a tree
 

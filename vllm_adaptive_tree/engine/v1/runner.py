@@ -43,9 +43,9 @@ from vllm_adaptive_tree.engine.v1.target import Target
 from vllm_adaptive_tree.engine.v1.thinking_budget import ThinkingBudgets
 from vllm_adaptive_tree.engine.v1.verification import Verification
 from vllm_adaptive_tree.methods import resolve
-from vllm_adaptive_tree.noise import KeyedNoise
 from vllm_adaptive_tree.proposers import Request, draft_tree
 from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE
+from vllm_adaptive_tree.rng import CounterRNG
 
 
 class TreeModelRunner(CPUModelRunner):
@@ -58,7 +58,7 @@ class TreeModelRunner(CPUModelRunner):
             super().__init__(vllm_config, device)
         self.options = tree_options(vllm_config)
         self.pair = resolve(self.options)
-        self.proposer = self.pair.proposer.on_host()
+        self.proposer = self.pair.proposer.for_cpu()
         support.check_hidden_size(self.proposer, self.speculative_config.draft_model_config.get_hidden_size())
         # Draft after bookkeeping, from token lists; vLLM's padded drafting is for its own chains.
         self.speculative_config.disable_padded_drafter_batch = True
@@ -292,7 +292,7 @@ class TreeModelRunner(CPUModelRunner):
         request = Request(
             temperature=temperature,
             greedy=torch.tensor([is_greedy(one) for one in sampling]),
-            noise=KeyedNoise(self._seeds(names), position, purpose=0),
+            rng=CounterRNG(self._seeds(names), position, purpose=0),
             initial=None if self.initial is None else self.initial[[item.row for item in rooted]],
         )
         levels, dead = list[Tensor](), list[Tensor]()

@@ -8,15 +8,15 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm_adaptive_tree import kernels
 from vllm_adaptive_tree.acceptance import Accepted, Children, traversal, walk
 from vllm_adaptive_tree.engine.v2.drafts import Laws
-from vllm_adaptive_tree.engine.v2.fused import draw_of, tables_of, traverses
+from vllm_adaptive_tree.engine.v2.fused import draw_of, traversal_inputs, traverses
 from vllm_adaptive_tree.engine.v2.target import Target
 from vllm_adaptive_tree.methods import Pair
-from vllm_adaptive_tree.noise import Noise
+from vllm_adaptive_tree.rng import RandomSource
 from vllm_adaptive_tree.trees import TreeBatch
 
 
 def accept(
-    pair: Pair, target: Target, tree: TreeBatch, laws: Laws, noise: Noise, own: np.ndarray, *, levels: int
+    pair: Pair, target: Target, tree: TreeBatch, laws: Laws, rng: RandomSource, own: np.ndarray, *, levels: int
 ) -> Accepted:
     """Walk R trees.
 
@@ -26,25 +26,25 @@ def accept(
     """
 
     def walked() -> Accepted:
-        if isinstance(noise, kernels.FusedNoise) and target.at_once:
+        if isinstance(rng, kernels.FusedRNG) and target.at_once:
             return kernels.walk(tree, target.draws, target.root, levels=levels)
         return walk(tree, lambda node, active: (target.draw(node), torch.ones_like(active)), levels=levels)
 
     if own.all():
         return walked()
     mine = async_tensor_h2d(own, device=tree.tokens.device)
-    rule = draw_of(pair, noise)
+    rule = draw_of(pair, rng)
     if rule is None:
-        if isinstance(noise, kernels.FusedNoise) and traverses(pair, target):
-            tables = tables_of(target, laws)
-            found = kernels.traversal(tree, pair.proposer.kind, tables, noise, levels=levels, among=~mine)
+        if isinstance(rng, kernels.FusedRNG) and traverses(pair, target):
+            inputs = traversal_inputs(target, laws)
+            found = kernels.traversal(tree, pair.proposer.kind, inputs, rng, levels=levels, among=~mine)
         else:
             found = traversal(
                 tree,
                 pair.proposer.kind,
                 lambda node, active: target.law(node),
                 laws.behind,
-                noise,
+                rng,
                 levels=levels,
                 most=pair.most,
                 among=~mine,
@@ -57,7 +57,7 @@ def accept(
     def draw_by_rule(node: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
         q, drawn = laws.behind(node)
         children = Children(tree.children(node, pair.most), drawn, pair.most)
-        token = rule(target.law(node), q, children, noise.at(node + 1))
+        token = rule(target.law(node), q, children, rng.fold_in(node + 1))
         if own.any():
             token = torch.where(mine, target.draw(node), token)
         return token.clamp(min=0), torch.ones_like(active)

@@ -70,7 +70,7 @@ class BatchBudget:
     def verified(
         self, tree: TreeBatch, accepted: Accepted, greedy: np.ndarray, order: Tensor | None, *, by_place: bool
     ) -> None:
-        """`order` [R, N]: places in reveal order, if those of the nodes are others."""
+        """`order` [R, N]: places in generation order, if those of the nodes are others."""
         if self.controller is not None:
             value = place_values(tree) if by_place else tree.log_weight.exp()
             if by_place and order is not None:

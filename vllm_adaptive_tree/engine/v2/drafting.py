@@ -15,7 +15,7 @@ from vllm_adaptive_tree.drafters import Frontier, Rows
 from vllm_adaptive_tree.engine.common.steering import Steering
 from vllm_adaptive_tree.engine.v2.budget import ALL, BatchBudget
 from vllm_adaptive_tree.engine.v2.drafts import Drafts
-from vllm_adaptive_tree.engine.v2.fused import keyed_noise
+from vllm_adaptive_tree.engine.v2.fused import counter_rng
 from vllm_adaptive_tree.engine.v2.kinds import Kinds
 from vllm_adaptive_tree.engine.v2.returning import Returning
 from vllm_adaptive_tree.methods import Pair
@@ -143,7 +143,7 @@ class TreeDrafting(DraftModelSpeculator):
             rows,
             state,
             nodes=self.num_speculative_steps,
-            request=Request(shaping, greedy, keyed_noise(seed, root, purpose=0)),
+            request=Request(shaping, greedy, counter_rng(seed, root, purpose=0)),
             agree=agree,
             keep=levels.append if self.pair.rule is not RULES["target_only"] else lambda _: None,
             lost=dead.append,

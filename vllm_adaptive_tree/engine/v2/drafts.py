@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from vllm_adaptive_tree.proposers import Proposal
-from vllm_adaptive_tree.proposers.base import law
+from vllm_adaptive_tree.proposers.base import softmax_at
 from vllm_adaptive_tree.trees import TreeBatch
 
 NOWHERE = -1
@@ -27,7 +27,7 @@ class Laws(NamedTuple):
         assert self.logits is not None
         at = (node + 1)[:, None]
         slot, drawn = self.slot.gather(1, at)[:, 0], self.drawn.gather(1, at)[:, 0]
-        q = law(self.logits[self.place, slot.clamp(min=0)], self.temperature[self.place])
+        q = softmax_at(self.logits[self.place, slot.clamp(min=0)], self.temperature[self.place])
         return q.masked_fill((slot < 0)[:, None], 0.0), drawn.masked_fill(slot < 0, 0)
 
     def permuted(self, order: Tensor) -> "Laws":

@@ -11,7 +11,7 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from vllm_adaptive_tree.acceptance import Accepted
 from vllm_adaptive_tree.engine.v2.acceptance import accept
-from vllm_adaptive_tree.engine.v2.fused import keyed_noise
+from vllm_adaptive_tree.engine.v2.fused import counter_rng
 from vllm_adaptive_tree.engine.v2.kinds import Kinds
 from vllm_adaptive_tree.engine.v2.target import Target
 from vllm_adaptive_tree.engine.v2.verification import Verification
@@ -49,9 +49,9 @@ class TreeSampler:
         assert step is not None
         target = Target(self.sampler, logits, batch, step.tree, self.levels)
         tree = step.tree if invalid_drafts is None else _without(step.tree, invalid_drafts, target.root)
-        noise = keyed_noise(states.seeds.gpu[batch.idx_mapping], step.root, purpose=1)
+        rng = counter_rng(states.seeds.gpu[batch.idx_mapping], step.root, purpose=1)
         own = self.kinds.own[batch.idx_mapping_np]
-        accepted = accept(self.pair, target, tree, step.laws, noise, own, levels=self.levels)
+        accepted = accept(self.pair, target, tree, step.laws, rng, own, levels=self.levels)
         self.accepted = accepted
         count, rejected = get_num_sampled_and_rejected(
             (accepted.tokens >= 0).sum(1).int(),

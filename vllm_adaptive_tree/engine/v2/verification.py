@@ -15,7 +15,7 @@ from vllm_adaptive_tree.trees import TreeBatch
 from vllm_adaptive_tree.trees.ancestor_mask import ancestor_mask
 from vllm_adaptive_tree.trees.orders import depth_first, permuted
 
-IN_REVEAL_ORDER = 64
+IN_GENERATION_ORDER = 64
 """Trees of so many nodes: a block of keys or two, of which nothing would be skipped."""
 
 
@@ -27,20 +27,20 @@ class Verification(NamedTuple):
     first: Tensor  # [R]: row of each root
     root: Tensor  # [R]: its position
     scheduled: np.ndarray  # [R]: nodes, at most; on the host
-    order: Tensor | None  # [R, N]: place of each node in reveal order; None: its own
+    order: Tensor | None  # [R, N]: place of each node in generation order; None: its own
 
     @classmethod
     def of(cls, drafts: Drafts, batch: Any) -> "Verification":
         """`batch`: vLLM's InputBatch, its positions still linear.
 
-        Large trees stand depth first in the rows, children in reveal order, which every rule keeps its law under: the
-        attention kernel skips blocks of nodes that are nobody's ancestors.
+        Large trees are laid out depth first, children in generation order, which keeps every rule lossless; the
+        attention kernel skips blocks without ancestors.
         """
         logits = batch.cu_num_logits.diff().long()
         first = batch.query_start_loc[1 : 1 + batch.num_reqs] - logits
         root = batch.positions[first]
         tree, laws = drafts.of(batch.idx_mapping, root, logits - 1)
-        order = depth_first(tree.parent, tree.valid) if tree.tokens.shape[1] > IN_REVEAL_ORDER else None
+        order = depth_first(tree.parent, tree.valid) if tree.tokens.shape[1] > IN_GENERATION_ORDER else None
         if order is not None:
             tree, laws = permuted(tree, order), laws.permuted(order)
         return cls(tree, laws, first, root, batch.num_draft_tokens_per_req, order)

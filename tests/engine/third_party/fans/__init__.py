@@ -6,8 +6,8 @@ from typing import ClassVar, Self
 from torch import Tensor
 
 from vllm_adaptive_tree.acceptance import Children, Rule
-from vllm_adaptive_tree.noise import Noise
 from vllm_adaptive_tree.proposers import MethodOptions, StaticTree, option
+from vllm_adaptive_tree.rng import RandomSource
 from vllm_adaptive_tree.trees import Shape
 
 
@@ -27,8 +27,8 @@ class Fan(StaticTree):
         return cls(Shape.k_config([options.width, *[1] * (options.length - 1)], nodes))
 
 
-def draw(p: Tensor, q: Tensor, children: Children, noise: Noise) -> Tensor:
-    return noise.choose(p)
+def draw(p: Tensor, q: Tensor, children: Children, rng: RandomSource) -> Tensor:
+    return rng.sample(p)
 
 
 PLAIN = Rule(kinds=("one_hot",), draw=draw)

@@ -1,4 +1,4 @@
-"""Traversal verification, a program for each request: a rejected leaf costs one pass over two laws."""
+"""Traversal verification, one program per request: a rejected leaf costs one pass over two distributions."""
 
 # ruff: noqa: N803
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped"
@@ -11,14 +11,14 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_adaptive_tree.acceptance import Accepted, Kind
-from vllm_adaptive_tree.acceptance.rejection import rounding
-from vllm_adaptive_tree.kernels.draws import FusedNoise
-from vllm_adaptive_tree.kernels.uniform import mix, uniform
+from vllm_adaptive_tree.acceptance.rejection import rounding_mass
+from vllm_adaptive_tree.kernels.rng import mix, uniform
+from vllm_adaptive_tree.kernels.sampling import FusedRNG
 from vllm_adaptive_tree.trees import TreeBatch
 
 BLOCK = 4096
-KINDS: tuple[Kind, ...] = ("without_replacement", "iid")
-"""The kinds of children that the kernel knows."""
+TRAVERSAL_KINDS: tuple[Kind, ...] = ("without_replacement", "iid")
+"""The kinds of children that the kernel supports."""
 
 
 @triton.jit
@@ -28,7 +28,7 @@ def _at(vector, index, place):
 
 @triton.jit
 def _norm(logits, temperature, vocabulary, BLOCK: tl.constexpr, TYPE: tl.constexpr):
-    """The largest of a row's scaled logits, and the sum of exp(scaled - largest)."""
+    """Maximum of a row's scaled logits, and the sum of exp(scaled - maximum)."""
     peak = tl.full([], -1e30, TYPE)
     total = tl.zeros([BLOCK], tl.float64)
     for start in range(0, vocabulary, BLOCK):
@@ -41,12 +41,12 @@ def _norm(logits, temperature, vocabulary, BLOCK: tl.constexpr, TYPE: tl.constex
 
 
 @triton.jit
-def _entries(touched, left, mass, logits, temperature, peak, total, token, there, TYPE: tl.constexpr):
-    """Of the law that is left of softmax(logits / temperature)."""
+def _entries(touched, left, mass, logits, temperature, peak, total, token, in_vocab, TYPE: tl.constexpr):
+    """Entries of the residual if `touched`, else of softmax(logits / temperature)."""
     if touched != 0:
-        entries = tl.load(left + token, mask=there, other=0.0).to(TYPE) / mass.to(TYPE)
+        entries = tl.load(left + token, mask=in_vocab, other=0.0).to(TYPE) / mass.to(TYPE)
     else:
-        scaled = tl.load(logits + token, mask=there, other=float("-inf")).to(TYPE) / temperature
+        scaled = tl.load(logits + token, mask=in_vocab, other=float("-inf")).to(TYPE) / temperature
         entries = tl.exp(scaled - peak) / total.to(TYPE)
     return entries
 
@@ -54,25 +54,25 @@ def _entries(touched, left, mass, logits, temperature, peak, total, token, there
 @triton.jit
 def _traverse(
     path_out,  # [R, LEVELS]: the accepted nodes, -1 behind the last
-    end_out,  # [R]: the step that accepted
-    law_out,  # [R, V]: what is left of the target's law behind the accepted path, not normalised
-    p_left,  # [R, LEVELS, V] scratch: what rejections leave of the laws along the path
-    q_left,  # [R, LEVELS, V] scratch
+    end_out,  # [R]: the step of acceptance
+    probs_out,  # [R, V]: the target's residual after the accepted path, not normalised
+    p_left,  # [R, LEVELS, V] scratch: residuals of p along the path
+    q_left,  # [R, LEVELS, V] scratch: the same of q
     tokens,  # [R, N]
     parent,  # [R, N]
     target,  # [rows, V] logits
-    first,  # [R]: the row of each root
+    root_row,  # [R]: the row of each root
     draft,  # [rows, V] logits
-    drawn_from,  # [R, 1 + N]: the row behind each node, the root first
+    draft_row,  # [R, 1 + N]: the draft's row of each node, the root first
     temperature,  # [R]
     key,  # [R]
-    among,  # [R]: 0 for requests to leave alone
+    selected,  # [R]: 0 for requests to skip
     nodes,
     steps,
     vocabulary,
     TINY: tl.constexpr,
     ROUNDING: tl.constexpr,
-    REPLACED: tl.constexpr,  # children were drawn with replacement
+    REPLACED: tl.constexpr,  # whether children were drawn with replacement
     LEVELS: tl.constexpr,
     PADDED_LEVELS: tl.constexpr,  # a power of two above LEVELS
     PADDED_NODES: tl.constexpr,  # a power of two
@@ -80,28 +80,28 @@ def _traverse(
     TYPE: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
-    if tl.load(among + request) == 0:
+    if tl.load(selected + request) == 0:
         return
     p_left += request * LEVELS * vocabulary
     q_left += request * LEVELS * vocabulary
-    heat = tl.load(temperature + request).to(TYPE)
-    cold = tl.full([], 1.0, TYPE)
-    root = tl.load(first + request).to(tl.int64)
+    draft_temp = tl.load(temperature + request).to(TYPE)
+    one = tl.full([], 1.0, TYPE)
+    root = tl.load(root_row + request).to(tl.int64)
     place = tl.load(key + request)
     slot, level = tl.arange(0, PADDED_NODES), tl.arange(0, PADDED_LEVELS)
     token_of = tl.load(tokens + request * nodes + slot, mask=slot < nodes, other=-1)
-    above_of = tl.load(parent + request * nodes + slot, mask=slot < nodes, other=-2)
+    parent_of = tl.load(parent + request * nodes + slot, mask=slot < nodes, other=-2)
 
-    # One entry for every depth of the path.
+    # One entry per depth of the path.
     path = tl.full([PADDED_LEVELS], -1, tl.int64)
-    deleted = tl.zeros([PADDED_LEVELS], tl.int64)  # children so far
-    chance = tl.full([PADDED_LEVELS], 1.0, tl.float64)  # of acceptance
-    touched = tl.zeros([PADDED_LEVELS], tl.int32)  # the laws are those in the scratch
+    deleted = tl.zeros([PADDED_LEVELS], tl.int64)  # number of deleted children
+    chance = tl.full([PADDED_LEVELS], 1.0, tl.float64)  # of accepting
+    touched = tl.zeros([PADDED_LEVELS], tl.int32)  # p and q are in the scratch
     p_mass = tl.full([PADDED_LEVELS], 1.0, tl.float64)
     q_mass = tl.full([PADDED_LEVELS], 1.0, tl.float64)
     p_peak = tl.zeros([PADDED_LEVELS], TYPE)
     q_peak = tl.zeros([PADDED_LEVELS], TYPE)
-    p_total = tl.zeros([PADDED_LEVELS], tl.float64)  # 0: not known yet
+    p_total = tl.zeros([PADDED_LEVELS], tl.float64)  # 0: not computed yet
     q_total = tl.zeros([PADDED_LEVELS], tl.float64)
 
     depth = tl.full([], 0, tl.int64)
@@ -109,25 +109,25 @@ def _traverse(
     step = tl.full([], 0, tl.int64)
     while (step < steps) & (end < 0):
         node = _at(path, level, depth)
-        children = (above_of == node) & (token_of >= 0)
+        children = (parent_of == node) & (token_of >= 0)
         next_one = children & (tl.cumsum(children.to(tl.int64), 0) == _at(deleted, level, depth) + 1)
         if tl.max(next_one.to(tl.int32), 0) != 0:  # down
             x = tl.sum(tl.where(next_one, token_of, 0), 0)
             p_row = target + (root + 1 + node) * vocabulary
-            q_row = draft + tl.load(drawn_from + request * (nodes + 1) + node + 1) * vocabulary
+            q_row = draft + tl.load(draft_row + request * (nodes + 1) + node + 1) * vocabulary
             here = level == depth
             if _at(p_total, level, depth) == 0:
-                peak, total = _norm(p_row, cold, vocabulary, BLOCK, TYPE)
+                peak, total = _norm(p_row, one, vocabulary, BLOCK, TYPE)
                 p_peak, p_total = tl.where(here, peak, p_peak), tl.where(here, total, p_total)
-                peak, total = _norm(q_row, heat, vocabulary, BLOCK, TYPE)
+                peak, total = _norm(q_row, draft_temp, vocabulary, BLOCK, TYPE)
                 q_peak, q_total = tl.where(here, peak, q_peak), tl.where(here, total, q_total)
             used = _at(touched, level, depth)
             p_x = _entries(
-                used, p_left + depth * vocabulary, _at(p_mass, level, depth), p_row, cold,
+                used, p_left + depth * vocabulary, _at(p_mass, level, depth), p_row, one,
                 _at(p_peak, level, depth), _at(p_total, level, depth), x, x >= 0, TYPE,
             ).to(tl.float64)  # fmt: skip
             q_x = _entries(
-                0 if REPLACED else used, q_left + depth * vocabulary, _at(q_mass, level, depth), q_row, heat,
+                0 if REPLACED else used, q_left + depth * vocabulary, _at(q_mass, level, depth), q_row, draft_temp,
                 _at(q_peak, level, depth), _at(q_total, level, depth), x, x >= 0, TYPE,
             ).to(tl.float64)  # fmt: skip
             reach = _at(chance, level, depth) * p_x
@@ -150,32 +150,32 @@ def _traverse(
                 here = level == depth
                 used, accepted = _at(touched, level, depth), _at(chance, level, depth)
                 p_row = target + (root + 1 + above) * vocabulary
-                q_row = draft + tl.load(drawn_from + request * (nodes + 1) + above + 1) * vocabulary
+                q_row = draft + tl.load(draft_row + request * (nodes + 1) + above + 1) * vocabulary
                 p_own, q_own = p_left + depth * vocabulary, q_left + depth * vocabulary
                 mass = tl.zeros([BLOCK], tl.float64)
                 rest = tl.zeros([BLOCK], tl.float64)
                 tl.debug_barrier()
                 for start in range(0, vocabulary, BLOCK):
                     token = start + tl.arange(0, BLOCK)
-                    there = token < vocabulary
+                    in_vocab = token < vocabulary
                     p = _entries(
-                        used, p_own, _at(p_mass, level, depth), p_row, cold,
-                        _at(p_peak, level, depth), _at(p_total, level, depth), token, there, TYPE,
+                        used, p_own, _at(p_mass, level, depth), p_row, one,
+                        _at(p_peak, level, depth), _at(p_total, level, depth), token, in_vocab, TYPE,
                     )  # fmt: skip
                     q = _entries(
-                        0 if REPLACED else used, q_own, _at(q_mass, level, depth), q_row, heat,
-                        _at(q_peak, level, depth), _at(q_total, level, depth), token, there, TYPE,
+                        0 if REPLACED else used, q_own, _at(q_mass, level, depth), q_row, draft_temp,
+                        _at(q_peak, level, depth), _at(q_total, level, depth), token, in_vocab, TYPE,
                     )  # fmt: skip
                     left = tl.maximum(p * accepted.to(TYPE) - q, 0.0)
-                    tl.store(p_own + token, left, mask=there)
+                    tl.store(p_own + token, left, mask=in_vocab)
                     mass += left.to(tl.float64)
                     if not REPLACED:
                         q = tl.where(token == x, 0.0, q)
-                        tl.store(q_own + token, q, mask=there)
+                        tl.store(q_own + token, q, mask=in_vocab)
                         rest += q.to(tl.float64)
                 left_over = tl.sum(mass, 0)
                 kept = tl.where(left_over <= ROUNDING, 0.0, left_over)
-                if (kept == 0) & (depth == 0):  # p was q: rounding has rejected
+                if (kept == 0) & (depth == 0):  # p was q: the rejection was rounding error
                     tl.debug_barrier()
                     for start in range(0, vocabulary, BLOCK):
                         token = start + tl.arange(0, BLOCK)
@@ -201,55 +201,55 @@ def _traverse(
     p_row = target + (root + 1 + _at(path, level, depth)) * vocabulary
     peak, total = _at(p_peak, level, depth), _at(p_total, level, depth)
     if total == 0:
-        peak, total = _norm(p_row, cold, vocabulary, BLOCK, TYPE)
+        peak, total = _norm(p_row, one, vocabulary, BLOCK, TYPE)
     for start in range(0, vocabulary, BLOCK):
         token = start + tl.arange(0, BLOCK)
-        there = token < vocabulary
-        p = _entries(used, p_left + depth * vocabulary, mass, p_row, cold, peak, total, token, there, TYPE)
-        tl.store(law_out + request * vocabulary + token, p, mask=there)
+        in_vocab = token < vocabulary
+        p = _entries(used, p_left + depth * vocabulary, mass, p_row, one, peak, total, token, in_vocab, TYPE)
+        tl.store(probs_out + request * vocabulary + token, p, mask=in_vocab)
 
 
-class Tables(NamedTuple):
-    """Logits of both models, and where those of a request stand."""
+class TraversalInputs(NamedTuple):
+    """The logits of both models, and the rows of each request and node."""
 
     target: Tensor  # [rows, V]
-    first: Tensor  # [R]: the row of each root, before those of its nodes
+    root_row: Tensor  # [R]: the row of each root; the rows of its nodes follow
     draft: Tensor  # [rows, V]
-    drawn_from: Tensor  # [R, 1 + N]: the row behind each node, the root first; any row where there are no children
-    temperature: Tensor  # [R] of the draft
+    draft_row: Tensor  # [R, 1 + N]: the draft's row of each node, the root first; any row for a node without children
+    temperature: Tensor  # [R], draft temperature
 
 
 def traversal(
-    tree: TreeBatch, kind: Kind, tables: Tables, noise: FusedNoise, *, levels: int, among: Tensor | None = None
+    tree: TreeBatch, kind: Kind, inputs: TraversalInputs, rng: FusedRNG, *, levels: int, among: Tensor | None = None
 ) -> Accepted:
-    """As `acceptance.traversal`, for one of the `KINDS` of children."""
+    """Like `acceptance.traversal`, for children of one of the `TRAVERSAL_KINDS`."""
     requests, slots = tree.tokens.shape
-    target, vocabulary = tables.target.contiguous(), tables.target.shape[1]
+    target, vocabulary = inputs.target.contiguous(), inputs.target.shape[1]
     path = torch.full((requests, levels), -1, device=target.device)
     end = torch.zeros_like(path[:, 0])
-    law = target.new_ones(requests, vocabulary, dtype=torch.promote_types(target.dtype, torch.float32))
-    left = law.new_empty(2, requests, levels, vocabulary)
+    probs = target.new_ones(requests, vocabulary, dtype=torch.promote_types(target.dtype, torch.float32))
+    left = probs.new_empty(2, requests, levels, vocabulary)
     if among is None:
         among = torch.ones_like(end, dtype=torch.bool)
     if requests:
         _traverse[(requests,)](
-            *(path, end, law, left[0], left[1], tree.tokens.contiguous(), tree.parent.contiguous(), target),
-            *(tables.first.contiguous(), tables.draft.contiguous(), tables.drawn_from.contiguous()),
-            *(tables.temperature.contiguous(), noise.key.contiguous(), among.to(torch.int8)),
+            *(path, end, probs, left[0], left[1], tree.tokens.contiguous(), tree.parent.contiguous(), target),
+            *(inputs.root_row.contiguous(), inputs.draft.contiguous(), inputs.draft_row.contiguous()),
+            *(inputs.temperature.contiguous(), rng.key.contiguous(), among.to(torch.int8)),
             *(slots, 2 * slots + 1, vocabulary),
-            TINY=torch.finfo(law.dtype).tiny,
-            ROUNDING=rounding(law),
+            TINY=torch.finfo(probs.dtype).tiny,
+            ROUNDING=rounding_mass(probs),
             REPLACED=kind == "iid",
             LEVELS=levels,
             PADDED_LEVELS=triton.next_power_of_2(levels + 1),
             PADDED_NODES=triton.next_power_of_2(slots),
             BLOCK=min(BLOCK, triton.next_power_of_2(vocabulary)),
-            TYPE=tl.float64 if law.dtype == torch.float64 else tl.float32,
+            TYPE=tl.float64 if probs.dtype == torch.float64 else tl.float32,
             num_warps=16,
         )
-    extra = noise.at(end).choose(law)[:, None]
+    bonus = rng.fold_in(end).sample(probs)[:, None]
     depth = (path >= 0).sum(1, keepdim=True)
     level = torch.arange(levels + 1, device=path.device)
     nodes = torch.nn.functional.pad(path, (0, 1), value=-1)
     tokens = tree.tokens.gather(1, nodes.clamp(min=0)).masked_fill(nodes < 0, -1)
-    return Accepted(torch.where(level == depth, extra, tokens), nodes)
+    return Accepted(torch.where(level == depth, bonus, tokens), nodes)

@@ -1,4 +1,4 @@
-"""Keyed noise follows the laws it is asked for, and what differs in its key is independent."""
+"""CounterRNG samples the distributions it is given, and streams with different keys are independent."""
 
 from collections.abc import Callable
 from itertools import permutations
@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from vllm_adaptive_tree.acceptance import Kind, legal_rules
-from vllm_adaptive_tree.noise import KeyedNoise
-from vllm_adaptive_tree.proposers import StaticTree
+from vllm_adaptive_tree.noise import KeyedNoise, Noise
+from vllm_adaptive_tree.proposers import Request, StaticTree
+from vllm_adaptive_tree.rng import CounterRNG, RandomSource
 from vllm_adaptive_tree.trees import Shape
 
 from .toys import Drafts, ToyDrafter, ToyLM, histories, node_laws, propose, verify
@@ -21,10 +22,10 @@ P = 1e-4  # what a check may find by chance
 LAW = torch.tensor([0.3, 0.02, 0.15, 0.0, 0.25, 0.08, 0.2, 0.0], dtype=torch.float64)
 
 
-def noise(requests: int = DRAWS, *, position: int = 0, purpose: int = 0, first: int = 0) -> KeyedNoise:
+def rng(requests: int = DRAWS, *, position: int = 0, purpose: int = 0, first: int = 0) -> CounterRNG:
     """One request per seed, the seeds in a row: those that people give."""
     seeds = torch.arange(first, first + requests)
-    return KeyedNoise(seeds, torch.full_like(seeds, position), purpose)
+    return CounterRNG(seeds, torch.full_like(seeds, position), purpose)
 
 
 def chi_square(found: Tensor, law: Tensor) -> float:
@@ -38,9 +39,9 @@ def chi_square(found: Tensor, law: Tensor) -> float:
     return torch.special.gammaincc(freedom / 2, statistic / 2).item() if freedom else 1.0
 
 
-def uniforms(source: KeyedNoise) -> Tensor:
+def uniforms(source: CounterRNG) -> Tensor:
     """The bin of each place's next number."""
-    return source.choose(torch.ones(*source.key.shape, BINS))
+    return source.sample(torch.ones(*source.key.shape, BINS))
 
 
 def assert_independent(one: Tensor, other: Tensor) -> None:
@@ -50,8 +51,8 @@ def assert_independent(one: Tensor, other: Tensor) -> None:
 
 def test_the_check_sees_a_wrong_law_and_dependence():
     skewed = LAW.index_fill(0, torch.tensor(0), 0.32)
-    assert chi_square(noise().choose(skewed.expand(DRAWS, -1)), LAW) < P
-    same, shifted = uniforms(noise()), uniforms(noise(first=1))
+    assert chi_square(rng().sample(skewed.expand(DRAWS, -1)), LAW) < P
+    same, shifted = uniforms(rng()), uniforms(rng(first=1))
     with pytest.raises(AssertionError):
         assert_independent(same, same)
     with pytest.raises(AssertionError):
@@ -59,22 +60,22 @@ def test_the_check_sees_a_wrong_law_and_dependence():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_choose(dtype):
+def test_sample(dtype):
     """A law need not sum to 1; what has no mass never comes."""
-    assert chi_square(noise().choose(3 * LAW.to(dtype).expand(DRAWS, -1)), LAW) > P
+    assert chi_square(rng().sample(3 * LAW.to(dtype).expand(DRAWS, -1)), LAW) > P
 
 
 def test_accept():
     for probability in (0.0, 1e-3, 0.4, 1.0):
-        taken = noise().accept(torch.full((DRAWS,), probability)).long()
+        taken = rng().accept(torch.full((DRAWS,), probability)).long()
         law = torch.tensor([1 - probability, probability], dtype=torch.float64)
         assert chi_square(taken, law) > P
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_draw_without_replacement(dtype):
+def test_sample_without_replacement(dtype):
     """Ordered triples; tokens without mass never."""
-    drawn = noise().draw_without_replacement(LAW.to(dtype).expand(DRAWS, -1), 3)
+    drawn = rng().sample_without_replacement(LAW.to(dtype).expand(DRAWS, -1), 3)
     size = len(LAW)
     law = torch.zeros(size**3, dtype=torch.float64)
     for a, b, c in permutations(range(size), 3):
@@ -92,7 +93,7 @@ def test_draws_differ_until_nothing_is_left(vocabulary, scale):
     law[:, vocabulary // 2 :] = 0
     law = law * scale if scale < 1 else (scale * law).softmax(1) * (law > 0)
     law[:, 1] = 1
-    drawn = noise(requests).draw_without_replacement(law, k)
+    drawn = rng(requests).sample_without_replacement(law, k)
     there = drawn >= 0
     assert (there[:, :-1] | ~there[:, 1:]).all(), "nothing comes behind the end"
     assert law.gather(1, drawn.clamp(min=0))[there].min() > 0
@@ -102,25 +103,25 @@ def test_draws_differ_until_nothing_is_left(vocabulary, scale):
         assert (there.sum(1) == 4).all()
 
 
-def test_a_law_used_up_gives_nothing():
+def test_an_exhausted_distribution_yields_no_token():
     law = torch.eye(4)[2].expand(100, 4)
-    assert noise(100).draw_without_replacement(law, 3).tolist() == [[2, -1, -1]] * 100
+    assert rng(100).sample_without_replacement(law, 3).tolist() == [[2, -1, -1]] * 100
 
 
-PLACES: dict[str, Callable[[], tuple[KeyedNoise, KeyedNoise]]] = {
-    "nodes": lambda: (noise().at(torch.full((DRAWS,), 3)), noise().at(torch.full((DRAWS,), 4))),
-    "a node and no node": lambda: (noise().at(torch.full((DRAWS,), 1)), noise()),
-    "levels": lambda: (noise().at(torch.full((DRAWS,), 1)), noise().at(torch.full((DRAWS,), 1 << 32))),
+PLACES: dict[str, Callable[[], tuple[CounterRNG, CounterRNG]]] = {
+    "nodes": lambda: (rng().fold_in(torch.full((DRAWS,), 3)), rng().fold_in(torch.full((DRAWS,), 4))),
+    "a node and no node": lambda: (rng().fold_in(torch.full((DRAWS,), 1)), rng()),
+    "levels": lambda: (rng().fold_in(torch.full((DRAWS,), 1)), rng().fold_in(torch.full((DRAWS,), 1 << 32))),
     "places in places": lambda: (
-        noise().at(torch.full((DRAWS,), 1)).at(torch.full((DRAWS,), 2)),
-        noise().at(torch.full((DRAWS,), 2)).at(torch.full((DRAWS,), 1)),
+        rng().fold_in(torch.full((DRAWS,), 1)).fold_in(torch.full((DRAWS,), 2)),
+        rng().fold_in(torch.full((DRAWS,), 2)).fold_in(torch.full((DRAWS,), 1)),
     ),
-    "purposes": lambda: (noise(purpose=0), noise(purpose=1)),
-    "positions": lambda: (noise(position=40), noise(position=41)),
-    "seeds": lambda: (noise(first=0), noise(first=1)),
-    "far seeds": lambda: (noise(first=0), noise(first=1 << 61)),
-    "negative seeds": lambda: (noise(first=0), noise(first=-DRAWS)),
-    "seed and position": lambda: (noise(first=0, position=8), noise(first=8, position=0)),
+    "purposes": lambda: (rng(purpose=0), rng(purpose=1)),
+    "positions": lambda: (rng(position=40), rng(position=41)),
+    "seeds": lambda: (rng(first=0), rng(first=1)),
+    "far seeds": lambda: (rng(first=0), rng(first=1 << 61)),
+    "negative seeds": lambda: (rng(first=0), rng(first=-DRAWS)),
+    "seed and position": lambda: (rng(first=0, position=8), rng(first=8, position=0)),
 }
 
 
@@ -131,7 +132,7 @@ def test_different_keys_are_independent(name):
 
 
 def test_calls_of_one_key_are_independent():
-    source = noise()
+    source = rng()
     first, coin, second = uniforms(source), source.accept(torch.full((DRAWS,), 0.5)), uniforms(source)
     assert_independent(first, second)
     for drawn in (first, second):
@@ -141,7 +142,7 @@ def test_calls_of_one_key_are_independent():
 def test_places_of_one_request_are_uniform_and_independent():
     """As `test_different_keys_are_independent`, but along the places of few requests."""
     places = torch.arange(DRAWS // 4).expand(4, -1)
-    found = uniforms(noise(4).at(places))
+    found = uniforms(rng(4).fold_in(places))
     assert_independent(found[:, :-1].flatten(), found[:, 1:].flatten())
     assert_independent(found[:2].flatten(), found[2:].flatten())
 
@@ -149,7 +150,7 @@ def test_places_of_one_request_are_uniform_and_independent():
 def test_no_two_keys_are_equal():
     """Small seeds and positions, the ones that occur, and swapped: seed 8 at 2 is not seed 16 at 1."""
     seed, position = (axis.flatten() for axis in torch.meshgrid(*[torch.arange(300)] * 2, indexing="ij"))
-    keys = [KeyedNoise(seed, position, purpose).key for purpose in range(3)]
+    keys = [CounterRNG(seed, position, purpose).key for purpose in range(3)]
     assert len(torch.cat(keys).unique()) == 3 * 300**2
 
 
@@ -158,14 +159,26 @@ def test_answers_do_not_depend_on_the_batch():
     seed, position, place = torch.arange(5) * 7, torch.arange(5), torch.arange(15).view(5, 3)
 
     def answers(rows: list[int], columns: list[int]) -> list[Tensor]:
-        source = KeyedNoise(seed[rows], position[rows], 1).at(place[rows][:, columns])
+        source = CounterRNG(seed[rows], position[rows], 1).fold_in(place[rows][:, columns])
         own = law[rows][:, columns]
-        return [source.choose(own), source.accept(own[..., 0]), source.draw_without_replacement(own, 3)]
+        return [source.sample(own), source.accept(own[..., 0]), source.sample_without_replacement(own, 3)]
 
     together = answers([0, 1, 2, 3, 4], [0, 1, 2])
     for rows, columns in (([3], [1]), ([4, 0], [0, 1]), ([2, 3, 1], [2])):
         for found, expected in zip(answers(rows, columns), together, strict=True):
             assert torch.equal(found, expected[rows][:, columns])
+
+
+def test_names_of_release_0_1():
+    """Kept for one release: the imports and calls of third parties' rules and proposers."""
+    assert KeyedNoise is CounterRNG
+    assert Noise is RandomSource
+    place, law = torch.arange(100), torch.rand(100, 8, generator=torch.Generator().manual_seed(0))
+    old, new = rng(100).at(place), rng(100).fold_in(place)
+    assert torch.equal(old.choose(law), new.sample(law))
+    assert torch.equal(old.draw_without_replacement(law, 3), new.sample_without_replacement(law, 3))
+    request = Request(torch.ones(100), torch.zeros(100, dtype=torch.bool), new)
+    assert request.noise is new
 
 
 # Through the pure rooms: the first two tokens of a step, continued by the target, follow the target.
@@ -180,14 +193,12 @@ def first_two(kind: Kind, rule: str, requests: int, first: int = 0) -> Tensor:
     same = torch.zeros(requests, dtype=torch.int64)
     levels: list[Tensor] = []
     proposer = StaticTree(Shape.of([[0], [1], [0, 0], [0, 1]]), kind=kind)
-    proposal = propose(
-        proposer, ToyDrafter([DRAFT], same), nodes=4, noise=noise(requests, first=first), keep=levels.append
-    )
+    proposal = propose(proposer, ToyDrafter([DRAFT], same), nodes=4, rng=rng(requests, first=first), keep=levels.append)
     drafts = Drafts(torch.ones(requests), same, proposal.tree, *node_laws(proposal, levels, 1.0), 2)
     p = TARGET.law[histories(proposal.tree, 8)]  # [R, 1 + N, 8]
-    tokens = verify(drafts, p, rule, kind, noise(requests, purpose=1, first=first)).tokens
+    tokens = verify(drafts, p, rule, kind, rng(requests, purpose=1, first=first)).tokens
     one, two = tokens[:, 0], tokens[:, 1]
-    by_target = noise(requests, purpose=2, first=first).choose(TARGET.law[1 + one])
+    by_target = rng(requests, purpose=2, first=first).sample(TARGET.law[1 + one])
     return one * 8 + torch.where(two >= 0, two, by_target)
 
 

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from vllm_adaptive_tree.proposers import on_host
+from vllm_adaptive_tree.proposers import opt_tree_cpu
 from vllm_adaptive_tree.proposers.eagle2 import Eagle2
 from vllm_adaptive_tree.proposers.opt_tree import OptTree
 
@@ -27,10 +27,10 @@ class Wide(ToyDrafter):
 def both(models, **options):
     """The proposals of OPT-Tree on any device and on the host."""
     limits, floor = {name: options.pop(name) for name in ("max_depth", "threshold")}, options.pop("floor", -torch.inf)
-    proposers = OptTree(**limits), OptTree(**limits).on_host()
+    proposers = OptTree(**limits), OptTree(**limits).for_cpu()
     for one in proposers:
         one.floor = floor
-    assert type(proposers[1]) is on_host.OptTreeOnHost
+    assert type(proposers[1]) is opt_tree_cpu.OptTreeCPU
     return [grow(one, models, drafter=Wide(models), agree=as_the_engine, **options) for one in proposers]
 
 
@@ -40,11 +40,11 @@ def assert_same(ours, theirs):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("short", [on_host.SHORT, 0])
+@pytest.mark.parametrize("short", [opt_tree_cpu.COMPILED_LIMIT, 0])
 @pytest.mark.parametrize("threshold", [0.0, 0.3])
 @pytest.mark.parametrize(("size", "nodes"), [*product(VOCABULARIES, [1, 4, 16])])
 def test_the_same_trees(size, nodes, threshold, short, monkeypatch):
-    monkeypatch.setattr(on_host, "SHORT", short)
+    monkeypatch.setattr(opt_tree_cpu, "COMPILED_LIMIT", short)
     models = [ToyLM.random(*size, seed=seed, scale=0.5 + seed % 5, dtype=torch.float32) for seed in range(10)]
     temperature = [0.4 + 0.1 * seed for seed in range(10)]
     for max_depth in (1, 2, 5):
@@ -73,10 +73,10 @@ def test_banned_tokens_are_no_candidates():
     assert compiled.tree.tokens.max() == 2
 
 
-@pytest.mark.parametrize("short", [on_host.SHORT, 0])
+@pytest.mark.parametrize("short", [opt_tree_cpu.COMPILED_LIMIT, 0])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_the_same_trees_where_rows_are_dead(value, short, monkeypatch):
-    monkeypatch.setattr(on_host, "SHORT", short)
+    monkeypatch.setattr(opt_tree_cpu, "COMPILED_LIMIT", short)
     models = [ToyLM.random(33, 2, seed=seed, scale=3.0, dtype=torch.float32) for seed in range(10)]
     for number, model in enumerate(models):
         best = int(model.logits[0].argmax())
@@ -88,10 +88,10 @@ def test_the_same_trees_where_rows_are_dead(value, short, monkeypatch):
     assert (compiled.drawn[:, 0] > 0).tolist() == (~empty).tolist()
 
 
-@pytest.mark.parametrize("short", [on_host.SHORT, 0])
+@pytest.mark.parametrize("short", [opt_tree_cpu.COMPILED_LIMIT, 0])
 def test_of_equals_the_parent_stays_in_front(short, monkeypatch):
     """A certain draft: every path has probability 1."""
-    monkeypatch.setattr(on_host, "SHORT", short)
+    monkeypatch.setattr(opt_tree_cpu, "COMPILED_LIMIT", short)
     model = ToyLM(torch.tensor([100.0, 0.0, 0.0]).repeat(121, 1))
     tree = both([model], nodes=3, max_depth=5, threshold=0.0)[1].tree
     assert tree.tokens.tolist() == [[0, 0, 0]]
@@ -106,4 +106,4 @@ def test_of_equal_siblings_the_smaller_token_comes_first():
 
 def test_others_are_left_as_they_are():
     proposer = Eagle2(max_depth=3, top_k=2)
-    assert proposer.on_host() is proposer
+    assert proposer.for_cpu() is proposer

@@ -1,4 +1,4 @@
-"""Which rule keeps the target's law for which kind of children, and what `auto` takes."""
+"""The acceptance rules, and for which kinds of children each is lossless."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -7,23 +7,23 @@ from torch import Tensor
 
 from vllm_adaptive_tree.acceptance.hub import greedy_multi_draft, spechub
 from vllm_adaptive_tree.acceptance.k_seq import k_seq
-from vllm_adaptive_tree.acceptance.laws import Kind
 from vllm_adaptive_tree.acceptance.rejection import Children
 from vllm_adaptive_tree.acceptance.rrs import rrs, rrsw
+from vllm_adaptive_tree.acceptance.sibling_probs import Kind
 from vllm_adaptive_tree.acceptance.target_only import target_only
-from vllm_adaptive_tree.noise import Noise
 from vllm_adaptive_tree.registry import Registry
+from vllm_adaptive_tree.rng import RandomSource
 
-Draw = Callable[[Tensor, Tensor, Children, Noise], Tensor]
-"""(p [R, V], q [R, V], children, noise) -> tokens [R], distributed as p."""
+Draw = Callable[[Tensor, Tensor, Children, RandomSource], Tensor]
+"""(p [R, V], q [R, V], children, rng) -> tokens [R], distributed according to p."""
 
 KINDS: tuple[Kind, ...] = ("one_hot", "without_replacement", "iid", "hub_pair", "top_k_plus_one")
 
 
 class Rule(NamedTuple):
-    kinds: tuple[Kind, ...]  # those for which it is lossless, the best first
-    draw: Draw | None  # None: `traversal`, which is no walk from the root
-    most: int | None = None  # children of a node, at most
+    kinds: tuple[Kind, ...]  # the kinds of children it is lossless for, best first
+    draw: Draw | None  # None: `traversal`, which does not walk from the root
+    most: int | None = None  # the most children of a node that it can take
 
 
 RULES: dict[str, Rule] = {
@@ -37,7 +37,7 @@ RULES: dict[str, Rule] = {
 }
 
 VLLM_RULES = ("standard", "synthetic", "block", "fly")
-"""Of its chains; a tree method refuses them by name."""
+"""vLLM's rules for chains; a tree method refuses them by name."""
 
 
 def _lacks(what: Any) -> str | None:
@@ -48,14 +48,14 @@ def _lacks(what: Any) -> str | None:
 REGISTERED: Registry[Rule] = Registry(
     "acceptance", {}, group="vllm_adaptive_tree.acceptance", lacks=_lacks, reserved=("auto", *RULES, *VLLM_RULES)
 )
-"""Rules of third parties, by the name that users write into `rejection_sample_method`."""
+"""Third-party rules, by the name that users write into `rejection_sample_method`."""
 
 
 def register_acceptance(name: str, cls_or_path: type | str) -> None:
     """Make `rejection_sample_method: name` verify with a `Rule`.
 
     Args:
-        name: what users write; no name of a built-in rule, or of one of vLLM's.
+        name: what users write; must differ from the built-in rules and vLLM's.
         cls_or_path: "pkg.module:RULE", the path of a `Rule`, or a class with its attributes.
 
     Raises:
@@ -64,12 +64,12 @@ def register_acceptance(name: str, cls_or_path: type | str) -> None:
     REGISTERED.register(name, cls_or_path)
 
 
-def legal_rules(kinds: tuple[Kind, ...], most_children: int) -> list[str]:
-    """The rules that serve a proposer whose nodes may have `most_children` children of one of these kinds."""
+def legal_rules(kinds: tuple[Kind, ...], max_children: int) -> list[str]:
+    """The built-in rules that are lossless for one of these kinds, with up to `max_children` children of a node."""
     return [
         name
         for name, rule in RULES.items()
-        if set(kinds) & set(rule.kinds) and (rule.most is None or most_children <= rule.most)
+        if set(kinds) & set(rule.kinds) and (rule.most is None or max_children <= rule.most)
     ]
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm_adaptive_tree.acceptance import RULES, Children, longest, walk
+from vllm_adaptive_tree.acceptance import RULES, Children, longest_continuation, walk
 from vllm_adaptive_tree.proposers import Request, draft_tree
 from vllm_adaptive_tree.proposers.mcsd import Mcsd
 from vllm_adaptive_tree.trees import Shape, TokenTree
@@ -21,7 +21,7 @@ def kept(tree: TokenTree, initial: int, says: dict[int, int]) -> list[int]:
     def draw(node: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
         return torch.tensor([says.get(int(node[0]), 0)]), torch.ones_like(active)
 
-    tokens = longest(on_device([tree]), torch.tensor([initial]), draw, levels=3, most=3).tokens[0].tolist()
+    tokens = longest_continuation(on_device([tree]), torch.tensor([initial]), draw, levels=3, most=3).tokens[0].tolist()
     return [token for token in tokens if token >= 0]
 
 
@@ -51,7 +51,7 @@ def test_without_initial_tokens_it_is_the_walk():
         return script.gather(1, depth[:, None])[:, 0], torch.ones_like(active)
 
     for ours, theirs in zip(
-        longest(tree, torch.zeros(3, dtype=torch.int64), draw, levels=3, most=2),
+        longest_continuation(tree, torch.zeros(3, dtype=torch.int64), draw, levels=3, most=2),
         walk(tree, draw, levels=3),
         strict=True,
     ):
@@ -63,11 +63,11 @@ def two_tokens(width: int, drafts: list[ToyLM], targets: list[ToyLM]) -> Tensor:
     p = torch.stack([target.law for target in targets])  # [M, H, V]
     proposer = Mcsd(Shape.k_config((width, 2)), init_width=width)
 
-    def run(noise: ForkingRandom, world: Tensor) -> Tensor:
-        initial = noise.draw_without_replacement(p[world, 0], width)
+    def run(rng: ForkingRandom, world: Tensor) -> Tensor:
+        initial = rng.sample_without_replacement(p[world, 0], width)
         drafter = ToyDrafter(drafts, world)
         rows, state = drafter.catch_up(None, None)
-        request = Request(torch.ones(len(world)).double(), torch.zeros(len(world), dtype=torch.bool), noise, initial)
+        request = Request(torch.ones(len(world)).double(), torch.zeros(len(world), dtype=torch.bool), rng, initial)
         levels: list[Tensor] = []
         tree, read, drawn = draft_tree(
             proposer, drafter, rows, state, nodes=9, request=request, keep=lambda level: levels.append(level)
@@ -82,11 +82,11 @@ def two_tokens(width: int, drafts: list[ToyLM], targets: list[ToyLM]) -> Tensor:
             slot = torch.where(node < 0, 0, read[at, node.clamp(min=0)].clamp(min=0))
             children = Children(tree.children(node, 3).masked_fill(idle[:, None], -1), drawn[at, node + 1], 3)
             token = RULES["rrsw"].draw(
-                torch.where(idle[:, None], certain, laws[at, node + 1]), q[at, slot], children, noise.at(node + 1)
+                torch.where(idle[:, None], certain, laws[at, node + 1]), q[at, slot], children, rng.fold_in(node + 1)
             )
             return token, torch.ones_like(active)
 
-        return longest(tree, torch.full_like(world, width), draw, levels=2, most=width).tokens[:, :2]
+        return longest_continuation(tree, torch.full_like(world, width), draw, levels=2, most=width).tokens[:, :2]
 
     law = torch.zeros(len(drafts), 3, 3).double()
     for weight, world, tokens in every_outcome(run, worlds=len(drafts)):

@@ -1,4 +1,4 @@
-"""The walk along tokens that are drawn already, behind every node."""
+"""The walk when the token at every node has been sampled already."""
 
 # ruff: noqa: N803
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped"
@@ -16,8 +16,8 @@ from vllm_adaptive_tree.trees import TreeBatch
 def _walk(
     tokens_out,  # [R, STEPS]
     nodes_out,  # [R, STEPS]
-    draws,  # [rows]
-    first,  # [R]: the row of each root
+    sampled,  # [rows]
+    root_row,  # [R]: the row of each root
     tokens,  # [R, N]
     parent,  # [R, N]
     nodes,
@@ -27,13 +27,13 @@ def _walk(
     request = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, PADDED_NODES).to(tl.int64)
     token_of = tl.load(tokens + request * nodes + slot, mask=slot < nodes, other=-1)
-    above_of = tl.load(parent + request * nodes + slot, mask=slot < nodes, other=-2)
-    root = tl.load(first + request).to(tl.int64)
+    parent_of = tl.load(parent + request * nodes + slot, mask=slot < nodes, other=-2)
+    root = tl.load(root_row + request).to(tl.int64)
     node = tl.full([], -1, tl.int64)
     going = tl.full([], 1, tl.int32)
     for step in range(STEPS):
-        token = tl.load(draws + root + 1 + node)
-        hit = (above_of == node) & (token_of == token) & (token_of >= 0)
+        token = tl.load(sampled + root + 1 + node)
+        hit = (parent_of == node) & (token_of == token) & (token_of >= 0)
         child = tl.min(tl.where(hit, slot, PADDED_NODES), 0)
         tl.store(tokens_out + request * STEPS + step, tl.where(going != 0, token, -1))
         going = tl.where(child < PADDED_NODES, going, 0)
@@ -41,14 +41,18 @@ def _walk(
         node = tl.where(going != 0, child, node)
 
 
-def walk(tree: TreeBatch, draws: Tensor, first: Tensor, *, levels: int) -> Accepted:
-    """As `acceptance.walk`. `draws` [rows]: the token drawn behind every row; `first` [R]: the row of each root, before
-    those of its nodes."""
+def walk(tree: TreeBatch, sampled: Tensor, root_row: Tensor, *, levels: int) -> Accepted:
+    """Like `acceptance.walk`, with all tokens sampled beforehand.
+
+    Args:
+        sampled: [rows], the token sampled at every row.
+        root_row: [R], the row of each root; the rows of its nodes follow.
+    """
     requests, slots = tree.tokens.shape
-    tokens, nodes = torch.empty((2, requests, levels + 1), dtype=torch.int64, device=draws.device)
+    tokens, nodes = torch.empty((2, requests, levels + 1), dtype=torch.int64, device=sampled.device)
     if requests:
         _walk[(requests,)](
-            *(tokens, nodes, draws.contiguous(), first.contiguous(), tree.tokens.contiguous()),
+            *(tokens, nodes, sampled.contiguous(), root_row.contiguous(), tree.tokens.contiguous()),
             *(tree.parent.contiguous(), slots),
             STEPS=levels + 1,
             PADDED_NODES=triton.next_power_of_2(slots),

@@ -1,4 +1,4 @@
-"""What is asked of long rows [..., V], at the cost of one pass over them: chunks of 64 first, then tokens."""
+"""Top-k and sums over the vocabulary in one pass: chunks of 64 tokens first, then the tokens of a few chunks."""
 
 from collections.abc import Callable
 
@@ -6,47 +6,47 @@ import torch
 from torch import Tensor
 
 CHUNK = 64
-SHORT = 1 << 14
-"""Entries that one sort takes faster than chunks do."""
+SORT_LIMIT = 1 << 14
+"""Up to this many entries `torch.topk` is faster than going through chunks."""
 
 
-def largest(rows: Tensor, offset: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The k largest of rows [..., W, V] + offset [..., W], in falling order.
+def joint_topk(rows: Tensor, offset: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Top k over all W rows of rows [..., W, V] + offset [..., W] together, in descending order.
 
-    They lie in the k chunks of 64 tokens whose maxima are largest, so only those are sorted.
+    The k largest entries lie in the k chunks with the largest maxima, so only those are sorted.
 
     Returns:
         value, row and token, [..., min(k, W * V)] each.
     """
     width, vocabulary = rows.shape[-2:]
-    if width * vocabulary <= SHORT:
-        value, place = (rows + offset[..., None]).flatten(-2).topk(min(k, width * vocabulary))
-        return value, place // vocabulary, place % vocabulary
+    if width * vocabulary <= SORT_LIMIT:
+        value, index = (rows + offset[..., None]).flatten(-2).topk(min(k, width * vocabulary))
+        return value, index // vocabulary, index % vocabulary
     maxima = _chunked(rows, lambda part: part.amax(-1))
     chunks = maxima.shape[-1]
     best = maxima.add_(offset[..., None]).flatten(-2).topk(min(k, width * chunks)).indices  # [..., C]
     row = best // chunks
-    spare = chunks * CHUNK - vocabulary  # places that the last chunk of a row lacks
+    spare = chunks * CHUNK - vocabulary  # entries missing from the last chunk of a row
     start = best * CHUNK - row * spare if spare else best * CHUNK
-    place = start[..., None] + torch.arange(CHUNK, device=rows.device)  # [..., C, 64] in [W * V]
-    inside_row = place.clamp(max=width * vocabulary - 1) if spare else place
-    value = rows.flatten(-2).gather(-1, inside_row.flatten(-2)).view(place.shape)
+    index = start[..., None] + torch.arange(CHUNK, device=rows.device)  # [..., C, 64] in [W * V]
+    in_bounds = index.clamp(max=width * vocabulary - 1) if spare else index
+    value = rows.flatten(-2).gather(-1, in_bounds.flatten(-2)).view(index.shape)
     value += offset.gather(-1, row)[..., None]
     if spare:
-        value.masked_fill_(place >= ((row + 1) * vocabulary)[..., None], -torch.inf)
+        value.masked_fill_(index >= ((row + 1) * vocabulary)[..., None], -torch.inf)
     value, at = value.flatten(-2).topk(min(k, width * vocabulary))
-    place = place.flatten(-2).gather(-1, at)
-    return value, place // vocabulary, place % vocabulary
+    index = index.flatten(-2).gather(-1, at)
+    return value, index // vocabulary, index % vocabulary
 
 
-def best_tokens(rows: Tensor, count: int) -> Tensor:
-    """The `count` largest tokens of rows [..., V] in falling order, ties to the smaller token: [..., count]."""
+def topk_tokens(rows: Tensor, count: int) -> Tensor:
+    """Tokens of the `count` largest entries of rows [..., V], descending, ties to the smaller token: [..., count]."""
     maxima = _chunked(rows, lambda part: part.amax(-1))
     count = min(count, rows.shape[-1])
     tokens = torch.full((*rows.shape[:-1], count), -1, device=rows.device)
     for rank in range(count):
         chunk = maxima.argmax(-1, keepdim=True)  # the first of equals
-        entries = inside(rows, chunk, tokens[..., :rank], -torch.inf)
+        entries = chunk_entries(rows, chunk, tokens[..., :rank], -torch.inf)
         at = entries.argmax(-1, keepdim=True)
         tokens[..., rank : rank + 1] = chunk * CHUNK + at
         if rank + 1 < count:
@@ -60,14 +60,13 @@ def chunk_sums(rows: Tensor) -> Tensor:
     return _chunked(rows, lambda part: part.sum(-1)).double()
 
 
-def inside(rows: Tensor, chunk: Tensor, gone: Tensor, fill: float) -> Tensor:
-    """Entries of one `chunk` [..., 1] of each row; `fill` for the tokens `gone` [..., G] and behind the end: [..., 64]
-    float64."""
-    rim = chunk * CHUNK - 1  # one place more at either end takes the tokens gone from other chunks
+def chunk_entries(rows: Tensor, chunk: Tensor, removed: Tensor, fill: float) -> Tensor:
+    """The 64 entries of one `chunk` [..., 1] of each row, float64; `fill` for `removed` tokens [..., G] and padding."""
+    rim = chunk * CHUNK - 1  # one extra entry at either end absorbs tokens removed from other chunks
     token = rim + torch.arange(CHUNK + 2, device=rows.device)
     entries = rows.gather(-1, token.clamp(0, rows.shape[-1] - 1)).double()
-    if gone.shape[-1]:
-        entries.scatter_(-1, (gone - rim).clamp_(0, CHUNK + 1), fill)
+    if removed.shape[-1]:
+        entries.scatter_(-1, (removed - rim).clamp_(0, CHUNK + 1), fill)
     if rows.shape[-1] % CHUNK:
         entries.masked_fill_(token >= rows.shape[-1], fill)
     return entries[..., 1:-1]

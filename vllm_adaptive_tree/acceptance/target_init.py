@@ -1,4 +1,4 @@
-"""Target-initialised trees (Lu et al., arXiv 2409.10744): a first layer of candidates drawn from the target itself."""
+"""Target-initialised trees (Lu et al., arXiv 2409.10744): first-layer candidates sampled from the target itself."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ from vllm_adaptive_tree.acceptance.walk import Accepted, walk
 from vllm_adaptive_tree.trees import TreeBatch
 
 
-def longest(
+def longest_continuation(
     tree: TreeBatch,
     initial: Tensor,
     draw: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
@@ -18,15 +18,15 @@ def longest(
     most: int,
     proceed: Callable[[Tensor], bool] = lambda active: True,
 ) -> Accepted:
-    """Walk below every initial token, and keep the longest path; the first one on ties.
+    """Walk below every initial token and keep the longest path; on ties the first.
 
-    With one initial token this is the walk itself. With more it is not lossless: a token is emitted because the target
-    likes what the draft put below it.
+    With one initial token this is `walk`. With more it is not lossless: which token is emitted depends on how well the
+    draft continues it.
 
     Args:
-        initial: [R] how many of a tree's first nodes are initial tokens; 0: that tree is walked from its root.
-        draw, levels, proceed: as in `walk`; the draw at the root counts for trees without initial tokens only.
-        most: initial tokens that a tree may have.
+        initial: [R] how many of a tree's first nodes are initial tokens; 0: an ordinary walk from the root.
+        draw, levels, proceed: as in `walk`; the draw at the root is used only for trees without initial tokens.
+        most: upper bound of `initial`.
     """
     kept = Accepted(*tree.tokens.new_full((2, len(initial), levels + 1), -1))
     length = torch.full_like(initial, -1)
@@ -34,8 +34,8 @@ def longest(
 
         def below(node: Tensor, active: Tensor, number: int = number) -> tuple[Tensor, Tensor]:
             token, may_go_on = draw(node, active)
-            given = (node < 0) & (initial > number)
-            return torch.where(given, tree.tokens[:, number], token), may_go_on | given
+            forced = (node < 0) & (initial > number)
+            return torch.where(forced, tree.tokens[:, number], token), may_go_on | forced
 
         found = walk(tree, below, levels=levels, proceed=proceed)
         accepted = (found.nodes >= 0).sum(1)

@@ -1,0 +1,114 @@
+"""Sampling with and without replacement, all draws of a row in one launch."""
+
+# ruff: noqa: N803
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped"
+
+import math
+from typing import Self
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vllm_adaptive_tree.kernels.rng import mix, uniform
+from vllm_adaptive_tree.rng import EXHAUSTED, CounterRNG
+from vllm_adaptive_tree.vocab_ops import CHUNK, chunk_sums
+
+FOLD_IN_BLOCK = 256  # keys per program
+BELOW_ONE = 1 - 2.0**-53
+"""A float64 times this is the next smaller float64."""
+
+
+@triton.jit
+def _sample(
+    tokens,  # [rows, k]
+    probs,  # [rows, V]
+    sums,  # [rows, chunks] float64: sums of `probs` per chunk
+    key,  # [rows]
+    number,  # of the first draw's random number
+    k,
+    vocabulary,
+    chunks,
+    CHUNK: tl.constexpr,
+    PADDED_CHUNKS: tl.constexpr,  # a power of two, as the next
+    PADDED_K: tl.constexpr,
+    EXHAUSTED: tl.constexpr,
+    BELOW_ONE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    index, lane, column = tl.arange(0, PADDED_CHUNKS), tl.arange(0, CHUNK), tl.arange(0, PADDED_K)
+    left = tl.load(sums + row * chunks + index, mask=index < chunks, other=0.0)
+    exhausted = tl.sum(left, 0) * EXHAUSTED
+    stream = tl.load(key + row)
+    drawn = tl.full([PADDED_K], -1, tl.int64)
+    for i in range(k):
+        cdf = tl.cumsum(left, 0)
+        total = tl.max(cdf, 0)
+        target = tl.minimum(total * uniform(stream, number + 2 * i), total * BELOW_ONE)
+        chunk = tl.minimum(tl.sum((cdf <= target).to(tl.int32), 0), chunks - 1)
+        here = index == chunk
+        before = tl.sum(tl.where(here, cdf - left, 0.0), 0)
+        token = chunk.to(tl.int64) * CHUNK + lane
+        removed = tl.max((token[:, None] == drawn[None, :]).to(tl.int32), 1) != 0
+        entry = tl.load(probs + row * vocabulary + token, mask=(token < vocabulary) & ~removed, other=0.0).to(
+            tl.float64
+        )
+        inner = tl.cumsum(entry, 0)
+        inside = tl.minimum(tl.maximum(target - before, 0.0), tl.max(inner, 0) * BELOW_ONE)
+        at = tl.minimum(tl.sum((inner <= inside).to(tl.int32), 0), CHUNK - 1)
+        clamped = tl.minimum(chunk.to(tl.int64) * CHUNK + at, vocabulary - 1)
+        found = tl.where(tl.sum(left, 0) <= exhausted, -1, clamped)
+        drawn = tl.where(column == i, found, drawn)
+        left = tl.where(here, tl.sum(tl.where(lane == at, 0.0, entry), 0), left)
+    tl.store(tokens + row * k + column, drawn, mask=column < k)
+
+
+@triton.jit
+def _fold_in(bound, base, key, places, count, BLOCK: tl.constexpr):
+    """mix(base + mix(key)) for each of the `places` keys of a request."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    exists = at < count
+    own = mix(tl.load(key + at, mask=exists, other=0).to(tl.uint64))
+    found = mix(tl.load(base + at // places, mask=exists, other=0).to(tl.uint64) + own)
+    tl.store(bound + at, found.to(tl.int64), mask=exists)
+
+
+class FusedRNG(CounterRNG):
+    """`CounterRNG` whose samples take one pass over the distribution and one kernel launch."""
+
+    def fold_in(self, key: Tensor) -> Self:
+        key = key.contiguous()
+        bound = type(self)(self.seed, self.position, self.purpose)
+        bound.key = torch.empty_like(key)
+        if key.numel():
+            grid = (triton.cdiv(key.numel(), FOLD_IN_BLOCK),)
+            _fold_in[grid](bound.key, self.key, key, key.numel() // key.shape[0], key.numel(), BLOCK=FOLD_IN_BLOCK)
+        return bound
+
+    def sample(self, probs: Tensor) -> Tensor:
+        self.num_samples += 1
+        return self._tokens(probs, 1, 2 * self.num_samples + 1, exhausted=-math.inf)[..., 0]
+
+    def sample_without_replacement(self, probs: Tensor, k: int) -> Tensor:
+        first, self.num_samples = self.num_samples + 1, self.num_samples + k
+        return self._tokens(probs, k, 2 * first + 1, exhausted=EXHAUSTED)
+
+    def _tokens(self, probs: Tensor, k: int, number: int, exhausted: float) -> Tensor:
+        """[..., k]; -1 once no more than the fraction `exhausted` of the mass is left."""
+        probs = probs.contiguous()
+        sums = chunk_sums(probs)
+        tokens = torch.empty((*probs.shape[:-1], k), dtype=torch.int64, device=probs.device)
+        if tokens.numel() == 0:
+            return tokens
+        _sample[(tokens.numel() // k,)](
+            *(tokens, probs, sums, self.key.expand(probs.shape[:-1]).contiguous()),
+            *(number, k, probs.shape[-1], sums.shape[-1]),
+            CHUNK=CHUNK,
+            PADDED_CHUNKS=triton.next_power_of_2(sums.shape[-1]),
+            PADDED_K=triton.next_power_of_2(k),
+            EXHAUSTED=exhausted,
+            BELOW_ONE=BELOW_ONE,
+            num_warps=4 if sums.shape[-1] <= 1024 else 8,
+        )
+        return tokens
