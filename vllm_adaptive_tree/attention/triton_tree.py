@@ -60,7 +60,9 @@ def _fold(
     slot = position % BLOCK_SIZE
     in_bounds = exists[:, None] & (dim < HEAD_SIZE)[None, :]
     key = tl.load(keys + (block * key_block + slot * key_slot)[:, None] + dim[None, :], mask=in_bounds, other=0.0)
-    value = tl.load(values + (block * value_block + slot * value_slot)[:, None] + dim[None, :], mask=in_bounds, other=0.0)
+    value = tl.load(
+        values + (block * value_block + slot * value_slot)[:, None] + dim[None, :], mask=in_bounds, other=0.0
+    )
     score = tl.where(seen, _dot(queries, tl.trans(key), WIDEN) * scale, float("-inf"))
     higher = tl.maximum(peak, tl.max(score, 1))
     base = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen no key yet
