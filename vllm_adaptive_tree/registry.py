@@ -1,4 +1,4 @@
-"""Methods and rules by name: built-in ones and those of third parties, through one door."""
+"""One registry for methods and rules by name, built-in and third-party."""
 
 import importlib
 from collections.abc import Callable, Mapping
@@ -9,10 +9,10 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Things of one sort by name.
+    """Objects of one sort by name.
 
-    A name stands for a path "pkg.module:Name", which is what travels to the engine's processes. Built-in names go
-    first, then those registered in this process, then those of installed packages.
+    A name maps to an import path "pkg.module:Name", which is what the engine's processes receive. Built-in names come
+    first, then those registered in this process, then entry points of installed packages.
     """
 
     def __init__(
@@ -28,9 +28,9 @@ class Registry(Generic[T]):
         Args:
             sort: "proposer", of `register_proposer`; for messages.
             built_in: name -> path.
-            group: of the entry points by which an installed package registers.
-            lacks: what an object would need to be one of the sort; None: nothing.
-            reserved: further names that nobody may take.
+            group: entry point group by which installed packages register.
+            lacks: says what an object lacks to be of this sort; None: nothing.
+            reserved: other names that cannot be registered.
         """
         self.sort, self.built_in, self.group, self.lacks, self.reserved = sort, built_in, group, lacks, reserved
         self.registered: dict[str, str] = {}
@@ -39,7 +39,7 @@ class Registry(Generic[T]):
         """`what`: an importable object, or its path.
 
         Raises:
-            ValueError: the name is taken, or `what` cannot be imported in another process, or is none of the sort.
+            ValueError: the name is taken, or `what` cannot be imported in another process or is not of this sort.
         """
         if name in (*self.built_in, *self.reserved):
             raise ValueError(f"register_{self.sort}: {name!r} is built in; choose another name")
@@ -55,17 +55,17 @@ class Registry(Generic[T]):
         return (*self.built_in, *self.registered, *(point.name for point in entry_points(group=self.group)))
 
     def path(self, name: str) -> str | None:
-        """The path that the name stands for; None: nobody knows it."""
+        """The import path of a name; None if it is unknown."""
         known = {**self.registered, **self.built_in}
         if name in known:
             return known[name]
         return next((point.value for point in entry_points(group=self.group) if point.name == name), None)
 
     def load(self, path: str) -> T:
-        """Import what is at "pkg.module:Name".
+        """Import "pkg.module:Name".
 
         Raises:
-            ValueError: it cannot be imported, or is none of the sort.
+            ValueError: it cannot be imported, or is not of this sort.
         """
         found = imported(path)
         if lack := self.lacks(found):
@@ -86,7 +86,7 @@ class Registry(Generic[T]):
 
 
 def imported(path: str) -> Any:
-    """What is at "pkg.module:Name".
+    """The object at "pkg.module:Name".
 
     Raises:
         ValueError: it cannot be imported.

@@ -58,9 +58,11 @@ def _fold(
     """Add one tile of keys to the online softmax."""
     block = tl.load(table + position // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
     slot = position % BLOCK_SIZE
-    there = exists[:, None] & (dim < HEAD_SIZE)[None, :]
-    key = tl.load(keys + (block * key_block + slot * key_slot)[:, None] + dim[None, :], mask=there, other=0.0)
-    value = tl.load(values + (block * value_block + slot * value_slot)[:, None] + dim[None, :], mask=there, other=0.0)
+    in_bounds = exists[:, None] & (dim < HEAD_SIZE)[None, :]
+    key = tl.load(keys + (block * key_block + slot * key_slot)[:, None] + dim[None, :], mask=in_bounds, other=0.0)
+    value = tl.load(
+        values + (block * value_block + slot * value_slot)[:, None] + dim[None, :], mask=in_bounds, other=0.0
+    )
     score = tl.where(seen, _dot(queries, tl.trans(key), WIDEN) * scale, float("-inf"))
     higher = tl.maximum(peak, tl.max(score, 1))
     base = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen no key yet
@@ -207,8 +209,8 @@ def _merge(
     log = tl.load(weight + place, mask=split < SPLITS, other=float("-inf"))
     peak = tl.max(log, 0)
     share = tl.exp2(log - tl.where(peak == float("-inf"), 0.0, peak))
-    there = (share > 0)[:, None] & (dim < HEAD_SIZE)[None, :]
-    parts = tl.load(partial + place[:, None] * HEAD_SIZE + dim[None, :], mask=there, other=0.0)
+    in_bounds = (share > 0)[:, None] & (dim < HEAD_SIZE)[None, :]
+    parts = tl.load(partial + place[:, None] * HEAD_SIZE + dim[None, :], mask=in_bounds, other=0.0)
     total = tl.sum(share, 0)
     result = tl.sum(parts * share[:, None], 0) / tl.where(total > 0, total, 1.0)
     at = row.to(tl.int64) * out_row + head * out_head + dim

@@ -1,4 +1,4 @@
-"""How many nodes the whole batch can afford: measured cost, calibrated gain, one allocation for all requests."""
+"""The node budget of a batch: measured costs, calibrated acceptance, and one allocation for all requests."""
 
 from vllm_adaptive_tree.budget.allocation import allocate, best
 from vllm_adaptive_tree.budget.calibration import Calibration

@@ -1,3 +1,5 @@
+"""Calibrated acceptance probabilities of nodes, from the outcomes of past steps."""
+
 import math
 from array import array
 from collections.abc import Sequence
@@ -11,32 +13,32 @@ from vllm_adaptive_tree.budget.reading import member, numbers, short
 
 DEPTHS, BINS = 16, 24
 LOWEST = 1e-4
-"""Values below this are of no use and share a bin."""
+"""Values below this are useless and share a bin."""
 PRIOR = 8.0
-"""Observations that the draft's own probability counts for in every bin."""
+"""Weight of the draft's own probability in every bin, in observations."""
 MEMORY = 300.0
-"""Observations of a bin after which an old one weighs 1/e."""
+"""Observations of a bin after which an old one has weight 1/e."""
 SCALE, OFFSET = -BINS / math.log(LOWEST), BINS + 0.5
-"""SCALE * log(value) + OFFSET: where a value lies among the centres of the bins 1 to BINS."""
+"""SCALE * log(value) + OFFSET: the position of a value among the centres of bins 1 to BINS."""
 ROW = BINS + 2
 
 
 class Calibration:
-    """How often nodes of a depth and value were accepted, so that a value becomes a chance.
+    """How often nodes of a depth and value were accepted: maps a value to an acceptance probability.
 
-    A function of past steps, of the depth and of the value alone, and never falling with the value: a cut by calibrated
-    values asks nothing of the drawn token that the value does not.
+    It depends on past steps, depth and value only, and never decreases with the value, so pruning by calibrated values
+    depends on a sampled token no more than the value itself does.
     """
 
     def __init__(self) -> None:
-        # [1 + DEPTHS, ROW], flat; depth 0 and the columns at both ends hold no observations
+        # [1 + DEPTHS, ROW], flattened; depth 0 and the first and last column hold no observations
         centre = [LOWEST ** (1 - (bin_ + 0.5) / BINS) for bin_ in range(BINS)]
-        prior = [0.0, *(PRIOR * chance for chance in centre), 0.0]  # a bin starts as its nodes' own predictions
+        prior = [0.0, *(PRIOR * chance for chance in centre), 0.0]  # a bin starts at its nodes' own predictions
         self.hits = array("d", prior * (1 + DEPTHS))
         self.trials = array("d", [PRIOR] * len(self.hits))
         self.chance = array("d", [0.0] * len(self.hits))
         self.predicted = self.observed = 0.0
-        """Sums over all nodes verified so far: what was expected of them, and what was accepted."""
+        """Sums over all nodes verified so far: expected and actual acceptances."""
         self._low = np.frombuffer(self.chance)
         self._high = self._low[1:]
         for depth in range(1, 1 + DEPTHS):
@@ -48,7 +50,7 @@ class Calibration:
         self.chance[end] = self.chance[end - 1]
 
     def __call__(self, value: Tensor, depth: Tensor) -> Tensor:
-        """The chance [...] that a node of this value and depth (1: below the root) is accepted; 0 for a NaN."""
+        """Acceptance probability [...] of a node of this value and depth (1: child of the root); 0 for NaN."""
         one = value.numpy()
         place = SCALE * np.log(np.minimum(np.fmax(one, LOWEST), 1).astype(np.float64)) + OFFSET
         left = place.astype(np.int64)
@@ -58,7 +60,7 @@ class Calibration:
         return torch.from_numpy(np.where(one > 0, chance, 0.0))
 
     def observe(self, value: Sequence[float], depth: Sequence[int], accepted: Sequence[bool]) -> None:
-        """Nodes [M] that were verified, and which of them were accepted."""
+        """Record M verified nodes, and which of them were accepted."""
         new: dict[int, list[bool]] = {}
         for one, level, hit in zip(value, depth, accepted, strict=True):
             place = SCALE * math.log(min(max(LOWEST, one), 1)) + OFFSET
@@ -79,11 +81,13 @@ class Calibration:
         return {"hits": short(self.hits), "trials": short(self.trials)}
 
     def restore(self, data: Any) -> None:
-        """What `to_json` gave. Raises ValueError, and changes nothing, where `data` is something else."""
+        """Load the output of `to_json`. Raises ValueError, changing nothing, for other data."""
         count = len(self.hits)
         trials = numbers(member(data, "trials"), count, least=1e-3)
         hits = numbers(member(data, "hits"), count)
-        if any(hit > 1.001 * trial for hit, trial in zip(hits, trials, strict=True)):  # six digits were written
+        if any(
+            hit > 1.001 * trial for hit, trial in zip(hits, trials, strict=True)
+        ):  # numbers are written with six digits
             raise ValueError("more nodes were accepted than verified")
         self.hits, self.trials = array("d", hits), array("d", trials)
         for depth in range(1, 1 + DEPTHS):
@@ -91,8 +95,10 @@ class Calibration:
 
 
 def _rising(hits: Sequence[float], trials: Sequence[float]) -> list[float]:
-    """The ratios of `hits` to `trials`, pooled with their neighbours where they would fall (isotonic regression): a
-    running maximum would believe every lucky bin, and promise too much."""
+    """The ratios hits / trials, pooled with neighbours where they would decrease (isotonic regression).
+
+    A running maximum would trust every lucky bin and predict too much.
+    """
     pools: list[tuple[float, float, int]] = []
     for hit, trial in zip(hits, trials, strict=True):
         count = 1

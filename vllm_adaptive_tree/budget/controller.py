@@ -1,4 +1,4 @@
-"""What a batch drafts and verifies in a step, decided from the steps before."""
+"""The budget controller: what a batch drafts and verifies in a step, decided from past steps."""
 
 import math
 from collections.abc import Sequence

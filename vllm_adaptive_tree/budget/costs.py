@@ -1,4 +1,4 @@
-"""What forwards cost."""
+"""The measured costs of target and draft forwards."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,11 +10,11 @@ from vllm_adaptive_tree.budget.reading import member, number
 @dataclass(frozen=True)
 class Costs:
     verify: Curve
-    """Seconds of a verification by rows, behind an empty context."""
+    """Seconds of a verification by rows, with empty contexts."""
     draft: Curve | None = None
     """Seconds of a draft level by rows."""
     context: float = 0.0
-    """Seconds that a verification takes longer for each token of its requests' contexts."""
+    """Additional seconds of a verification per token of its requests' contexts."""
 
     def to_json(self) -> dict[str, Any]:
         draft = None if self.draft is None else self.draft.to_json()
@@ -22,7 +22,7 @@ class Costs:
 
     @classmethod
     def from_json(cls, data: Any) -> "Costs":
-        """Raises ValueError where `data` is not what `to_json` gives."""
+        """Raises ValueError for anything but the output of `to_json`."""
         draft = member(data, "draft")
         verify = Curve.from_json(member(data, "verify"))
         return cls(verify, None if draft is None else Curve.from_json(draft), number(member(data, "context")))

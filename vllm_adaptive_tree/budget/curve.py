@@ -1,3 +1,5 @@
+"""Cost curves: seconds of a forward by its rows, updated from live steps."""
+
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -10,50 +12,50 @@ from numpy.typing import ArrayLike, NDArray
 from vllm_adaptive_tree.budget.reading import number
 
 STEP = 0.1
-"""How far one measurement moves a point of the curve towards itself, in log seconds."""
+"""Fraction by which one measurement moves a point of the curve towards itself, in log seconds."""
 BOUND = 0.25
-"""The farthest that it may lie off; what a stalled machine adds beyond this is not believed."""
+"""Largest deviation taken into account; more is attributed to a stall of the machine."""
 SURE = 4
-"""So many measurements in a row that lie beyond it on one side are no stall: it doubles with each, up to this one."""
+"""Repeated deviations beyond BOUND on one side are not a stall: the bound doubles with each, up to this many."""
 NEAR = 0.25
-"""The least share of a measurement that counts for one of the point itself."""
+"""Smallest weight with which a measurement counts as one of the point itself."""
 TINY = 1e-9
-"""Seconds, at least, of any forward."""
+"""Lower bound of the seconds of any forward."""
 STALE = 64
-"""Measurements elsewhere after which a point follows all of them: the machine has changed, not one number of rows."""
+"""After this many measurements elsewhere a point follows all of them: the machine as a whole has changed."""
 FAR = float(1 << 30)
-"""Rows beyond the last point up to which a curve goes on."""
+"""How many rows a curve is extrapolated beyond its last point."""
 TILES = 16, 32, 64
-"""Rows that matrix units take at once: one row more may cost as much as many, which a straight line would hide."""
+"""Row counts of matrix-unit tiles: one more row may cost as much as a tile, which a straight line would hide."""
 
 
 def profiled_rows(most: int) -> list[int]:
-    """Where a profile measures a verification: 1, 2, 3, 4, 6, 8, 12, .. up to `most`, and behind each tile."""
+    """The row counts a profile measures: 1, 2, 3, 4, 6, 8, 12, .. up to `most`, and one past each tile."""
     steps = {2**k * factor // 2 for k in range(20) for factor in (2, 3)}
     return sorted({min(rows, most) for rows in steps | {1 + tile for tile in TILES}})
 
 
 class Curve:
-    """Seconds of a forward by its rows: measured points, straight lines between them, followed as times change.
+    """Seconds of a forward by its rows: measured points, linearly interpolated, tracking changes over time.
 
-    Before the first point it is flat, beyond the last it goes on with the slope of the last piece; it never falls: a
-    point counts for no more than those behind it. So one slow measurement makes more rows look no dearer, and one that
-    was too fast is tried, and corrected.
+    Flat before the first point, extrapolated with the last slope beyond the last, and never decreasing: a point counts
+    for at most the value of those after it. So one slow measurement does not make more rows look more expensive, and a
+    measurement that was too fast gets tried and corrected.
     """
 
     def __init__(self, rows: ArrayLike, seconds: ArrayLike):
         """`rows` [P] increasing, P >= 2; `seconds` [P]."""
-        # lists: they are short, and followed one point at a time
+        # lists: short, and updated one point at a time
         self._rows: list[float] = np.asarray(rows, dtype=np.float64).tolist()
         self._measured: list[float] = np.asarray(seconds, dtype=np.float64).tolist()
         self._missed = [STALE] * len(self._rows)  # measurements since the last one near each point
-        self._beyond = 0  # measurements in a row that lay beyond the bound, below 0: on the lower side
+        self._beyond = 0  # consecutive measurements beyond the bound; negative: below it
         self._settle()
 
     def _settle(self) -> None:
-        """What the points count for, and the lines that follow from it."""
+        """Recompute the effective points and the lines through them."""
         x, measured, known = self._rows, self._measured[:], 0.0
-        for place, missed in enumerate(self._missed):  # what lies behind live steps costs no less than they did
+        for place, missed in enumerate(self._missed):  # stale points cost no less than live ones before them
             if missed >= STALE:
                 measured[place] = max(measured[place], known)
             else:
@@ -62,7 +64,7 @@ class Curve:
         self._x, self._y = x[:1], y[:1]
         for right in range(1, len(x)):
             left = right - 1
-            if measured[left] < y[right] < measured[right]:  # up to what the right point counts for, then flat
+            if measured[left] < y[right] < measured[right]:  # rise to the right point's effective value, then flat
                 share = (y[right] - measured[left]) / (measured[right] - measured[left])
                 self._x.append(x[left] + (x[right] - x[left]) * share)
                 self._y.append(y[right])
@@ -78,19 +80,19 @@ class Curve:
 
     @property
     def seconds(self) -> NDArray[np.float64]:
-        """[P]: what a point counts for."""
+        """[P]: the effective value of each point."""
         return np.array(self._seconds)
 
     def at(self, rows: Sequence[float] | NDArray[Any]) -> NDArray[np.float64]:
-        """Seconds for any numbers of rows, of any shape."""
+        """Seconds for an array of row counts, of any shape."""
         return np.interp(rows, self._x, self._y)
 
     def cost(self, rows: float) -> float:
-        """The same for one number of rows."""
+        """Seconds for one row count."""
         return _interpolate(self._x, self._y, rows)
 
     def hull(self) -> "Curve":
-        """The largest convex curve that is nowhere above this one: each row costs at least as much as the last."""
+        """The convex lower hull: each row costs at least as much as the one before."""
         if self._hull is not None:
             return self._hull
         kept: list[int] = []
@@ -106,8 +108,11 @@ class Curve:
         return self._hull
 
     def observe(self, rows: int, seconds: float) -> None:
-        """A forward of `rows` rows took `seconds`: its nearest points follow, each by its share and within bounds, and
-        so do points of which nothing was heard for long, those of a profile first of all."""
+        """Record that a forward of `rows` rows took `seconds`.
+
+        The two nearest points follow by their interpolation weights, within bounds; stale points, initially all points
+        of the profile, follow in full.
+        """
         believed = self.cost(rows) if rows > self._rows[-1] else _interpolate(self._rows, self._measured, rows)
         off = self._bounded(math.log(max(seconds, TINY) / believed))
         right = _right(self._rows, rows)
@@ -130,7 +135,7 @@ class Curve:
 
     @classmethod
     def from_json(cls, data: Any) -> Self:
-        """Raises ValueError where `data` is not what `to_json` gives."""
+        """Raises ValueError for anything but the output of `to_json`."""
         try:
             rows, seconds = ([number(x) for x in data[key]] for key in ("rows", "seconds"))
         except (TypeError, KeyError, ValueError) as error:
@@ -144,7 +149,7 @@ class Curve:
 
 
 def _right(x: list[float], at: float) -> int:
-    """The right end of the piece on which `at` lies, or to which it is nearest."""
+    """Index of the right end of the segment that contains `at` or is nearest to it."""
     return min(max(bisect_left(x, at), 1), len(x) - 1)
 
 

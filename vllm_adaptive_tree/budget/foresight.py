@@ -1,3 +1,5 @@
+"""Predicting whether drafting pays off for a batch of another size."""
+
 from collections import deque
 
 import torch

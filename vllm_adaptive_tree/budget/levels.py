@@ -1,3 +1,5 @@
+"""How many levels to draft."""
+
 import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise

@@ -1,3 +1,5 @@
+"""Per-request back-off from drafting."""
+
 from collections.abc import Iterable, Sequence
 
 LOSSES = 16

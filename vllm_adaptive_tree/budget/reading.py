@@ -1,11 +1,11 @@
-"""Numbers from a file that anybody may have written: what does not fit is a ValueError."""
+"""Validated numbers from JSON files; anything unexpected is a ValueError."""
 
 import math
 from collections.abc import Iterable
 from typing import Any
 
 MOST = 1e9
-"""No second, token or observation comes to more."""
+"""Upper bound of any number of seconds, tokens or observations."""
 
 
 def number(value: Any, least: float = 0.0, most: float = MOST) -> float:
@@ -16,19 +16,19 @@ def number(value: Any, least: float = 0.0, most: float = MOST) -> float:
 
 
 def numbers(values: Any, count: int, least: float = 0.0, most: float = MOST) -> list[float]:
-    """A list of `count` of them."""
+    """A list of `count` such numbers."""
     if not isinstance(values, list) or len(values) != count:
         raise ValueError(f"{count} numbers are needed")
     return [number(value, least, most) for value in values]
 
 
 def member(data: Any, key: str) -> Any:
-    """`data[key]` of a JSON object; raises ValueError where there is none."""
+    """`data[key]` of a JSON object; raises ValueError if it is missing."""
     if not isinstance(data, dict) or key not in data:
         raise ValueError(f"{key!r} is missing")
     return data[key]
 
 
 def short(values: Iterable[float]) -> list[float]:
-    """Six digits of each, which is more than any of them is known to."""
+    """The values rounded to six digits; none is known more precisely."""
     return [float(f"{value:.6g}") if math.isfinite(value) else 0.0 for value in values]

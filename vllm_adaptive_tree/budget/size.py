@@ -1,4 +1,4 @@
-"""What is known of batches of one size, and when they rest from drafting."""
+"""State per batch size: measured times, and when to skip drafting."""
 
 from collections import deque
 from typing import Any

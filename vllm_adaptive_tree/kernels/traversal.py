@@ -53,7 +53,7 @@ def _entries(touched, left, mass, logits, temperature, peak, total, token, in_vo
 
 @triton.jit
 def _traverse(
-    path_out,  # [R, LEVELS]: the accepted nodes, -1 behind the last
+    path_out,  # [R, LEVELS]: the accepted nodes, -1 pads
     end_out,  # [R]: the step of acceptance
     probs_out,  # [R, V]: the target's residual after the accepted path, not normalised
     p_left,  # [R, LEVELS, V] scratch: residuals of p along the path
