@@ -1,5 +1,6 @@
 # make demo        the main job on the bundled pair: no speculation, vLLM's chain, OPT-Tree
-# make test        ruff, mypy, pytest
+# make demo-ray    the pair in a batch job of Ray Data, on a cluster of two nodes on this machine
+# make test        ruff, mypy, pytest; then, by themselves, the tests that start Ray clusters
 # make test-next   the engine tests on the newest supported vLLM; SHORT=1: a cut of them
 # They create .venv with everything pinned; a machine without a GPU gets vLLM's CPU build.
 
@@ -8,24 +9,28 @@ BIN := .venv/bin
 READY := .venv/ready
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: demo test test-next setup clean
+.PHONY: demo demo-ray test test-next setup clean
 
 demo: setup
 	$(BIN)/vllm-adaptive-tree demo
+
+demo-ray: setup
+	$(BIN)/python examples/ray_data.py
 
 test: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
-	$(BIN)/pytest -n 2 --dist loadfile --durations=30
+	$(BIN)/pytest -n 2 --dist loadfile --durations=30 --ignore=tests/ray
+	$(BIN)/pytest --durations=10 tests/ray
 
 test-next: setup
 	$(BIN)/python -m tests.next $(if $(SHORT),--short)
 
 setup: $(READY)
 
-$(READY): requirements/cpu.txt requirements/dev.txt pyproject.toml
+$(READY): requirements/cpu.txt requirements/dev.txt requirements/ray.txt pyproject.toml
 	$(PYTHON) -m venv .venv
 	@if command -v nvidia-smi >/dev/null; then \
 		$(BIN)/pip install --quiet -e '.[cuda]'; \
@@ -33,7 +38,7 @@ $(READY): requirements/cpu.txt requirements/dev.txt pyproject.toml
 		$(BIN)/pip install --quiet --no-deps -r requirements/cpu.txt || \
 		$(BIN)/pip install --quiet --no-deps -r requirements/cpu.txt --extra-index-url $(TORCH_CPU_INDEX); \
 	fi
-	$(BIN)/pip install --quiet -r requirements/dev.txt
+	$(BIN)/pip install --quiet -r requirements/dev.txt -r requirements/ray.txt
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation -e .
 	touch $@
 

@@ -33,6 +33,7 @@ RUNS = {  # room -> the extras with which all of it works, where it imports some
     "bench": ("bench", VLLM),
     "cli": ("bench", "demo", VLLM),
     "cli.serve": (VLLM,),
+    "nodes": ("ray",),
 }
 
 IMPORTER = """
@@ -168,11 +169,11 @@ def test_pythons() -> None:
 def test_requirements_pin_what_is_declared() -> None:
     """`make setup` installs the pins alone: they hold all that the rooms and the tests need."""
     pinned = set()
-    for file in ("cpu.txt", "dev.txt"):
+    for file in ("cpu.txt", "dev.txt", "ray.txt"):
         lines = (ROOT / "requirements" / file).read_text().splitlines()
         pinned |= {canonicalize_name(line.split("==")[0]) for line in lines if "==" in line}
     left_out = {"torchvision", "vllm-adaptive-tree-demo-pair"}  # what --no-deps is for; what a checkout holds itself
-    for extra in (BASE, "cpu", "bench", "demo", "docs", "dev"):
+    for extra in (BASE, "cpu", "bench", "demo", "docs", "ray", "dev"):
         assert {canonicalize_name(each.name) for each in declared(extra)} - left_out <= pinned, extra
 
 
