@@ -12,7 +12,7 @@ from typing import NamedTuple
 from memory import FULL, HALF, Load
 from model import Shard
 
-from vllm_adaptive_tree.bench.curve import roofline, rows_up_to
+from vllm_adaptive_tree.bench.costs import roofline, rows_up_to
 from vllm_adaptive_tree.bench.projection import Costs
 from vllm_adaptive_tree.budget import Curve
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from model import Shard
 
-from vllm_adaptive_tree.engine.contexts import ROOM
+from vllm_adaptive_tree.engine.common.contexts import ROOM
 
 BLOCK = 16
 """Tokens of a page of vLLM's cache on a GPU."""

@@ -21,7 +21,7 @@ from vllm_adaptive_tree.engine.v2.drafts import Drafts
 from vllm_adaptive_tree.engine.v2.kinds import Kinds
 from vllm_adaptive_tree.engine.v2.paged import PagedTrees
 from vllm_adaptive_tree.engine.v2.returning import Returning
-from vllm_adaptive_tree.engine.v2.speculator import TreeSpeculator
+from vllm_adaptive_tree.engine.v2.speculator import ModelSpeculator
 from vllm_adaptive_tree.engine.v2.verification import Verification
 from vllm_adaptive_tree.methods import resolve
 
@@ -43,8 +43,8 @@ class Layer:
         self.kv_cache = torch.zeros(blocks, shard.kv_heads, BLOCK, 2 * size, dtype=torch.bfloat16)
 
 
-class Speculator(TreeSpeculator):
-    """The drafting itself is `TreeSpeculator`'s; the draft is its attention and random logits."""
+class Speculator(ModelSpeculator):
+    """The drafting itself is `ModelSpeculator`'s; the draft is its attention and random logits."""
 
     def __init__(self, shard: Shard, load: Load):
         spec = {"method": "opt_tree", "model": "draft", "num_speculative_tokens": load.nodes}
@@ -90,7 +90,9 @@ class Speculator(TreeSpeculator):
             idx_mapping_np=torch.arange(requests).numpy(),
             seq_lens_cpu_upper_bound=torch.full((requests,), self.load.context, dtype=torch.int32),
         )
-        return self._trees(batch, torch.zeros(requests), torch.arange(requests), torch.ones(requests), 1 << 30)
+        return self._trees(
+            batch, self.roots, torch.zeros(requests), torch.arange(requests), torch.ones(requests), 1 << 30
+        )
 
 
 CASES = {

@@ -23,7 +23,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.engine import support
-from vllm_adaptive_tree.engine.translate import tree_options
+from vllm_adaptive_tree.engine.common.options import tree_options
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "70b"
