@@ -3,7 +3,7 @@
 from functools import partial
 
 import pytest
-from vllm_adaptive_tree.engine.measuring import fastest
+from vllm_adaptive_tree.engine.common.measuring import fastest
 
 TRUE = [1.0, 2.0, 4.0]
 WARM_UP = 1
