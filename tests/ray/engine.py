@@ -4,7 +4,7 @@ import json
 import sys
 from typing import Any
 
-from tests.ray.nodes import ANSWER
+from tests.ray.local_nodes import ANSWER
 
 
 def main(arguments: dict[str, Any]) -> None:
@@ -35,7 +35,8 @@ def main(arguments: dict[str, Any]) -> None:
             else None
             for output in outputs
         ]
-        say({"tokens": [list(output.token_ids) for output in outputs], "best": best, "metrics": metrics})
+        said = {"tokens": [list(output.token_ids) for output in outputs], "text": [output.text for output in outputs]}
+        say({**said, "best": best, "metrics": metrics})
     llm.llm_engine.engine_core.shutdown()
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -18,13 +19,14 @@ pytest.importorskip("ray")
 from tests.engine.engines import DRAFT, PROMPTS, TARGET, tree
 from tests.engine.installations import with_version, without_package
 from tests.ray.executors import ray_executor
-from tests.ray.nodes import ENVIRONMENT, ROOT, Engine, Nodes
+from tests.ray.local_nodes import ENVIRONMENT, ROOT, Engine, Nodes
 
 COUNT, LENGTH = 16, 40
 START = 240
 """Seconds in which an engine has started, on a busy machine too."""
 END = 60
 """In which a broken one has ended."""
+EXAMPLE = ROOT / "examples" / "ray_tensor_parallel.py"
 IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 """Of the front end: one process less to start."""
 ARGUMENTS = {
@@ -63,7 +65,11 @@ def plain() -> dict[str, Any]:
     try:
         engine.answer(START)
         engine.ask(prompts=PROMPTS[:COUNT], params=params(logprobs=2))
-        return engine.answer(START)
+        answer = engine.answer(START)
+        prompts = runpy.run_path(str(EXAMPLE))["PROMPTS"]
+        engine.ask(prompts=prompts, params=[{"temperature": 0, "max_tokens": 64}] * len(prompts))
+        said = zip(prompts, engine.answer(START)["text"], strict=True)
+        return {**answer, "example": [prompt + text for prompt, text in said]}
     finally:
         engine.end()
 
@@ -190,16 +196,7 @@ def test_the_example(nodes: Nodes, plain: dict[str, Any]) -> None:
     engine = {name: value for name, value in ARGUMENTS.items() if name not in ("model", "disable_log_stats")}
     engine["distributed_executor_backend"] = "tests.ray.executors.RayCPUExecutor"
     process = subprocess.run(
-        [
-            sys.executable,
-            "examples/ray_tensor_parallel.py",
-            TARGET,
-            DRAFT,
-            "--nodes",
-            "12",
-            "--engine",
-            json.dumps(engine),
-        ],
+        [sys.executable, str(EXAMPLE), TARGET, DRAFT, "--nodes=12", "--engine", json.dumps(engine)],
         env={**os.environ, **ENVIRONMENT, **IN_PROCESS, "RAY_ADDRESS": nodes.address, "VLLM_HOST_IP": "127.0.0.2"},
         cwd=ROOT,
         capture_output=True,
@@ -207,7 +204,8 @@ def test_the_example(nodes: Nodes, plain: dict[str, Any]) -> None:
         timeout=START,
     )
     assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-3000:]
-    print(process.stdout[-2000:])
+    for text in plain["example"]:
+        assert text in process.stdout
     for rank, name in enumerate(nodes.names[:2]):
         assert re.search(rf"rank {rank}: .*{name}", process.stdout)
     assert float(process.stdout.split("tokens per step: ")[1]) > 1
