@@ -4,7 +4,7 @@ import json
 import sys
 from typing import Any
 
-from tests.ray.nodes import ANSWER
+from tests.ray.local_nodes import ANSWER
 
 
 def main(arguments: dict[str, Any]) -> None:

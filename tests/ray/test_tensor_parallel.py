@@ -19,7 +19,7 @@ pytest.importorskip("ray")
 from tests.engine.engines import DRAFT, PROMPTS, TARGET, tree
 from tests.engine.installations import with_version, without_package
 from tests.ray.executors import ray_executor
-from tests.ray.nodes import ENVIRONMENT, ROOT, Engine, Nodes
+from tests.ray.local_nodes import ENVIRONMENT, ROOT, Engine, Nodes
 
 COUNT, LENGTH = 16, 40
 START = 240
