@@ -99,6 +99,14 @@ def test_a_gain_by_hand() -> None:
     assert reduced(Shard(TARGET, 1), Shard(DRAFT, 1), Acceptance("a pair", 3.0, 2.0)) == (0, 0)
 
 
+def test_many_requests_with_large_trees_lose() -> None:
+    """As the README says, with any of the acceptances; with small trees they do not."""
+    target, draft = Shard(TARGET, 8), Shard(DRAFT, 8)
+    large, small = Load(16, 2048, 63, 10), Load(16, 2048, 10, 10)
+    assert all(Gain.of(GPUS["h100"], target, draft, large, one).ratio < 1 for one in acceptances(large))
+    assert all(Gain.of(GPUS["h100"], target, draft, small, one).ratio > 1 for one in acceptances(small))
+
+
 def test_acceptance_is_what_the_papers_page_says() -> None:
     page = (ROOT / "docs" / "papers.md").read_text()
     for nodes, (tokens, forwards) in OURS.items():
