@@ -3,6 +3,7 @@
 from functools import partial
 
 import pytest
+
 from vllm_adaptive_tree.engine.common.measuring import fastest
 
 TRUE = [1.0, 2.0, 4.0]
