@@ -37,4 +37,4 @@ def test_every_process_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_model_runner_v2() -> None:
-    run(["test_v2_step.py"], "fixed_budget and opt_tree", "v2-async")
+    run(["test_v2_step.py"], "fixed_budget and opt_tree", 1, "v2-async")
