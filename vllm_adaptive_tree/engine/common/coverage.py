@@ -1,3 +1,5 @@
+"""How far a draft has read the tokens in each block of the KV cache."""
+
 from collections.abc import Sequence
 
 import numpy as np

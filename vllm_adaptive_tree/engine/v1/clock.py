@@ -1,3 +1,5 @@
+"""Seconds that a step spends in each phase."""
+
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
