@@ -84,11 +84,13 @@ def test_opt_trees_price_floor_and_temperature(llm: Any, monkeypatch: pytest.Mon
     controller, steering = runner.budget.controller, runner.steering
     price, told = steering.price, []
     monkeypatch.setattr(
-        steering, "price", lambda *sizes: (price(*sizes), told.append((steering.proposer.threshold, sizes)))
+        steering,
+        "price",
+        lambda *sizes: (price(*sizes), told.append((steering.proposer.threshold, steering.proposer.floor, sizes))),
     )
     generate(llm, PROMPTS[:4], GREEDY)
-    assert any(threshold > 0 for threshold, _ in told), f"no level had a price: {told}"
-    assert runner.steering.proposer.floor > float("-inf"), "nobody told it what the batch verifies"
+    assert any(threshold > 0 for threshold, _, _ in told), f"no level had a price: {told}"
+    assert any(floor > float("-inf") for _, floor, _ in told), f"nobody told it what the batch verifies: {told}"
     assert runner.budget.greedy_temperature != GREEDY_DRAFT_TEMPERATURE
     assert sum(one.observed for one in controller.calibrations) > 10
 
