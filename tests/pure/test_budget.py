@@ -13,7 +13,7 @@ import torch
 
 from vllm_adaptive_tree.budget import FREE, Calibration, Controller, Costs, Curve, Pauses, Sharpening, allocate, best
 from vllm_adaptive_tree.budget.controller import DOUBT, TRIAL
-from vllm_adaptive_tree.budget.curve import profiled_rows
+from vllm_adaptive_tree.budget.cost import profiled_rows
 from vllm_adaptive_tree.budget.foresight import ENOUGH, RECENT, Foresight
 from vllm_adaptive_tree.budget.levels import EVERY, FIRST
 from vllm_adaptive_tree.budget.pauses import LOSSES, PAUSE

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from vllm_adaptive_tree.budget.allocation import allocate
-from vllm_adaptive_tree.budget.calibration import Calibration
+from vllm_adaptive_tree.budget.acceptance_model import Calibration
 from vllm_adaptive_tree.budget.controller import FREE
 from vllm_adaptive_tree.gates.training import alive_units
 from vllm_adaptive_tree.proposers import Proposal

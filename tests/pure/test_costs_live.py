@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from vllm_adaptive_tree.budget import Controller, Costs, Curve
-from vllm_adaptive_tree.budget.curve import profiled_rows
+from vllm_adaptive_tree.budget import Costs, Curve, Planner
+from vllm_adaptive_tree.budget.cost import profiled_rows
 
 ROWS = profiled_rows(256)
 FEW, MANY = 300, 1200
@@ -34,7 +34,7 @@ class Machine:
             Curve(levels, [self.level * draft] * 4),
         )
 
-    def run(self, controller: Controller, steps: int) -> tuple[list[bool], float]:
+    def run(self, planner: Planner, steps: int) -> tuple[list[bool], float]:
         """Which steps drafted, and how much faster the last third was than without drafts."""
         requests, overhead, kept, drafted = self.requests, 0.01, 0, []
         tokens = seconds = plain = 0.0
@@ -43,20 +43,20 @@ class Machine:
             took = self.verify(rows) + overhead
             brought = requests * (1 + sum(self.chance**d for d in range(1, 1 + kept // requests)))
             brought += (kept % requests) * self.chance ** (1 + kept // requests)
-            controller.begin([True] * requests)
             kept = 0
-            drafted.append(controller.drafts(requests))
+            plan = planner.begin([True] * requests)
+            drafted.append(plan.levels > 0)
             if drafted[-1]:
-                levels = min(6, controller.depth(requests))
+                levels = min(6, plan.levels)
                 depth = torch.arange(1, 1 + levels).expand(requests, levels)
                 for _ in range(levels - 1):
-                    controller.drafted(requests, self.level)
-                spent = levels * self.level
+                    planner.grew(requests, self.level)
                 greedy = torch.ones(requests, dtype=torch.bool)
                 value = self.chance ** depth.double()
-                kept = int(controller.share(value, depth, spent, greedy=greedy, levels=levels - 1).sum())
-                took += spent
-            controller.observe(rows, 0, took - overhead - (spent if drafted[-1] else 0.0), overhead, requests=requests)
+                planner.drew(value, depth, greedy, plan)
+                kept = int(planner.share(value, depth, greedy).sum())
+                took += levels * self.level
+            planner.took(rows, 0, self.verify(rows), overhead, drafted=drafted[-1])
             if n >= steps - steps // 3:
                 tokens, seconds = tokens + brought, seconds + took
                 plain += brought / requests * (self.verify(requests) + overhead)
@@ -86,7 +86,7 @@ WRONG: dict[str, tuple[Callable[[Machine, int], float], float]] = {
 
 
 def right(load: str) -> float:
-    return Machine(**WINS[load]).run(Controller(Machine(**WINS[load]).profile(*WRONG["right"]), sampled=False), 150)[1]
+    return Machine(**WINS[load]).run(Planner(Machine(**WINS[load]).profile(*WRONG["right"]), sampled=False), 150)[1]
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def best() -> dict[str, float]:
 @pytest.mark.parametrize("load", WINS)
 def test_a_batch_that_wins_drafts(load, wrong, best):
     machine = Machine(**WINS[load])
-    drafted, faster = machine.run(Controller(machine.profile(*WRONG[wrong]), sampled=False), FEW)
+    drafted, faster = machine.run(Planner(machine.profile(*WRONG[wrong]), sampled=False), FEW)
     assert sum(drafted[-100:]) >= 97
     assert faster > 0.85 * best[load] > 1.1
 
@@ -107,7 +107,7 @@ def test_a_batch_that_wins_drafts(load, wrong, best):
 @pytest.mark.parametrize("load", LOSES)
 def test_a_batch_that_loses_rests(load, wrong):
     machine = Machine(**LOSES[load])
-    drafted, faster = machine.run(Controller(machine.profile(*WRONG[wrong]), sampled=False), MANY)
+    drafted, faster = machine.run(Planner(machine.profile(*WRONG[wrong]), sampled=False), MANY)
     assert sum(drafted[-400:]) < 40
     assert sum(drafted) < 200, "it was soon found"
     assert faster > 0.96

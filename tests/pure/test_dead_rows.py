@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from vllm_adaptive_tree.acceptance import RULES, Children, legal_rules, traversal
-from vllm_adaptive_tree.budget.calibration import Calibration
+from vllm_adaptive_tree.budget.acceptance_model import Calibration
 from vllm_adaptive_tree.drafters import Rows
 from vllm_adaptive_tree.proposers import Request, StaticTree, draft_tree
 from vllm_adaptive_tree.proposers.gate import Gate

@@ -9,7 +9,7 @@ from vllm_adaptive_tree.bench.offline import Offline, Setup
 from vllm_adaptive_tree.bench.plan import Cell, Config
 from vllm_adaptive_tree.bench.results import FORWARDS
 from vllm_adaptive_tree.budget import Curve
-from vllm_adaptive_tree.budget.curve import profiled_rows
+from vllm_adaptive_tree.budget.cost import profiled_rows
 
 TOKENS = 32
 ROUNDS, SECONDS = 5, 60.0  # of timing all sizes, at most

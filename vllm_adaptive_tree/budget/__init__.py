@@ -1,11 +1,8 @@
-"""The node budget of a batch: measured costs, calibrated acceptance, and one allocation for all requests."""
+"""The node budget of a batch: measured costs, calibrated acceptance, one price, and one allocation for all requests."""
 
+from vllm_adaptive_tree.budget.acceptance_model import Calibration, DraftTemperature
 from vllm_adaptive_tree.budget.allocation import allocate, best
-from vllm_adaptive_tree.budget.calibration import Calibration
-from vllm_adaptive_tree.budget.controller import FREE, Controller
-from vllm_adaptive_tree.budget.costs import Costs
-from vllm_adaptive_tree.budget.curve import Curve
-from vllm_adaptive_tree.budget.pauses import Pauses
-from vllm_adaptive_tree.budget.sharpening import Sharpening
+from vllm_adaptive_tree.budget.cost import FREE, Costs, Curve
+from vllm_adaptive_tree.budget.planner import Budget, Plan, Planner
 
-__all__ = ["FREE", "Calibration", "Controller", "Costs", "Curve", "Pauses", "Sharpening", "allocate", "best"]
+__all__ = ["FREE", "Budget", "Calibration", "Costs", "Curve", "DraftTemperature", "Plan", "Planner", "allocate", "best"]

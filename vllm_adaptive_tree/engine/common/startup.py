@@ -4,7 +4,7 @@ from typing import Any, NamedTuple, Protocol
 
 from vllm.logger import init_logger
 
-from vllm_adaptive_tree.budget import Controller, Costs, Sharpening
+from vllm_adaptive_tree.budget import Costs, DraftTemperature, Planner
 from vllm_adaptive_tree.budget.reading import member
 from vllm_adaptive_tree.engine.common.cost_profile import LEARNT, CostProfile, digest, key_of
 from vllm_adaptive_tree.engine.common.options import tree_options
@@ -27,14 +27,14 @@ class Measures(Protocol):
 class Learning(NamedTuple):
     """What a process knows of its costs and drafts, and the next one can begin with."""
 
-    controller: Controller
-    sharpening: Sharpening | None
+    planner: Planner
+    temperature: DraftTemperature | None
     steering: Steering
 
     def to_json(self) -> dict[str, Any]:
-        learnt = {"controller": self.controller.to_json(), "steering": self.steering.to_json()}
-        sharpening = None if self.sharpening is None else self.sharpening.to_json()
-        return {"costs": self.controller.costs.to_json(), "learnt": {**learnt, "sharpening": sharpening}}
+        learnt = {"planner": self.planner.to_json(), "steering": self.steering.to_json()}
+        temperature = None if self.temperature is None else self.temperature.to_json()
+        return {"costs": self.planner.costs.to_json(), "learnt": {**learnt, "temperature": temperature}}
 
 
 def check_ranks(vllm_config: Any) -> None:
@@ -94,8 +94,8 @@ def settle(runner: Any, rank: int, measures: Measures) -> None:
     source = "as an earlier process left them"
     if learning is None:
         learning, source = _new(runner, measures.measured_costs(runner, nodes)), "measured"
-    logger.info("tree budget 'auto': %s, %s", source, learning.controller.costs)
-    runner.begin_budget(learning.controller, learning.sharpening)
+    logger.info("tree budget 'auto': %s, %s", source, learning.planner.costs)
+    runner.begin_budget(learning.planner, learning.temperature)
     if profile is not None:
         profile.collect = learning.to_json
         profile.write()
@@ -110,15 +110,15 @@ def keep(worker: Any) -> None:
 
 
 def _new(runner: Any, costs: Costs) -> Learning:
-    sharpening = Sharpening(GREEDY_DRAFT_TEMPERATURE) if runner.steering.steered.temperature else None
-    return Learning(Controller(costs, sampled=runner.cuts_drawn), sharpening, runner.steering)
+    temperature = DraftTemperature(GREEDY_DRAFT_TEMPERATURE) if runner.steering.steered.temperature else None
+    return Learning(Planner(costs, sampled=runner.cuts_sampled), temperature, runner.steering)
 
 
 def _restored(runner: Any, data: dict[str, Any]) -> Learning:
     """Raises ValueError where `data` is not what `Learning.to_json` gives; the steering is then as it was."""
     learning, learnt = _new(runner, Costs.from_json(data["costs"])), data["learnt"]
-    learning.controller.restore(member(learnt, "controller"))
-    if learning.sharpening is not None:
-        learning.sharpening.restore(member(learnt, "sharpening"))
+    learning.planner.restore(member(learnt, "planner"))
+    if learning.temperature is not None:
+        learning.temperature.restore(member(learnt, "temperature"))
     learning.steering.restore(member(learnt, "steering"))
     return learning

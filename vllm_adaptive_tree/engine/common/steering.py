@@ -2,23 +2,27 @@
 
 from typing import Any
 
-from vllm_adaptive_tree.budget import Controller
 from vllm_adaptive_tree.budget.reading import member, number
 from vllm_adaptive_tree.proposers import Proposer, Steered
 
 
 class Steering:
-    """Thresholds that follow past steps. Host numbers, set before a step draws anything: whatever they are, no drawn
-    token decides on its own tree, and the output keeps its law."""
+    """Thresholds that follow past steps. Host numbers, set before a step samples anything: whatever they are, no
+    sampled token decides on its own tree, and the output keeps its distribution."""
 
     def __init__(self, proposer: Proposer, steered: Steered):
         self.proposer, self.steered = proposer, steered
 
-    def price(self, controller: Controller, requests: int, trees: int) -> None:
-        """Before a step of so many `requests`, of which so many draft `trees`."""
+    def price(self, threshold: float, floor: float) -> None:
+        """Before a step.
+
+        Args:
+            threshold: what a level has to add to the expected acceptance of a tree, in tokens: mu times the best rate
+                in OPT-Tree's terms (arXiv 2406.17276).
+            floor: log value up to which a node is not expanded.
+        """
         if self.steered.price:
-            self.proposer.threshold = controller.threshold(requests, trees)
-            self.proposer.floor = controller.floor(requests)
+            self.proposer.threshold, self.proposer.floor = threshold, floor
 
     def grown(self, nodes: int, room: int) -> None:
         """A step's trees had so many `nodes` before any cut, of the `room` that they had; trees whose depth was limited

@@ -17,7 +17,7 @@ from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_adaptive_tree.acceptance import RULES
-from vllm_adaptive_tree.budget import FREE, Controller, Costs, Sharpening
+from vllm_adaptive_tree.budget import Budget, DraftTemperature
 from vllm_adaptive_tree.engine import support
 from vllm_adaptive_tree.engine.common import scratch
 from vllm_adaptive_tree.engine.common.cost_profile import CostProfile
@@ -33,7 +33,7 @@ from vllm_adaptive_tree.engine.common.startup import check_ranks
 from vllm_adaptive_tree.engine.common.steering import Steering
 from vllm_adaptive_tree.engine.patches import swapped
 from vllm_adaptive_tree.engine.v1.acceptance import Requests, accept, held
-from vllm_adaptive_tree.engine.v1.budget import BatchBudget
+from vllm_adaptive_tree.engine.v1.budget import HostBudget
 from vllm_adaptive_tree.engine.v1.clock import PhaseClock
 from vllm_adaptive_tree.engine.v1.commit import commit
 from vllm_adaptive_tree.engine.v1.drafter import CatchUp, ModelDrafter, TimedDrafter
@@ -67,23 +67,24 @@ class TreeModelRunner(CPUModelRunner):
         self.judged: dict[int, Draft] = {}  # the same with what a grammar has refused: to the budget, not accepted
         self.seeds: dict[str, int] = {}  # of requests that brought none
         self.steering = Steering(self.proposer, self.options.tree.steered)
-        self.cuts_drawn = self.proposer.kind != "one_hot"
-        """Whether the budget cuts trees of drawn children."""
+        self.cuts_sampled = self.proposer.kind != "one_hot"
+        """Whether the budget cuts trees of sampled children."""
         self.profile: CostProfile | None = None
         self.random = np.random.default_rng(vllm_config.model_config.seed)
         self.step: Verification | None = None
         self.initial: Tensor | None = None  # [R, W] tokens of the next first layer, by row
         self.clock = PhaseClock()
-        self.budget: BatchBudget | None = None
+        self.budget: HostBudget | None = None
         if isinstance(most := self.options.tree.budget, int):
-            self.begin_budget(Controller(Costs(FREE), sampled=self.cuts_drawn, most=most))
+            self.begin_budget(Budget(sampled=self.cuts_sampled, most=most))
         self.coverage = Coverage(0, 1)
         self.dead = 0  # rows of the draft in this step
         self.scratch = ScratchBlocks(0)
         self.recorder: Recorder | None = None
 
-    def begin_budget(self, controller: Controller, sharpening: Sharpening | None = None) -> None:
-        self.budget = BatchBudget(controller, self.clock, self.steering, sharpening)
+    def begin_budget(self, budget: Budget, temperature: DraftTemperature | None = None) -> None:
+        self.budget = HostBudget(budget, self.steering, self.clock)
+        self.budget.temperature = temperature
 
     def load_model(self, load_dummy_weights: bool = False) -> None:
         super().load_model(load_dummy_weights)
@@ -111,8 +112,6 @@ class TreeModelRunner(CPUModelRunner):
         for request in finished:
             self.seeds.pop(request, None)
         self.drafter.contexts.forget(finished)
-        if self.budget is not None:
-            self.budget.pauses.forget(finished)
         return super()._update_states(scheduler_output)
 
     # -- verify: the trees of this step, their positions, their mask
@@ -130,7 +129,7 @@ class TreeModelRunner(CPUModelRunner):
             return scheduled
         drafts = [self.drafts[name].prefix(len(spec[name])) for name in free]
         others = scheduled.total_num_scheduled_tokens - sum(rows[name] for name in free)
-        kept = dict(zip(free, self.budget.beside_prompts(drafts, others), strict=True))
+        kept = dict(zip(free, self.budget.with_prompts(drafts, others), strict=True))
         trees = {name: tokens[: kept.get(name, len(tokens))] for name, tokens in spec.items()}
         fewer = {name: count - len(spec.get(name, ())) + len(trees.get(name, ())) for name, count in rows.items()}
         return replace(
@@ -193,7 +192,7 @@ class TreeModelRunner(CPUModelRunner):
         step, self.step = self.step, None
         self.scheduled, self.judged, self.initial = {}, {}, None
         if sampling and step is not None:
-            counts = (0.0, 0.0) if self.budget is None else self.budget.controller.take()
+            counts = (0.0, 0.0) if self.budget is None else self.budget.budget.take()
             output.cudagraph_stats = step_figures(
                 self.clock.take(), chain.from_iterable(step.depths.values()), *counts, dead=self.dead
             )
@@ -268,7 +267,7 @@ class TreeModelRunner(CPUModelRunner):
         room = self.scheduler_config.max_num_batched_tokens
         nodes = nodes_per_request(running=len(requests), nodes=self.num_spec_tokens, room=room)
         greedy = [is_greedy(self.requests[name].sampling_params) for name in requests]
-        drafting = [True] * len(requests) if self.budget is None else self.budget.drafting(requests, greedy)
+        drafting = self.budget is None or self.budget.drafts(greedy)
         with self.clock.phase("draft"):
             news = [
                 item
@@ -306,14 +305,14 @@ class TreeModelRunner(CPUModelRunner):
                 state,
                 nodes=nodes,
                 request=request,
-                agree=agree if self.budget is None else self.budget.limited(agree, len(rooted), others),
+                agree=agree if self.budget is None else self.budget.agreed(agree, len(rooted), others),
                 keep=levels.append if self.recorder or self.pair.rule is not RULES["target_only"] else lambda _: None,
                 lost=dead.append,
             )
             self.dead += int(torch.cat(dead, 1).sum())
             proposal = proposal_from_rank_0(proposal)
             drafts = to_drafts(proposal, levels, temperature, request.initial, hidden)
-            if self.budget is None or not self.budget.shortened:
+            if self.budget is None or not self.budget.limited:
                 self.steering.grown(sum(len(draft.tree) for draft in drafts), nodes * len(drafts))
             grammar = [has_grammar(one) for one in sampling]
             if any(grammar):
@@ -324,8 +323,10 @@ class TreeModelRunner(CPUModelRunner):
             if self.budget is not None:
                 roots = [logits if one == 0 else None for one, logits in zip(wanted, rows.logits[:, 0], strict=True)]
                 prompts = self.input_batch.num_prompt_tokens
-                usual = items == [one for one in news if drafting[one.row] and one.start >= prompts[one.row]]
-                drafts = self.budget.cut(names, drafts, proposal, roots, drafter.levels, others=others, judged=usual)
+                reading = any(one.start < prompts[one.row] for one in news)
+                drafts = self.budget.cut(
+                    drafts, proposal, roots, drafter.levels, others=others, prompts=reading, gaps=items != news
+                )
             self.drafts.update(zip(names, drafts, strict=True))
         self._end_step()
         return [list(self.drafts[name].tree.tokens) if name in self.drafts else [] for name in requests]
@@ -351,15 +352,15 @@ class TreeModelRunner(CPUModelRunner):
             return None
         return CatchUp(row, start, self.input_batch.token_ids_cpu[row, start:end].tolist(), rooted)
 
-    def _without_gaps(self, news: list[CatchUp], room: int, drafting: list[bool]) -> list[CatchUp]:
-        """Those that are `drafting`, from where the draft has read to, and no more than `room` tokens."""
+    def _without_gaps(self, news: list[CatchUp], room: int, drafting: bool) -> list[CatchUp]:
+        """Of a step that is `drafting`, from where the draft has read to, and no more than `room` tokens."""
         blocks = self.drafter._block_table().block_table.np
         items = []
         for item in news:
             table, end = blocks[item.row], item.start + len(item.tokens)
             start = self.coverage.reach(table, item.start)
             self.coverage.skipped(table, item.start, end)
-            if not drafting[item.row]:
+            if not drafting:
                 continue
             if start < item.start or end - start > room:
                 read = self.input_batch.token_ids_cpu[item.row, start : min(end, start + room)].tolist()

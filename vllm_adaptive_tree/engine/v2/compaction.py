@@ -9,7 +9,8 @@ from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_adaptive_tree.budget import best
-from vllm_adaptive_tree.engine.v2.budget import BatchBudget, place_values
+from vllm_adaptive_tree.engine.common.batch_budget import place_values
+from vllm_adaptive_tree.engine.v2.budget import DeviceBudget
 from vllm_adaptive_tree.engine.v2.drafts import Drafts
 from vllm_adaptive_tree.engine.vllm_api import reallocated
 
@@ -21,21 +22,20 @@ class Compaction:
     of all its requests; without a node it is vLLM's plain decode. Graphs are chosen by the rows that run.
     """
 
-    def __init__(self, drafts: Drafts, query_start_loc: Tensor, budget: BatchBudget, *, by_place: bool):
+    def __init__(self, drafts: Drafts, query_start_loc: Tensor, budget: DeviceBudget):
         """
         Args:
             drafts: of the speculator.
             query_start_loc: [requests + 1] int32, the runner's own.
-            by_place: nodes count by their place in the list, not by what the draft says of them.
         """
-        self.drafts, self.query_start_loc, self.budget, self.by_place = drafts, query_start_loc, budget, by_place
+        self.drafts, self.query_start_loc, self.budget = drafts, query_start_loc, budget
         self.nodes = 0  # of the step that is being prepared
         self.scheduled = self.others = np.zeros(0, dtype=np.int32)  # its draft tokens, and all others, by request
 
     def get_num_tokens(self, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]]) -> int:
         """Tokens of the step."""
         drafts = sum(map(len, draft_tokens.values()))
-        self.nodes = min(self.budget.most, drafts)
+        self.nodes = drafts if self.budget.nodes is None else min(self.budget.nodes, drafts)
         return sum(num_tokens_per_req.values()) - drafts + self.nodes
 
     def compact_batch(
@@ -71,7 +71,7 @@ class Compaction:
     def _values(self, request: Tensor) -> Tensor:
         place = self.drafts.place[request]
         tree = self.drafts.proposal.tree
-        weight = (place_values(tree) if self.by_place else tree.log_weight)[place.clamp(min=0)]
+        weight = (place_values(tree) if self.budget.by_place else tree.log_weight)[place.clamp(min=0)]
         return weight.masked_fill((place < 0)[:, None], -torch.inf)
 
     def add_request(self, req_idx: int) -> None:

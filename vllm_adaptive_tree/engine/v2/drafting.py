@@ -10,10 +10,11 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_adaptive_tree.acceptance import RULES
+from vllm_adaptive_tree.budget.planner import ALL
 from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.drafters import Frontier, Rows
 from vllm_adaptive_tree.engine.common.steering import Steering
-from vllm_adaptive_tree.engine.v2.budget import ALL, BatchBudget
+from vllm_adaptive_tree.engine.v2.budget import DeviceBudget
 from vllm_adaptive_tree.engine.v2.drafts import Drafts
 from vllm_adaptive_tree.engine.v2.fused import counter_rng
 from vllm_adaptive_tree.engine.v2.kinds import Kinds
@@ -42,13 +43,12 @@ class TreeDrafting(DraftModelSpeculator):
         options: TreeOptions,
         pair: Pair,
         kinds: Kinds,
-        budget: BatchBudget | None,
+        budget: DeviceBudget | None,
         steering: Steering,
     ):
         super().__init__(vllm_config, device)
         self.options, self.pair, self.kinds, self.budget = options, pair, kinds, budget
         self.steering, self.returning = steering, Returning()
-        self.by_place = pair.proposer.by_place
         self.random = options.tree.temperature(2.0)  # of the draft's law, if it does not follow the request's own
         self.follows = self.random != options.tree.temperature(3.0)
         self.drafts = Drafts(self.max_num_reqs, self.num_speculative_steps, device)
@@ -103,22 +103,21 @@ class TreeDrafting(DraftModelSpeculator):
                 return self.draft_tokens[:count]
             return self._trees(input_batch, rows, temperature[request], seeds[request], num_sampled, ALL).tokens
         greedy = self.kinds.greedy[input_batch.idx_mapping_np]
-        most, missed = self.budget.levels(greedy), 0
+        most, missed = self.budget.begin_step(greedy), 0
         if most == 0:
             self.rest(input_batch, np.ones(count, dtype=bool))
             self.drafts.forget()
             tokens = torch.full_like(self.draft_tokens[:count], EMPTY)
         else:
             missed = self.catch_up(input_batch)
-            if self.budget.controller is not None:
-                self.steering.price(self.budget.controller, count, count)
+            self.budget.steer(count, count)
             rows = self.read(input_batch, num_rejected, last_sampled, without_attention=without_attention)
             tree = self._trees(input_batch, rows, temperature[request], seeds[request], num_sampled, most)
-            self.budget.drafted(tree, greedy, by_place=self.by_place)
+            self.budget.drafted(tree, greedy)
             tokens = tree.tokens
         context = int(input_batch.num_computed_tokens_np.sum())
         usual = not input_batch.has_prefill and not missed
-        self.budget.decide(count, input_batch.num_tokens, context, self.forwards, usual=usual, missed=missed)
+        self.budget.end_step(count, input_batch.num_tokens, context, self.forwards, usual=usual, missed=missed)
         return tokens
 
     def _trees(
@@ -160,7 +159,7 @@ class TreeDrafting(DraftModelSpeculator):
         if grammar.any():
             chains = async_tensor_h2d(grammar, device=self.device)
             proposal = proposal._replace(tree=proposal.tree.first_paths(chains, self.pair.proposer.max_depth))
-        sharpens = self.budget is not None and self.budget.sharpening is not None
+        sharpens = self.budget is not None and self.budget.temperature is not None
         roots = rows.logits[:, 0] if sharpens else None
         self.drafts.store(batch.idx_mapping, root, proposal, levels, shaping, roots)
         return proposal.tree

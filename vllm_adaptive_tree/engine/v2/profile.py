@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from vllm_adaptive_tree.budget import Costs, Curve
-from vllm_adaptive_tree.budget.curve import profiled_rows
+from vllm_adaptive_tree.budget.cost import profiled_rows
 from vllm_adaptive_tree.engine.common.measuring import POINTS, Prepare, fastest, threshold
 from vllm_adaptive_tree.engine.common.ranks import from_rank_0
 

@@ -8,7 +8,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu import model_runner
 
-from vllm_adaptive_tree.budget import Controller, Sharpening
+from vllm_adaptive_tree.budget import Budget, DraftTemperature, Planner
 from vllm_adaptive_tree.engine import support
 from vllm_adaptive_tree.engine.common.cost_profile import CostProfile
 from vllm_adaptive_tree.engine.common.coverage import Coverage
@@ -17,7 +17,7 @@ from vllm_adaptive_tree.engine.common.options import tree_options
 from vllm_adaptive_tree.engine.common.startup import check_ranks
 from vllm_adaptive_tree.engine.common.steering import Steering
 from vllm_adaptive_tree.engine.patches import swapped
-from vllm_adaptive_tree.engine.v2.budget import SETTLED, BatchBudget
+from vllm_adaptive_tree.engine.v2.budget import SETTLED, DeviceBudget
 from vllm_adaptive_tree.engine.v2.compaction import Compaction
 from vllm_adaptive_tree.engine.v2.figures import Figures
 from vllm_adaptive_tree.engine.v2.kinds import Kinds
@@ -47,10 +47,11 @@ class TreeModelRunnerV2(ModelRunner):
         support.check_hidden_size(self.pair.proposer, draft.get_hidden_size())
         if self.pair.init_width > 1:
             raise ValueError("speculative_config['tree']['init_width'] above 1 is not supported by Model Runner V2")
-        most = self.options.tree.budget
-        self.budget = None if most is None else BatchBudget(most) if isinstance(most, int) else BatchBudget()
         self.steering = Steering(self.pair.proposer, self.options.tree.steered)
-        self.cuts_drawn = False  # the number of nodes is chosen before the trees are drawn, so any choice is lossless
+        most = self.options.tree.budget
+        fixed = Budget(sampled=False, most=most if isinstance(most, int) else None)
+        self.budget = None if most is None else DeviceBudget(fixed, self.steering, learns=False)
+        self.cuts_sampled = False  # the number of nodes is chosen before the trees are sampled: any choice is lossless
         self.profile: CostProfile | None = None
         self.unread: Unread | None = None
         self.step: Verification | None = None
@@ -61,13 +62,13 @@ class TreeModelRunnerV2(ModelRunner):
         with swapped(model_runner, "init_speculator", self._speculator):
             super().__init__(vllm_config, device)
 
-    def begin_budget(self, controller: Controller, sharpening: Sharpening | None = None) -> None:
+    def begin_budget(self, planner: Planner, temperature: DraftTemperature | None = None) -> None:
         """Ranks that must agree on every number keep to the costs and the temperature of the start."""
         assert self.budget is not None
         alone = get_tp_group().world_size == 1
-        self.budget.controller, self.budget.live = controller, alone
-        self.budget.sharpening = sharpening if alone else None
-        controller.probe += SETTLED
+        self.budget.budget, self.budget.learns, self.budget.live = planner, True, alone
+        self.budget.temperature = temperature if alone else None
+        planner.probe += SETTLED
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_kv_cache(*args, **kwargs)
@@ -76,9 +77,8 @@ class TreeModelRunnerV2(ModelRunner):
                 self.speculator.drafts,
                 self.input_buffers.query_start_loc,
                 self.budget,
-                by_place=self.speculator.by_place,
             )
-        if self.budget is not None and self.budget.may_rest:
+        if self.options.tree.budget == "auto":
             group = self.kv_cache_config.kv_cache_groups[self.speculator.group]
             coverage = Coverage(self.kv_cache_config.num_blocks, group.kv_cache_spec.block_size)
             coverage.renew(slice(None))
@@ -185,11 +185,11 @@ class TreeModelRunnerV2(ModelRunner):
             tokens, nodes = accepted
             if self.budget is not None:
                 greedy = self.kinds.greedy[input_batch.idx_mapping_np]
-                self.budget.verified(step.tree, accepted, greedy, step.order, by_place=self.speculator.by_place)
+                self.budget.verified(step.tree, accepted, greedy, step.order)
                 roots = self.speculator.drafts.roots
                 if roots is not None:
                     certain = self.sampler.sampling_states.temperature.gpu[input_batch.idx_mapping] == 0
-                    self.budget.sharpen(roots[step.laws.place], tokens[:, 0], certain & step.tree.valid.any(1))
+                    self.budget.fit(roots[step.laws.place], tokens[:, 0], certain & step.tree.valid.any(1))
             self.figures.verified(step.tree)
             step.commit(nodes, self.metadata, self.compilation_config.static_forward_context, self.slots)
             step.write_path(input_batch.input_ids, tokens, nodes)
@@ -202,8 +202,7 @@ class TreeModelRunnerV2(ModelRunner):
         if dead is not None:
             self.figures.drafted(dead)
         if sampling and output is not None:
-            controller = None if self.budget is None else self.budget.controller
-            figures = self.figures.take(*((0.0, 0.0) if controller is None else controller.take()))
+            figures = self.figures.take(*((0.0, 0.0) if self.budget is None else self.budget.budget.take()))
             getattr(output, "model_runner_output", output).cudagraph_stats = figures
         if self.profile is not None:
             self.profile.tick()

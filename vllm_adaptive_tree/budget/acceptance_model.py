@@ -1,0 +1,169 @@
+"""What the target accepts of what the draft proposes, learnt from past steps."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vllm_adaptive_tree.budget.reading import MOST, member, number, numbers, short
+
+DEPTHS, BINS = 16, 24
+LOWEST = 1e-4
+"""Values below this are useless and share a bin."""
+PRIOR = 8.0
+"""Weight of the draft's own probability in every bin, in observations."""
+MEMORY = 300.0
+"""Observations of a bin after which an old one has weight 1/e."""
+SCALE, OFFSET = -BINS / math.log(LOWEST), BINS + 0.5
+"""SCALE * log(value) + OFFSET: the position of a value among the centres of bins 1 to BINS."""
+
+
+class Calibration:
+    """How often nodes of a depth and value were accepted: maps a value to an acceptance probability.
+
+    It depends on past steps, depth and value only, and never decreases with the value, so pruning by calibrated values
+    depends on a sampled token no more than the value itself does.
+    """
+
+    def __init__(self) -> None:
+        # [1 + DEPTHS, BINS + 2]; depth 0 and the first and last column hold no observations
+        self.trials = np.full((1 + DEPTHS, BINS + 2), PRIOR)
+        centre = LOWEST ** (1 - (np.arange(BINS) + 0.5) / BINS)
+        self.hits = self.trials * np.concatenate([[0.0], centre, [0.0]])  # a bin starts at its nodes' own predictions
+        self.chance = np.zeros_like(self.hits)
+        self.predicted = self.observed = 0.0
+        """Sums over all nodes verified so far: expected and actual acceptances."""
+        self._settle(range(1, 1 + DEPTHS))
+
+    def _settle(self, depths: Sequence[int]) -> None:
+        for depth in depths:
+            self.chance[depth, 1:-1] = _rising(self.hits[depth, 1:-1].tolist(), self.trials[depth, 1:-1].tolist())
+            self.chance[depth, -1] = self.chance[depth, -2]
+
+    def __call__(self, value: Tensor, depth: Tensor) -> Tensor:
+        """Acceptance probability [...] of a node of this value and depth (1: child of the root); 0 for NaN."""
+        return torch.from_numpy(self.chances(value.numpy(), depth.numpy()))
+
+    def chances(self, value: NDArray[Any], depth: NDArray[Any]) -> NDArray[np.float64]:
+        """The same for arrays."""
+        place, row = _place(value), np.minimum(depth, DEPTHS)
+        left = place.astype(np.int64)
+        low = self.chance[row, left]
+        chance = low + (self.chance[row, left + 1] - low) * (place - left)
+        return np.where(value > 0, chance, 0.0)
+
+    def observe(self, value: Sequence[float], depth: Sequence[int], accepted: Sequence[bool]) -> None:
+        """Record M verified nodes, and which of them were accepted."""
+        values, hits, row = np.array(value), np.array(accepted, dtype=bool), np.minimum(depth, DEPTHS)
+        if not len(values):
+            return
+        self.predicted += float(self.chances(values, row).sum())
+        self.observed += float(hits.sum())
+        cells = row, np.minimum((_place(values) + 0.5).astype(np.int64), BINS)
+        trials, found = np.zeros_like(self.trials), np.zeros_like(self.hits)
+        np.add.at(trials, cells, 1)
+        np.add.at(found, cells, hits)
+        fade = np.exp(-trials / MEMORY)
+        self.trials = self.trials * fade + trials
+        self.hits = self.hits * fade + found
+        self._settle(sorted(set(row.tolist())))
+
+    def to_json(self) -> dict[str, Any]:
+        return {"hits": short(self.hits.ravel().tolist()), "trials": short(self.trials.ravel().tolist())}
+
+    def restore(self, data: Any) -> None:
+        """Load the output of `to_json`. Raises ValueError, changing nothing, for other data."""
+        count = self.hits.size
+        trials = np.array(numbers(member(data, "trials"), count, least=1e-3)).reshape(self.hits.shape)
+        hits = np.array(numbers(member(data, "hits"), count)).reshape(self.hits.shape)
+        if (hits > 1.001 * trials).any():  # numbers are written with six digits
+            raise ValueError("more nodes were accepted than verified")
+        self.hits, self.trials = hits, trials
+        self._settle(range(1, 1 + DEPTHS))
+
+
+def _place(value: NDArray[Any]) -> NDArray[np.float64]:
+    """Position among the bins' centres; NaN counts as the lowest."""
+    return SCALE * np.log(np.minimum(np.fmax(value, LOWEST), 1).astype(np.float64)) + OFFSET
+
+
+def _rising(hits: Sequence[float], trials: Sequence[float]) -> list[float]:
+    """The ratios hits / trials, pooled with neighbours where they would decrease (isotonic regression).
+
+    A running maximum would trust every lucky bin and predict too much.
+    """
+    pools: list[tuple[float, float, int]] = []
+    for hit, trial in zip(hits, trials, strict=True):
+        count = 1
+        while pools and pools[-1][0] * trial >= hit * pools[-1][1]:
+            more_hits, more_trials, more = pools.pop()
+            hit, trial, count = hit + more_hits, trial + more_trials, count + more
+        pools.append((hit, trial, count))
+    return [hit / trial for hit, trial, count in pools for _ in range(count)]
+
+
+COLDEST, HOTTEST = 0.2, 2.0
+"""Bounds of a draft temperature."""
+TOKENS = 1000.0
+"""Tokens after which an old one has weight 1/e."""
+ROWS = 4
+"""Rows of logits that a step on the host may look at: a large batch gives enough, and each costs its vocabulary."""
+INFORMATION = 30.0
+"""Of the initial temperature, in squared logits: worth that many tokens at variance 1."""
+DEVIATION = 8.0
+"""Largest slope of a token, in logits: one that the draft considers impossible carries no more information."""
+
+
+class DraftTemperature:
+    """The draft temperature that best predicts the tokens of a greedy target.
+
+    A greedy target takes its argmax, so the draft's raw distribution is too flat as a prediction. This is a maximum
+    likelihood fit of the inverse temperature: the slope of a token's log probability is its logit minus the mean logit,
+    the curvature is their variance; one Newton step per engine step, with exponential forgetting.
+    """
+
+    def __init__(self, temperature: float):
+        self.inverse, self.information, self.turn = 1 / temperature, INFORMATION, 0
+
+    @property
+    def temperature(self) -> float:
+        return 1 / self.inverse
+
+    def observe(self, logits: Sequence[Tensor], token: Sequence[int]) -> None:
+        """Record the `token` that a greedy target took at nodes with the draft's `logits`, each [V]; of many nodes a
+        rotating subset."""
+        every = max(1, -(-len(logits) // ROWS))
+        self.turn += 1
+        some = slice(self.turn % every, None, every)
+        if logits:
+            rows, took = torch.stack(list(logits[some])), torch.tensor(token[some])
+            self.learn(*self.measured(rows, took, torch.ones_like(took, dtype=torch.bool)).tolist())
+
+    def measured(self, logits: Tensor, token: Tensor, among: Tensor) -> Tensor:
+        """The arguments of `learn` as a tensor [3] on the logits' device; of the nodes selected by `among` [M]."""
+        logits = (logits.float() - logits.amax(-1, keepdim=True)).clamp_(min=-1e4)  # banned tokens: -inf
+        probs = torch.softmax(logits * self.inverse, -1)
+        mean = (probs * logits).sum(-1)
+        variance = (probs * logits.square()).sum(-1) - mean.square()
+        slope = (logits.gather(-1, token.clamp(min=0)[:, None])[:, 0] - mean).clamp(-DEVIATION, DEVIATION)
+        return torch.stack([torch.where(among, one, 0.0).sum() for one in (torch.ones_like(slope), slope, variance)])
+
+    def learn(self, tokens: float, slope: float, variance: float) -> None:
+        """One Newton step from this many tokens."""
+        self.information = self.information * (1 - tokens / TOKENS) + variance
+        inverse = self.inverse + slope / self.information
+        self.inverse = min(max(inverse, 1 / HOTTEST), 1 / COLDEST)
+
+    def to_json(self) -> dict[str, float]:
+        inverse, information = short([self.inverse, self.information])
+        return {"inverse": inverse, "information": information}
+
+    def restore(self, data: Any) -> None:
+        """Load the output of `to_json`. Raises ValueError, changing nothing, for other data."""
+        inverse = number(member(data, "inverse"), 1 / HOTTEST, 1 / COLDEST)
+        self.information = number(member(data, "information"), 1e-3, MOST)
+        self.inverse = inverse

@@ -1,0 +1,306 @@
+"""What a batch drafts and verifies in a step, decided from past steps by one price: its tokens per second."""
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vllm_adaptive_tree.budget.acceptance_model import DEPTHS, Calibration
+from vllm_adaptive_tree.budget.allocation import allocate
+from vllm_adaptive_tree.budget.cost import FREE, Costs
+from vllm_adaptive_tree.budget.reading import MOST, member, number, short
+
+STEP = 0.1
+"""Weight of the newest step in the average of what the draft reads of prompts."""
+LAST = 8
+"""Steps, of which the median tells what a step costs besides its forwards; one in a hundred is a stall."""
+TREES, ENOUGH = 64, 16
+"""Trees that are remembered; until so many are known, perfect chains stand for the missing ones."""
+HOPE = 0.8
+DEEPER, EVERY = 2, 16
+"""One drafting step of `EVERY` drafts so many levels more than pay: a level that is never drafted is never judged."""
+MARGIN = 0.05
+"""Of tokens per second, in logs: what drafts have to bring, for costs are known no better."""
+SLACK = 0.5
+"""Of the least value that pays for its row: a node of less has no children drafted."""
+REST, LONGEST_REST = 64, 2048
+"""Steps without drafts until the trees are forgotten and drafting is tried again; each time twice as many."""
+PLAIN = 512
+"""Drafting steps until one without drafts shows again what drafts are compared with."""
+DOUBT = 3.0
+"""Until a level was drafted, it may cost as much less than measured at start-up."""
+ALL = 1 << 30
+
+
+class Plan(NamedTuple):
+    """What a step drafts."""
+
+    levels: int
+    """Most levels of its trees; 0: nothing is drafted."""
+    price: float
+    """Tokens per second of the batch: what a second of drafting or verifying has to bring."""
+    floor: float = -math.inf
+    """Log value up to which a node's children are not worth drafting: no child is worth more than its parent."""
+    most: int | None = None
+    """Most nodes of the whole batch."""
+    deep: bool = False
+    """Deeper than pays."""
+
+
+class Budget:
+    """A fixed number of nodes for the whole batch."""
+
+    def __init__(self, *, sampled: bool, most: int | None = None):
+        """`sampled`: whether children are sampled. `most`: nodes of the batch."""
+        self.sampled, self.most, self.verifying = sampled, most, 0
+        self.calibrations = Calibration(), Calibration()
+        """Of sampled requests, and of greedy ones: one value is not one chance to both."""
+        self.costs, self.plan = FREE, Plan(ALL, 0.0, most=most)
+        self._taken = 0.0, 0.0
+
+    def begin(self, greedy: Sequence[bool]) -> Plan:
+        """A step of these requests."""
+        return self.plan
+
+    def level(self, requests: int) -> float:
+        """Seconds of a draft level."""
+        return self.costs.draft.cost(requests)
+
+    def drew(self, value: Tensor, depth: Tensor, greedy: Tensor, plan: Plan) -> None:
+        """Trees of a step of this `plan`, before any cut; as in `share`."""
+
+    def share(self, value: Tensor, depth: Tensor, greedy: Tensor, *, rows: int = 0) -> Tensor:
+        """How many nodes of each tree to verify, [R].
+
+        Args:
+            value: [R, N] what the proposer puts on each node before it knows its token; 0 where there is none.
+            depth: [R, N].
+            greedy: [R] bool.
+            rows: of the verification, besides the roots and nodes of these trees.
+        """
+        sampled, certain = self.calibrations
+        chance = torch.where(greedy[:, None], certain(value, depth), sampled(value, depth))
+        verify, price = self.costs.verify, self.plan.price
+        kept = allocate(chance, verify=verify, price=price, sampled=self.sampled, rows=rows, most=self.plan.most)
+        self.verifying = int(kept.sum())
+        return kept
+
+    def verified(self, value: Tensor, depth: Tensor, accepted: Tensor, greedy: Tensor) -> None:
+        """Nodes [M] of a verification, and which were accepted, of requests that are `greedy` [M] or not."""
+        for calibration, among in zip(self.calibrations, (~greedy, greedy), strict=True):
+            calibration.observe(value[among].tolist(), depth[among].tolist(), accepted[among].tolist())
+
+    def took(
+        self, rows: int, context: int, forward: float, rest: float, *, drafted: bool | None, reading: float = 0
+    ) -> None:
+        """What a step took.
+
+        Args:
+            rows, context: of its verification; tokens in the cache of all requests.
+            forward, rest: seconds of the verification, and of all else but draft levels.
+            drafted: whether it drafted; None for steps that say nothing of others.
+            reading: seconds in which the draft read prompts.
+        """
+
+    def grew(self, requests: int, seconds: float) -> None:
+        """One draft level of the batch took these seconds, forward and choice of nodes."""
+
+    def take(self) -> tuple[float, float]:
+        """Accepted nodes that were expected, and those observed, since the last call."""
+        now = sum(one.predicted for one in self.calibrations), sum(one.observed for one in self.calibrations)
+        taken, self._taken = (now[0] - self._taken[0], now[1] - self._taken[1]), now
+        return taken
+
+
+class Planner(Budget):
+    """The budget of a batch; host side, on rank 0.
+
+    One comparison answers every question: what brings more tokens than the batch brings in that time is done. The price
+    of a second is the rate of the best plan for this batch: for each number of levels, the nodes of recent trees that
+    are worth their rows, scaled to its requests, over what the step then costs. Which nodes are verified, which are
+    expanded, how many levels are drafted and whether any are follows from it. What is not known is taken for perfect,
+    and so gets tried. All of it is known before the step draws anything.
+    """
+
+    def __init__(self, costs: Costs, *, sampled: bool):
+        super().__init__(sampled=sampled)
+        self.costs = costs
+        self.probe = 3
+        """Steps without drafts of a look at what they take."""
+        self.others = {drafted: deque[float](maxlen=LAST) for drafted in NAMES}
+        """Seconds of a step besides its verification and draft levels, of steps that drafted and of those that did
+        not."""
+        self.reading = 0.0
+        """Seconds in which the draft reads prompts, per drafting step."""
+        self.context = 0.0
+        """Seconds of the last verification that its contexts took."""
+        self.met: set[int] = set()
+        """Rows of the forwards so far: the first of so many also makes the kernels for them."""
+        self.recent, self.deep = deque[Tree](maxlen=TREES), deque[Tree](maxlen=TREES)
+        """Trees of past steps; those of steps that drafted deeper than pays."""
+        self.steps = self.silent = 0
+        """All steps; those in a row without drafts."""
+        self.rest = REST
+        self.plain: dict[int, int] = {}
+        """By batch size, in powers of two: drafting steps until one without drafts; below 0 in such steps."""
+        self.grown = False
+        """Whether a level was drafted yet."""
+        self._plans: dict[tuple[int, int], Plan] = {}
+
+    def begin(self, greedy: Sequence[bool]) -> Plan:
+        self.steps += 1
+        if self.steps % (EVERY // 2) == 0:
+            self._plans.clear()
+        batch = len(greedy), sum(greedy)
+        plan = self._planned(*batch)
+        if plan.levels == 0 and self.silent >= self.rest:  # what is believed may be of another time
+            self.rest, self.silent = min(2 * self.rest, LONGEST_REST), 0
+            self.recent.clear()
+            self._plans.clear()
+            plan = self._planned(*batch)
+        elif plan.levels and len(self.recent) >= ENOUGH:
+            self.rest = REST
+        if plan.levels and self._looks(len(greedy)):
+            plan = plan._replace(levels=0)
+        elif plan.levels and (len(self.recent) < ENOUGH or self.steps % EVERY == 0):
+            plan = Plan(plan.levels + DEEPER, plan.price, deep=True)
+        elif plan.levels and self.steps % EVERY == EVERY // 2:
+            most = self.verifying // 2
+            if not self.costs.verify.knows(len(greedy) + most):  # which may cost less than is believed
+                plan = plan._replace(most=most)
+        self.silent = 0 if plan.levels else self.silent + 1
+        self.plan = plan
+        return plan
+
+    def _looks(self, requests: int) -> bool:
+        """Whether this step leaves its drafts out, to see what it takes without."""
+        size = requests.bit_length()
+        left = self.plain[size] = self.plain.get(size, 2) - 1
+        if left <= -self.probe:
+            self.plain[size] = PLAIN
+        return left < 0
+
+    def without(self, requests: int) -> float:
+        """Seconds of a step without drafts."""
+        return self.costs.verify.cost(requests) + self.context + self.overhead(drafted=False)
+
+    def overhead(self, *, drafted: bool) -> float:
+        """Seconds of a step besides its verification and draft levels."""
+        return median(self.others[drafted] or self.others[not drafted] or [0.0])
+
+    def _planned(self, requests: int, greedy: int) -> Plan:
+        """The plan of a batch of so many requests, of which so many are `greedy`."""
+        if (requests, greedy) not in self._plans:
+            self._plans[requests, greedy] = self._best(requests, greedy / max(1, requests))
+        return self._plans[requests, greedy]
+
+    def _best(self, requests: int, greedy: float) -> Plan:
+        without = requests / self.without(requests)
+        levels, _, _ = self._rate(self.deep, requests, greedy, range(1, 1 + DEPTHS))
+        _, rate, least = self._rate(self.recent, requests, greedy, range(levels, levels + 1))
+        if math.log(rate / without) < MARGIN:
+            return Plan(0, without)
+        if len(self.recent) < ENOUGH:
+            return Plan(levels, without)
+        return Plan(levels, rate, least + math.log(SLACK))
+
+    def _rate(
+        self, trees: Sequence["Tree"], requests: int, greedy: float, levels: Sequence[int]
+    ) -> tuple[int, float, float]:
+        """The best of these numbers of levels, the tokens per second with it, and the log of the least value that is
+        then verified, if all trees of the batch were like these."""
+        value, depth, chance, weight = self._nodes(trees, greedy)
+        within = depth <= np.array(levels)[:, None]
+        weights = np.where(within, weight, 0.0)
+        gain = requests * (1 + np.cumsum(weights * chance, axis=1))
+        rows = requests * (1 + np.cumsum(weights, axis=1))
+        verify = self.costs.verify.hull() if self.sampled else self.costs.verify
+        drafting = np.array(levels)[:, None] * self.level(requests) + self.overhead(drafted=True) + self.reading
+        rate = gain / (verify.at(rows) + self.context + np.maximum(drafting, 0.0))
+        best, last = divmod(int(rate.argmax()), rate.shape[1])
+        verified = value[: last + 1][within[best, : last + 1]]
+        least = math.log(verified.min()) if len(verified) else 0.0
+        return levels[best], float(rate[best, last]), least
+
+    def _nodes(self, trees: Sequence["Tree"], greedy: float) -> tuple[NDArray[Any], ...]:
+        """Nodes of a request by decreasing chance: value, depth, chance, and how many such nodes it has, all [M]."""
+        chain = np.arange(1, 1 + DEPTHS)
+        parts, hope = [(np.ones(DEPTHS), chain, HOPE**chain, np.zeros(DEPTHS))], 0.0
+        for certain, calibration in enumerate(self.calibrations):
+            share = greedy if certain else 1 - greedy
+            those = [tree for tree in trees if tree.greedy == certain] if share else []
+            hope += share * max(0.0, 1 - len(those) / ENOUGH)
+            if those:
+                value = np.concatenate([tree.value for tree in those])
+                depth = np.concatenate([tree.depth for tree in those])
+                chance = calibration.chances(value, depth)
+                first = 0
+                for tree in those:
+                    one = chance[first : first + len(tree.value)]
+                    np.minimum.accumulate(one, out=one)
+                    first += len(one)
+                parts.append((value, depth, chance, np.full(len(value), share / max(len(those), ENOUGH))))
+        parts[0][3][:] = hope
+        columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
+        order = np.argsort(-columns[2], kind="stable")
+        return tuple(column[order] for column in columns)
+
+    def drew(self, value: Tensor, depth: Tensor, greedy: Tensor, plan: Plan) -> None:
+        if len(self.deep) < TREES or len(self.recent) < TREES:
+            self._plans.clear()
+        for values, depths, certain in zip(value.numpy(), depth.numpy(), greedy.tolist(), strict=True):
+            tree = Tree(values[values > 0].astype(np.float64), depths[values > 0], certain)
+            self.recent.append(tree)
+            if plan.deep:
+                self.deep.append(tree)
+
+    def took(
+        self, rows: int, context: int, forward: float, rest: float, *, drafted: bool | None, reading: float = 0
+    ) -> None:
+        self.context = min(context * self.costs.context, forward / 2)
+        if rows in self.met:
+            self.costs.verify.observe(rows, forward - self.context)
+        self.met.add(rows)
+        if drafted:
+            self.reading += STEP * (reading - self.reading)
+        if drafted is not None:
+            self.others[drafted].append(rest)
+
+    def level(self, requests: int) -> float:
+        return super().level(requests) / (1.0 if self.grown else DOUBT)
+
+    def grew(self, requests: int, seconds: float) -> None:
+        self.grown = True
+        self.costs.draft.observe(requests, seconds)
+
+    def to_json(self) -> dict[str, Any]:
+        """What was learnt, for another process."""
+        overhead = {NAMES[drafted]: short([median(known)])[0] for drafted, known in self.others.items() if known}
+        return {"calibrations": [one.to_json() for one in self.calibrations], "overhead": overhead}
+
+    def restore(self, data: Any) -> None:
+        """What `to_json` gave. Raises ValueError where `data` is something else."""
+        for one, known in zip(self.calibrations, member(data, "calibrations"), strict=True):
+            one.restore(known)
+        overhead = member(data, "overhead")
+        for drafted, name in NAMES.items():
+            if name in overhead:
+                self.others[drafted].append(number(overhead[name], -MOST))
+
+
+NAMES = {True: "drafting", False: "plain"}
+"""Of the steps that an overhead is of, in a file."""
+
+
+class Tree(NamedTuple):
+    """A tree of a past step: the value and depth of its nodes [N], by decreasing value."""
+
+    value: NDArray[np.float64]
+    depth: NDArray[np.int64]
+    greedy: bool

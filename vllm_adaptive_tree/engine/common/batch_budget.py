@@ -1,0 +1,53 @@
+"""The budget of a batch in the engine, the same for both model runners; each brings its own feed of figures."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from vllm_adaptive_tree.budget import Budget, DraftTemperature, Plan
+from vllm_adaptive_tree.engine.common.steering import Steering
+from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE
+from vllm_adaptive_tree.trees import TreeBatch
+
+
+class BatchBudget:
+    """Asks a `Budget` what a step drafts and verifies. Subclasses tell it what became of that: V1 from its clock, V2
+    from figures of earlier steps."""
+
+    def __init__(self, budget: Budget, steering: Steering):
+        self.budget, self.steering = budget, steering
+        self.temperature: DraftTemperature | None = None
+        """Fits the draft temperature of greedy requests."""
+        self.by_place = steering.proposer.by_place
+
+    @property
+    def greedy_temperature(self) -> float:
+        """Of the distribution that shapes the trees of greedy requests."""
+        return GREEDY_DRAFT_TEMPERATURE if self.temperature is None else self.temperature.temperature
+
+    def begin(self, greedy: Sequence[bool]) -> Plan:
+        """A step of requests that are `greedy` or not."""
+        return self.budget.begin(greedy)
+
+    def steer(self, requests: int, trees: int) -> None:
+        """Before `trees` trees are drafted in a batch of so many `requests`."""
+        plan = self.budget.plan
+        self.steering.price(self.budget.level(requests) * plan.price / trees, plan.floor)
+
+    def values(self, tree: TreeBatch, order: Tensor | None = None) -> Tensor:
+        """[R, N] what each node is worth before its token is known; 0 where there is none.
+
+        Nodes of a fixed shape count by their place in the list, or in the `order` [R, N] given: a sampled token must
+        not decide on its own cut.
+        """
+        value = place_values(tree) if self.by_place else tree.log_weight.exp()
+        if self.by_place and order is not None:
+            value = value.gather(1, order)
+        return value.masked_fill(~tree.valid, 0.0)
+
+
+def place_values(tree: TreeBatch) -> Tensor:
+    """[R, N] that falls with the place in the list."""
+    place = torch.arange(1, 1 + tree.tokens.shape[1], device=tree.tokens.device)
+    return (1 / place).expand(tree.tokens.shape)
