@@ -14,6 +14,8 @@ from vllm_adaptive_tree.bench.simulation import Machine, Row, Workload, expected
 from vllm_adaptive_tree.budget import Curve
 from vllm_adaptive_tree.cli.main import main
 
+FILES = [*bundled(), *sorted((Path(__file__).parents[1] / "data" / "replay").glob("*.npz"))]
+
 # root -> 0 (.8) -> 1 (.6) -> 3 (.3), root -> 2 (.5); the target goes 0, 1, and on by itself
 PARENTS, VALUES, LAST = [-1, 0, -1, 1], [0.8, 0.6, 0.5, 0.3], 1
 FLAT = Machine("flat", Curve([1, 1000], [1.0, 1000.0]), Curve([1, 1000], [0.25, 0.25]), 0.5)
@@ -88,7 +90,7 @@ def test_tokens_and_seconds_of_a_simulation() -> None:
     assert len(policy.left) == len({*policy.left}) >= run.tokens / 102 - 4
 
 
-@pytest.mark.parametrize("file", bundled(), ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_everything_kept_is_the_recorded_acceptance(file: Path) -> None:
     found = Recording.load(file)
     grown = found.grow(np.arange(len(found.value)), Plan((), nodes=found.value.shape[1]))

@@ -22,8 +22,7 @@ CONSTANTS = {
     "tree 24": Fixed(24, 5),
 }
 CHOICES = [
-    *CONSTANTS.values(),
-    *(Fixed(length, length - 1, chain=True) for length in (1, 2, 7)),
+    *(Fixed(length, length - 1, chain=True) for length in (1, 2, 3, 5, 7)),
     *(Fixed(nodes, levels) for nodes in (2, 4, 8, 16, 24) for levels in (0, 1, 2, 3, 5, 8)),
 ]
 """Of the oracle, and no drafts."""
