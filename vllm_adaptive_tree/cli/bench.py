@@ -37,8 +37,13 @@ COLD = {"cost_profile": None}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     pair = "a folder or hub name (default: the bundled %s)"
+    parser.add_argument("--out", type=Path, metavar="DIR", help="results; the same command resumes there")
     parser.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="results; the same command resumes there"
+        "--replay",
+        type=Path,
+        nargs="*",
+        metavar="FILE",
+        help="no engine: the budget on recorded trees (the bundled ones unless named), simulated loads and costs",
     )
     parser.add_argument("--model", default=str(PAIR / "target"), help=pair % "target")
     parser.add_argument("--draft", default=str(PAIR / "draft"), help=pair % "draft")
@@ -131,7 +136,7 @@ def run(options: argparse.Namespace) -> int:
     """Returns 1 where something did not run, 2 for arguments that do not fit, 130 where it was interrupted."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # engines and servers end with the command
     try:
-        return _run(options)
+        return _run(options) if options.replay is None else _replay(options.replay)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -139,7 +144,18 @@ def run(options: argparse.Namespace) -> int:
         return 130
 
 
+def _replay(files: list[Path]) -> int:
+    from vllm_adaptive_tree.bench import replay
+    from vllm_adaptive_tree.bench.recording import Recording, bundled
+
+    rows = replay.rows([Recording.load(file) for file in files or bundled()])
+    print(replay.table(replay.compare(replay.POLICIES, rows)))
+    return 0
+
+
 def _run(options: argparse.Namespace) -> int:
+    if options.out is None:
+        raise ValueError("--out is missing: a folder for the results")
     if options.max_tokens >= options.max_model_len:
         raise ValueError(f"--max-tokens {options.max_tokens} leaves no room for a prompt in --max-model-len")
     set_environment(options)

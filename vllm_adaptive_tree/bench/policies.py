@@ -1,0 +1,142 @@
+"""What a replay compares: the budget, constant trees and chains, and no drafts, behind one protocol."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from numpy.typing import NDArray
+
+from vllm_adaptive_tree.budget import Controller, Costs, Pauses
+
+ALL = 1 << 30
+"""Levels: as many as a method drafts."""
+NODES = 24
+"""Of a tree, at most."""
+
+
+class Plan(NamedTuple):
+    """What a step drafts."""
+
+    draft: Sequence[bool]  # which requests; none: the batch rests
+    levels: int = ALL  # draft forwards after the one that reads the roots, at most: 0 drafts their children alone
+    floor: float = -math.inf  # log value up to which a node is not expanded
+    threshold: float = 0.0  # tokens that a level has to add to each tree, or it is the last
+    nodes: int = NODES  # of each tree, at most
+    chain: bool = False  # only first children
+
+
+class Policy(Protocol):
+    """Decides what a batch drafts and verifies.
+
+    In every step, in the order of the calls: the trees kept in the last one are `verified`; `begin` says what to draft;
+    unless the batch rests, `share` cuts the new trees; then the step `took` its time. `forget` names requests that have
+    left. R: drafting requests; N: nodes, padded with value 0 and depth 0; all on the host.
+    """
+
+    def verified(self, value: NDArray[Any], depth: NDArray[Any], accepted: NDArray[Any], *, greedy: bool) -> None:
+        """All verified nodes [M] of greedy requests, or of the others: their value, depth, and whether accepted."""
+
+    def begin(self, requests: Sequence[str], greedy: Sequence[bool]) -> Plan:
+        """What the batch of these requests drafts."""
+
+    def share(
+        self,
+        requests: Sequence[str],
+        value: NDArray[Any],
+        depth: NDArray[Any],
+        greedy: NDArray[Any],
+        seconds: Sequence[float],
+        *,
+        others: int,
+        usual: bool,
+    ) -> Sequence[int]:
+        """How many nodes of each tree to verify, [R]: a prefix of its list.
+
+        Args:
+            requests: whose trees these are.
+            value, depth: [R, N].
+            greedy: [R] bool.
+            seconds: of each draft forward, the one that read the roots first.
+            others: requests that drafted nothing.
+            usual: the first forward read what it reads in every step, neither prompts nor gaps after a rest.
+        """
+
+    def took(self, rows: int, verify: float, elsewhere: float, requests: int) -> None:
+        """A step that verified so many rows, roots included, took these seconds besides its drafts."""
+
+    def forget(self, requests: Sequence[str]) -> None: ...
+
+
+class Fixed:
+    """The same trees or chains in every step; of no nodes, no drafts."""
+
+    def __init__(self, nodes: int, levels: int = ALL, *, chain: bool = False):
+        self.nodes, self.levels, self.chain = nodes, levels, chain
+
+    def plan(self, draft: Sequence[bool] = ()) -> Plan:
+        return Plan(draft, self.levels, nodes=self.nodes, chain=self.chain)
+
+    def begin(self, requests: Sequence[str], greedy: Sequence[bool]) -> Plan:
+        return self.plan([self.nodes > 0] * len(requests))
+
+    def share(self, requests: Sequence[str], *_: Any, **__: Any) -> Sequence[int]:
+        return [self.nodes] * len(requests)
+
+    def verified(self, *_: Any, **__: Any) -> None: ...
+
+    def took(self, *_: Any) -> None: ...
+
+    def forget(self, *_: Any) -> None: ...
+
+
+class Today:
+    """The budget "auto", driven as an engine does."""
+
+    def __init__(self, costs: Costs, sampled: bool):
+        self.controller, self.pauses = Controller(costs, sampled=sampled), Pauses()
+
+    def verified(self, value: NDArray[Any], depth: NDArray[Any], accepted: NDArray[Any], *, greedy: bool) -> None:
+        self.controller.calibrations[greedy].observe(value.tolist(), depth.tolist(), accepted.tolist())
+
+    def begin(self, requests: Sequence[str], greedy: Sequence[bool]) -> Plan:
+        controller, batch = self.controller, len(requests)
+        controller.begin(greedy)
+        if not controller.drafts(batch):
+            return Plan([False] * batch)
+        drafting = self.pauses.drafting(requests)
+        if not any(drafting):
+            return Plan(drafting)
+        levels = controller.depth(batch) - 1
+        return Plan(drafting, levels, controller.floor(batch), controller.threshold(batch, sum(drafting)))
+
+    def share(
+        self,
+        requests: Sequence[str],
+        value: NDArray[Any],
+        depth: NDArray[Any],
+        greedy: NDArray[Any],
+        seconds: Sequence[float],
+        *,
+        others: int,
+        usual: bool,
+    ) -> Sequence[int]:
+        for one in seconds[1:]:
+            self.controller.drafted(len(requests) + others, one)
+        kept: list[int] = self.controller.share(
+            torch.from_numpy(value),
+            torch.from_numpy(depth),
+            sum(seconds),
+            greedy=torch.from_numpy(greedy),
+            others=others,
+            levels=len(seconds) - 1,
+            judged=usual,
+        ).tolist()
+        self.pauses.observe(requests, kept)
+        return kept
+
+    def took(self, rows: int, verify: float, elsewhere: float, requests: int) -> None:
+        self.controller.observe(rows, 0, verify, elsewhere, requests=requests)
+
+    def forget(self, requests: Sequence[str]) -> None:
+        self.pauses.forget(requests)
