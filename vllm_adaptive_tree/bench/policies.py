@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from numpy.typing import NDArray
 
-from vllm_adaptive_tree.budget import Controller, Costs, Pauses
+from vllm_adaptive_tree.budget import Costs, Planner
 
 ALL = 1 << 30
 """Levels: as many as a method drafts."""
@@ -90,25 +90,25 @@ class Fixed:
     def forget(self, *_: Any) -> None: ...
 
 
-class Today:
-    """The budget "auto", driven as an engine does."""
+class Auto:
+    """The budget "auto", driven as Model Runner V1 does."""
 
     def __init__(self, costs: Costs, sampled: bool):
-        self.controller, self.pauses = Controller(costs, sampled=sampled), Pauses()
+        self.planner = Planner(costs, sampled=sampled)
+        self.drafted, self.gaps = False, True
+        self.first = self.reading = 0.0
+        """Seconds of the roots' forward beyond a level's, in usual steps, and in those that read prompts."""
 
     def verified(self, value: NDArray[Any], depth: NDArray[Any], accepted: NDArray[Any], *, greedy: bool) -> None:
-        self.controller.calibrations[greedy].observe(value.tolist(), depth.tolist(), accepted.tolist())
+        nodes = torch.from_numpy(value), torch.from_numpy(depth), torch.from_numpy(accepted)
+        self.planner.verified(*nodes, torch.full((len(value),), greedy))
 
     def begin(self, requests: Sequence[str], greedy: Sequence[bool]) -> Plan:
-        controller, batch = self.controller, len(requests)
-        controller.begin(greedy)
-        if not controller.drafts(batch):
-            return Plan([False] * batch)
-        drafting = self.pauses.drafting(requests)
-        if not any(drafting):
-            return Plan(drafting)
-        levels = controller.depth(batch) - 1
-        return Plan(drafting, levels, controller.floor(batch), controller.threshold(batch, sum(drafting)))
+        plan, batch = self.planner.begin(greedy), len(requests)
+        self.gaps, self.drafted = not self.drafted, plan.levels > 0
+        self.first = self.reading = 0.0
+        threshold = self.planner.level(batch) * plan.price / batch
+        return Plan([self.drafted] * batch, max(0, plan.levels - 1), plan.floor, threshold)
 
     def share(
         self,
@@ -121,22 +121,21 @@ class Today:
         others: int,
         usual: bool,
     ) -> Sequence[int]:
+        planner, batch = self.planner, len(requests) + others
         for one in seconds[1:]:
-            self.controller.drafted(len(requests) + others, one)
-        kept: list[int] = self.controller.share(
-            torch.from_numpy(value),
-            torch.from_numpy(depth),
-            sum(seconds),
-            greedy=torch.from_numpy(greedy),
-            others=others,
-            levels=len(seconds) - 1,
-            judged=usual,
-        ).tolist()
-        self.pauses.observe(requests, kept)
+            planner.grew(batch, one)
+        beyond = seconds[0] - planner.level(batch)
+        if usual:
+            self.first = beyond
+        elif not self.gaps:
+            self.reading = max(0.0, beyond)
+        trees = torch.from_numpy(value), torch.from_numpy(depth), torch.from_numpy(greedy)
+        planner.drew(*trees, planner.plan)
+        kept: list[int] = planner.share(*trees, rows=others).tolist()
         return kept
 
     def took(self, rows: int, verify: float, elsewhere: float, requests: int) -> None:
-        self.controller.observe(rows, 0, verify, elsewhere, requests=requests)
+        drafted = True if self.drafted else False if rows == requests else None
+        self.planner.took(rows, 0, verify, elsewhere + self.first, drafted=drafted, reading=self.reading)
 
-    def forget(self, requests: Sequence[str]) -> None:
-        self.pauses.forget(requests)
+    def forget(self, requests: Sequence[str]) -> None: ...

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_adaptive_tree.bench.policies import Fixed, Policy, Today
+from vllm_adaptive_tree.bench.policies import Auto, Fixed, Policy
 from vllm_adaptive_tree.bench.projection import read_costs
 from vllm_adaptive_tree.bench.recording import Recording
 from vllm_adaptive_tree.bench.simulation import Machine, Row, Workload, expected, simulate
@@ -40,7 +40,7 @@ class Result(NamedTuple):
 
 MakePolicy = Callable[[Costs, bool], Policy]
 """From the profile of the machine, and whether children are sampled."""
-POLICIES: dict[str, MakePolicy] = {"today": Today}
+POLICIES: dict[str, MakePolicy] = {"auto": Auto}
 SWING = (2, 32) * 3
 
 

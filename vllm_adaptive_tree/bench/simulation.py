@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from vllm_adaptive_tree.bench.policies import Fixed, Plan, Policy
 from vllm_adaptive_tree.bench.recording import Recording
 from vllm_adaptive_tree.budget import Costs, Curve
-from vllm_adaptive_tree.budget.curve import profiled_rows
+from vllm_adaptive_tree.budget.cost import profiled_rows
 
 REQUEST, PROMPT = 100, 32
 """Tokens after which another request takes the place of one, and tokens that the draft reads of it first."""

@@ -20,7 +20,7 @@ STEP = 0.1
 """Weight of the newest step in the average of what the draft reads of prompts."""
 LAST = 8
 """Steps, of which the median tells what a step costs besides its forwards; one in a hundred is a stall."""
-TREES, ENOUGH = 64, 16
+TREES, ENOUGH = 64, 8
 """Trees that are remembered; until so many are known, perfect chains stand for the missing ones."""
 HOPE = 0.8
 DEEPER, EVERY = 2, 16
