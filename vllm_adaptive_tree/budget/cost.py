@@ -14,8 +14,6 @@ from vllm_adaptive_tree.budget.reading import member, number
 
 MEMORY = 32.0
 """Most forwards at a point that count against a new one: the times of one row count scatter by 5 to 10 %."""
-STALE = 512.0
-"""Forwards elsewhere after which those at a point count for 1/e."""
 SEEN = 0.25
 """Forwards, as they count, that make a point's own correction known."""
 BOUND = math.log(2)
@@ -110,7 +108,6 @@ class Curve:
             off = math.copysign(BOUND, off)
             self._seen /= 2
         self._off[near] += off * weight / (1 + self._seen[near])
-        self._seen *= 1 - 1 / STALE
         self._seen[near] = np.minimum(self._seen[near] + weight, MEMORY)
         self._settle()
 

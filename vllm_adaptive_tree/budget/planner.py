@@ -3,6 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Sequence
+from statistics import fmean as mean
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -16,25 +17,18 @@ from vllm_adaptive_tree.budget.allocation import allocate
 from vllm_adaptive_tree.budget.cost import FREE, Costs
 from vllm_adaptive_tree.budget.reading import MOST, member, number, short
 
-STEP = 0.1
-"""Weight of the newest step in the average of what the draft reads of prompts."""
 LAST = 8
-"""Steps, of which the median tells what a step costs besides its forwards; one in a hundred is a stall."""
+"""Steps, of which the median tells what a step costs besides its forwards: one in a hundred is a stall."""
 TREES, ENOUGH = 64, 8
-"""Trees that are remembered; until so many are known, perfect chains stand for the missing ones."""
+"""Trees that are remembered; until so many are known, chains stand for the missing ones."""
 HOPE = 0.8
-DEEPER, EVERY = 2, 16
-"""One drafting step of `EVERY` drafts so many levels more than pay: a level that is never drafted is never judged."""
+"""Of each node of such a chain, the chance after its parent: better than most drafts, or they would not be tried."""
+EVERY = 16
+"""One drafting step of so many drafts a level more than pays: a level that is never drafted is never judged."""
 MARGIN = 0.05
 """Of tokens per second, in logs: what drafts have to bring, for costs are known no better."""
-SLACK = 0.5
-"""Of the least value that pays for its row: a node of less has no children drafted."""
 REST, LONGEST_REST = 64, 2048
-"""Steps without drafts until the trees are forgotten and drafting is tried again; each time twice as many."""
-PLAIN = 512
-"""Drafting steps until one without drafts shows again what drafts are compared with."""
-DOUBT = 3.0
-"""Until a level was drafted, it may cost as much less than measured at start-up."""
+"""Steps of one kind, with drafts or without, until the other kind is tried again; each time twice as many."""
 ALL = 1 << 30
 
 
@@ -50,7 +44,7 @@ class Plan(NamedTuple):
     most: int | None = None
     """Most nodes of the whole batch."""
     deep: bool = False
-    """Deeper than pays."""
+    """A level deeper than pays."""
 
 
 class Budget:
@@ -123,68 +117,58 @@ class Planner(Budget):
 
     One comparison answers every question: what brings more tokens than the batch brings in that time is done. The price
     of a second is the rate of the best plan for this batch: for each number of levels, the nodes of recent trees that
-    are worth their rows, scaled to its requests, over what the step then costs. Which nodes are verified, which are
-    expanded, how many levels are drafted and whether any are follows from it. What is not known is taken for perfect,
-    and so gets tried. All of it is known before the step draws anything.
+    are worth their rows, scaled to its requests, over what the step then costs. It follows which nodes are verified,
+    which are expanded, how many levels are drafted, and whether any are. All of it is known before the step samples.
+
+    What is not done is not seen, so it is tried again after a while, and after twice that while: drafts by a batch that
+    rests from them, a step without drafts by one that drafts.
     """
 
     def __init__(self, costs: Costs, *, sampled: bool):
         super().__init__(sampled=sampled)
         self.costs = costs
         self.probe = 3
-        """Steps without drafts of a look at what they take."""
+        """Steps without drafts that show what one takes."""
         self.others = {drafted: deque[float](maxlen=LAST) for drafted in NAMES}
         """Seconds of a step besides its verification and draft levels, of steps that drafted and of those that did
         not."""
-        self.reading = 0.0
-        """Seconds in which the draft reads prompts, per drafting step."""
+        self.reading = deque[float]([0.0], maxlen=TREES)
+        """Seconds in which the draft read prompts, of drafting steps."""
         self.context = 0.0
         """Seconds of the last verification that its contexts took."""
         self.met: set[int] = set()
         """Rows of the forwards so far: the first of so many also makes the kernels for them."""
         self.recent, self.deep = deque[Tree](maxlen=TREES), deque[Tree](maxlen=TREES)
         """Trees of past steps; those of steps that drafted deeper than pays."""
-        self.steps = self.silent = 0
-        """All steps; those in a row without drafts."""
-        self.rest = REST
-        self.plain: dict[int, int] = {}
-        """By batch size, in powers of two: drafting steps until one without drafts; below 0 in such steps."""
-        self.grown = False
-        """Whether a level was drafted yet."""
+        self.steps = 0
+        self.resting = Backoff(REST)
+        self.drafting: dict[int, Backoff] = {}
+        """By batch size, in powers of two."""
         self._plans: dict[tuple[int, int], Plan] = {}
 
     def begin(self, greedy: Sequence[bool]) -> Plan:
         self.steps += 1
         if self.steps % (EVERY // 2) == 0:
             self._plans.clear()
-        batch = len(greedy), sum(greedy)
-        plan = self._planned(*batch)
-        if plan.levels == 0 and self.silent >= self.rest:  # what is believed may be of another time
-            self.rest, self.silent = min(2 * self.rest, LONGEST_REST), 0
-            self.recent.clear()
+        requests = len(greedy)
+        plan = self._planned(requests, sum(greedy))
+        if plan.levels == 0 and self.resting.due():
+            self.recent.clear()  # what is believed may be of another time
             self._plans.clear()
-            plan = self._planned(*batch)
+            plan = self._planned(requests, sum(greedy))
+            plan = plan._replace(levels=max(1, plan.levels))
         elif plan.levels and len(self.recent) >= ENOUGH:
-            self.rest = REST
-        if plan.levels and self._looks(len(greedy)):
+            self.resting = Backoff(REST)
+        if plan.levels and self.drafting.setdefault(requests.bit_length(), Backoff(2)).due(self.probe):
             plan = plan._replace(levels=0)
         elif plan.levels and (len(self.recent) < ENOUGH or self.steps % EVERY == 0):
-            plan = Plan(plan.levels + DEEPER, plan.price, deep=True)
+            plan = Plan(plan.levels + 1, plan.price, deep=True)
         elif plan.levels and self.steps % EVERY == EVERY // 2:
             most = self.verifying // 2
-            if not self.costs.verify.knows(len(greedy) + most):  # which may cost less than is believed
+            if not self.costs.verify.knows(requests + most):  # which may cost less than is believed
                 plan = plan._replace(most=most)
-        self.silent = 0 if plan.levels else self.silent + 1
         self.plan = plan
         return plan
-
-    def _looks(self, requests: int) -> bool:
-        """Whether this step leaves its drafts out, to see what it takes without."""
-        size = requests.bit_length()
-        left = self.plain[size] = self.plain.get(size, 2) - 1
-        if left <= -self.probe:
-            self.plain[size] = PLAIN
-        return left < 0
 
     def without(self, requests: int) -> float:
         """Seconds of a step without drafts."""
@@ -208,7 +192,7 @@ class Planner(Budget):
             return Plan(0, without)
         if len(self.recent) < ENOUGH:
             return Plan(levels, without)
-        return Plan(levels, rate, least + math.log(SLACK))
+        return Plan(levels, rate, least)
 
     def _rate(
         self, trees: Sequence["Tree"], requests: int, greedy: float, levels: Sequence[int]
@@ -221,7 +205,7 @@ class Planner(Budget):
         gain = requests * (1 + np.cumsum(weights * chance, axis=1))
         rows = requests * (1 + np.cumsum(weights, axis=1))
         verify = self.costs.verify.hull() if self.sampled else self.costs.verify
-        drafting = np.array(levels)[:, None] * self.level(requests) + self.overhead(drafted=True) + self.reading
+        drafting = np.array(levels)[:, None] * self.level(requests) + self.overhead(drafted=True) + mean(self.reading)
         rate = gain / (verify.at(rows) + self.context + np.maximum(drafting, 0.0))
         best, last = divmod(int(rate.argmax()), rate.shape[1])
         verified = value[: last + 1][within[best, : last + 1]]
@@ -268,15 +252,11 @@ class Planner(Budget):
             self.costs.verify.observe(rows, forward - self.context)
         self.met.add(rows)
         if drafted:
-            self.reading += STEP * (reading - self.reading)
+            self.reading.append(reading)
         if drafted is not None:
             self.others[drafted].append(rest)
 
-    def level(self, requests: int) -> float:
-        return super().level(requests) / (1.0 if self.grown else DOUBT)
-
     def grew(self, requests: int, seconds: float) -> None:
-        self.grown = True
         self.costs.draft.observe(requests, seconds)
 
     def to_json(self) -> dict[str, Any]:
@@ -296,6 +276,21 @@ class Planner(Budget):
 
 NAMES = {True: "drafting", False: "plain"}
 """Of the steps that an overhead is of, in a file."""
+
+
+class Backoff:
+    """Counts steps, and says when to try what they leave out: each time after twice as many."""
+
+    def __init__(self, first: int):
+        self.left, self.next = first, REST
+
+    def due(self, times: int = 1) -> bool:
+        """A step; whether to try now, so many `times` in a row."""
+        self.left -= 1
+        if self.left <= -times:
+            self.left, self.next = self.next, min(2 * self.next, LONGEST_REST)
+            return True
+        return self.left < 0
 
 
 class Tree(NamedTuple):
