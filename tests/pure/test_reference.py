@@ -6,14 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.oracles.models import ToyLM
 from vllm_adaptive_tree.acceptance import RULES, common_kind
 from vllm_adaptive_tree.proposers import StaticTree
 from vllm_adaptive_tree.proposers.dyspec import DySpec
 from vllm_adaptive_tree.proposers.opt_tree import OptTree
 from vllm_adaptive_tree.reference import Step, decode_step
 from vllm_adaptive_tree.trees import Shape
-
-from .toys import ToyLM
 
 VOCABULARY, DEPTH, STEPS = 3, 4, 500
 RARE = 13.8  # chi-square with two degrees of freedom: one in a thousand
