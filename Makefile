@@ -1,6 +1,6 @@
 # make demo        the main job on the bundled pair: no speculation, vLLM's chain, OPT-Tree
 # make demo-ray    the pair in a batch job of Ray Data, on a cluster of two nodes on this machine
-# make test        ruff, mypy, pytest; then, by themselves, the tests that start Ray clusters
+# make test        ruff, mypy, import contracts, pytest with the coverage of the pure rooms; then, alone, tests on Ray
 # make test-next   the engine tests on the newest supported vLLM; SHORT=1: a cut of them
 # They create .venv with everything pinned; a machine without a GPU gets vLLM's CPU build.
 
@@ -22,7 +22,8 @@ test: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
-	$(BIN)/pytest -n 2 --dist loadfile --durations=30 --ignore=tests/ray
+	$(BIN)/pytest -n 2 --dist loadfile --cov tests/pure
+	$(BIN)/pytest -n 2 --dist loadfile --durations=30 --ignore=tests/pure --ignore=tests/ray
 	$(BIN)/pytest --durations=10 tests/ray
 
 test-next: setup
@@ -49,4 +50,4 @@ wheels:  # dist/: the plugin, and the pair that it is tried with
 
 clean:
 	rm -rf dist packaging/demo-pair/build packaging/demo-pair/*.egg-info
-	rm -rf .venv .next build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .next build *.egg-info .mypy_cache .ruff_cache .pytest_cache .coverage

@@ -27,7 +27,7 @@ def require_on_every_node(runtime_env: dict[str, Any] | None = None) -> None:
     alive = [node for node in ray.nodes() if node["Alive"]]
     kind = "GPU" if any("GPU" in node["Resources"] for node in alive) else "CPU"
     nodes = [node for node in alive if node["Resources"].get(kind)]
-    ask = ray.remote(num_cpus=0, max_retries=0, runtime_env=runtime_env or {})(_by_value())
+    ask = ray.remote(num_cpus=0, max_retries=0, runtime_env=runtime_env or {})(probe())
     found = ray.get(
         [
             ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote()
@@ -38,7 +38,7 @@ def require_on_every_node(runtime_env: dict[str, Any] | None = None) -> None:
     wrong = [
         f"{node['NodeName']} ({node['NodeManagerAddress']}): {lack}"
         for node, one in zip(nodes, found, strict=True)
-        if (lack := _lack(one, version(NAME), vllm))
+        if (lack := lack_of(one, version(NAME), vllm))
     ]
     if wrong:
         raise RuntimeError(
@@ -48,7 +48,7 @@ def require_on_every_node(runtime_env: dict[str, Any] | None = None) -> None:
         )
 
 
-def _by_value() -> Callable[[], dict[str, Any]]:
+def probe() -> Callable[[], dict[str, Any]]:
     """A function that is sent whole: a node that lacks this package cannot import it from here."""
 
     def ask() -> dict[str, Any]:
@@ -74,7 +74,7 @@ def _by_value() -> Callable[[], dict[str, Any]]:
     return ask
 
 
-def _lack(found: dict[str, Any], here: str, vllm: str | None) -> str | None:
+def lack_of(found: dict[str, Any], here: str, vllm: str | None) -> str | None:
     """What a node that said this lacks, beside version `here` of this package and `vllm`."""
     if found["package"] is None or not found["plugin"]:
         return f"{NAME} is not installed"

@@ -21,6 +21,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from tests.engine.engines import DRAFT, PROMPTS, TARGET, V2, Engines, generate, tree
 from vllm_adaptive_tree.engine.common.metrics import NODES, step_figures
 from vllm_adaptive_tree.engine.mark import Mark
+from vllm_adaptive_tree.engine.names import MARK
 from vllm_adaptive_tree.versions import window
 
 ENGINE = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "block_size": 32}
@@ -201,14 +202,14 @@ def main():
 
 def test_the_mark_survives_what_processes_do_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     original, plain = config(tree(12)), config()
-    mark = original.speculative_config._adaptive_tree
+    mark = getattr(original.speculative_config, MARK)
     for copied in (
         pickle.loads(pickle.dumps(original)),
         cloudpickle.loads(cloudpickle.dumps(original)),
         copy.copy(original),
         copy.deepcopy(original),
     ):
-        assert copied.speculative_config._adaptive_tree == mark == Mark()
+        assert getattr(copied.speculative_config, MARK) == mark == Mark()
         assert copied.speculative_config == original.speculative_config
         assert copied.compute_hash() == original.compute_hash() != plain.compute_hash()
     monkeypatch.setattr("vllm.__version__", "0.29.0")

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from vllm.v1.attention.backend import AttentionImpl
 
+from tests.oracles.trees import on_device, random_tree
 from tests.pure.test_tree_attention import DEVICE, INTERPRETED
-from tests.pure.toys import on_device, random_tree
 from vllm_adaptive_tree.trees import TokenTree
 from vllm_adaptive_tree.trees.ancestor_mask import ancestor_mask
 

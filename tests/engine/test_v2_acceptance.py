@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.pure import test_pairs, toys
+from tests.oracles import steps
+from tests.oracles.drafts import Drafts as Drafted
 from tests.pure.test_no_host_sync import NoHostSync
-from tests.pure.test_pairs import EXACT, LEGAL, bias, static
+from tests.pure.test_pairs import BIASED, EXACT, LEGAL, bias, static
 from vllm_adaptive_tree.acceptance import RULES
 from vllm_adaptive_tree.engine.v2.acceptance import accept
 from vllm_adaptive_tree.engine.v2.drafts import Drafts, Laws
@@ -32,34 +33,34 @@ class Table:
         return torch.full_like(node, self.own)
 
 
-def laws(drafts: toys.Drafts) -> Laws:
+def laws(drafts: Drafted) -> Laws:
     requests = torch.arange(len(drafts.weight))
     there = drafts.q.sum(-1) > 0
     slot = torch.arange(there.shape[1]).expand_as(there).masked_fill(~there, -1)
     return Laws(drafts.q.log(), torch.ones(len(requests), dtype=torch.float64), requests, slot, drafts.drawn)
 
 
-def by_the_adapter(drafts: toys.Drafts, p: Tensor, rule: str, kind: Any, rng: Any) -> Any:
+def by_the_adapter(drafts: Drafted, p: Tensor, rule: str, kind: Any, rng: Any) -> Any:
     proposer = StaticTree(Shape.named("binary", 2), kind=kind)
     pair = Pair(proposer, rule, RULES[rule], None, drafts.most)
     own = np.zeros(len(p), dtype=bool)
     levels = int(drafts.tree.depth.max())
     found = accept(pair, Table(p), drafts.tree, laws(drafts), rng, own, levels=levels)  # type: ignore[arg-type]
-    return found if RULES[rule].draw else toys.replayed(drafts.tree, found.tokens)
+    return found if RULES[rule].draw else steps.replayed(drafts.tree, found.tokens)
 
 
 @pytest.mark.parametrize(("kind", "rule"), [(kind, rule) for kind, rule in LEGAL if rule != "target_only"])
 def test_the_law_is_the_target_s(kind: Any, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pure = bias(static(kind, Shape.k_config([2, 1])), rule, nodes=4)
     assert pure.max() < EXACT
-    monkeypatch.setattr(toys, "verify", by_the_adapter)
+    monkeypatch.setattr(steps, "verify", by_the_adapter)
     assert bias(static(kind, Shape.k_config([2, 1])), rule, nodes=4).max() < EXACT
 
 
 def test_a_wrong_pair_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(toys, "verify", by_the_adapter)
+    monkeypatch.setattr(steps, "verify", by_the_adapter)
     wrong = bias(static("one_hot", Shape.k_config([2, 1])), "rrsw", nodes=4)
-    assert wrong.max() > test_pairs.BIASED
+    assert wrong.max() > BIASED
 
 
 def batch() -> tuple[TreeBatch, Laws, Tensor]:

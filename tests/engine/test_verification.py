@@ -11,7 +11,7 @@ from torch import Tensor
 from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
 
-from tests.pure.test_trees import random_tree
+from tests.oracles.trees import random_tree
 from vllm_adaptive_tree.attention.cpu import gather_context
 from vllm_adaptive_tree.engine.common.cpu_attention import CPUTrees, VerifyMetadata
 from vllm_adaptive_tree.engine.common.scratch import ScratchBlocks

@@ -90,7 +90,7 @@ def _fill(packages: Path, release: str, sources: Path) -> None:
         tar.extractall(packages, wanted, filter="data")
     unpacked = packages / top
     required = unpacked / "requirements" / "common.txt"
-    absent, others = _unmet(required.read_text().splitlines())
+    absent, others = unmet(required.read_text().splitlines())
     (unpacked / "vllm").rename(packages / "vllm")
     shutil.rmtree(unpacked)
     for part in _package().glob("**/*.so"):
@@ -109,7 +109,7 @@ def _fill(packages: Path, release: str, sources: Path) -> None:
         print(f"other in the overlay than vLLM {release} requires: {', '.join(others)}")
 
 
-def _unmet(lines: list[str]) -> tuple[list[Requirement], list[str]]:
+def unmet(lines: list[str]) -> tuple[list[Requirement], list[str]]:
     """Of the lines of a requirements file: what is not installed here, and what is in another version."""
     absent, others = [], []
     for line in lines:

@@ -6,6 +6,9 @@ from itertools import product
 import pytest
 import torch
 
+from tests.oracles.drafts import Drafts, cut
+from tests.oracles.models import ToyLM
+from tests.oracles.trees import histories
 from vllm_adaptive_tree.acceptance import legal_rules
 from vllm_adaptive_tree.proposers import Proposer
 from vllm_adaptive_tree.trees import Shape
@@ -24,7 +27,6 @@ from .test_pairs import (
     stopping,
     strangers,
 )
-from .toys import Drafts, ToyLM, cut, histories
 
 TINY, LITTLE = 1e-13, 1e-11  # less than `rng.EXHAUSTED`, and more
 LAWS = {
@@ -71,7 +73,7 @@ def test_laws_that_a_rule_may_stumble_over(name, rule):
 
 def refused(pairs: Models) -> Change:
     """Every tree up to its first token that the target cannot give: what the scheduler leaves of one with a grammar."""
-    p = torch.stack([target.law for target in pairs[1]])
+    p = torch.stack([target.probs for target in pairs[1]])
 
     def change(drafts: Drafts) -> Drafts:
         tree = drafts.tree

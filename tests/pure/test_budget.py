@@ -11,6 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from tests.oracles.drafts import cut, every_draft, stacked
+from tests.oracles.models import ToyLM
+from tests.oracles.steps import emitted
 from vllm_adaptive_tree.budget import FREE, Calibration, Controller, Costs, Curve, Pauses, Sharpening, allocate, best
 from vllm_adaptive_tree.budget.controller import DOUBT, TRIAL
 from vllm_adaptive_tree.budget.cost import profiled_rows
@@ -21,8 +24,6 @@ from vllm_adaptive_tree.budget.sharpening import EACH, TOGETHER
 from vllm_adaptive_tree.proposers import Proposer
 from vllm_adaptive_tree.proposers.dyspec import DySpec
 from vllm_adaptive_tree.proposers.opt_tree import OptTree
-
-from .toys import ToyLM, cut, emitted, every_draft, stacked
 
 
 def curve(*points: tuple[float, float]) -> Curve:
@@ -451,7 +452,7 @@ def joint_bias(
     for side, target in zip(sides, targets, strict=True):
         each = side._replace(weight=torch.ones_like(side.weight), group=torch.arange(len(side.group)))
         cuts = stacked([cut(each, kept, kept * len(side.group)) for kept in range(nodes + 1)])
-        law = emitted(cuts, [target], rule, proposer.kind, length=length).law
+        law = emitted(cuts, [target], rule, proposer.kind, length=length).probs
         laws.append(law.unflatten(0, (nodes + 1, -1)).transpose(0, 1))
     joint, sizes = torch.zeros(laws[0].shape[2], laws[1].shape[2]).double(), set()
     values = [side.tree.log_weight.exp().double() for side in sides]

@@ -7,6 +7,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.oracles.growth import Fixed, Recorder, as_the_engine, grow, grown
+from tests.oracles.models import ToyLM, log_probs_of, models_of
+from tests.oracles.trees import Path
 from vllm_adaptive_tree.budget.allocation import allocate
 from vllm_adaptive_tree.budget.acceptance_model import Calibration
 from vllm_adaptive_tree.budget.controller import FREE
@@ -14,9 +17,6 @@ from vllm_adaptive_tree.gates.training import alive_units
 from vllm_adaptive_tree.proposers import Proposal
 from vllm_adaptive_tree.proposers.c2t import C2T, C2TOptions, features
 from vllm_adaptive_tree.proposers.gate import Gate, entropy
-
-from .growing import Fixed, Path, Recorder, as_the_engine, grow, grown, log_laws, models_of
-from .toys import ToyLM
 
 COUNT = 12
 SEEDS = [1, 2, 3]
@@ -45,7 +45,7 @@ def algorithm_1(model: ToyLM, gate: torch.nn.Module, temperature: float, **optio
     """The paper's tree: every node with its confidence."""
     options = {**OPTIONS, **options}
     k = 1 if options["chain"] else options["top_k"]
-    law = log_laws(model, temperature).exp().tolist()
+    law = log_probs_of(model, temperature).exp().tolist()
     level: dict[Path, float] = {(): 1.0}
     tree: dict[Path, float] = {}
     for d in range(options["max_depth"]):
@@ -116,7 +116,7 @@ def test_features():
     gate = Fixed.always(1.0)
     model = ToyLM.random(5, 2, seed=3)
     grow(proposer_of(gate, entropy_top=2, max_depth=2, top_k=2, second_pruning=False), [model], nodes=50)
-    law = model.law.tolist()
+    law = model.probs.tolist()
     first, second = gate.seen
     best = [sorted(range(5), key=lambda token: -row[token]) for row in law]
     h_root = entropy_by_hand(law[0], 2)
@@ -164,7 +164,7 @@ def test_chain_mode_exits_early(second_pruning):
         models, proposal = trees_of(random_gate(seed), chain=True, beta=0.5, second_pruning=second_pruning)
         for model, tree in zip(models, grown(proposal), strict=True):
             assert all(path == tree[-1][: len(path)] for path in tree)
-            assert all(path[-1] == model.law[model.history(path[:-1])].argmax() for path in tree)
+            assert all(path[-1] == model.probs[model.history(path[:-1])].argmax() for path in tree)
             depths.add(len(tree))
     assert {0, 4} < depths
 

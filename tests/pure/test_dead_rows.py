@@ -6,6 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.oracles.growth import as_the_engine, grow, grown, keyed
+from tests.oracles.models import ToyDrafter, ToyLM
+from tests.oracles.trees import on_device
 from vllm_adaptive_tree.acceptance import RULES, Children, legal_rules, traversal
 from vllm_adaptive_tree.budget.acceptance_model import Calibration
 from vllm_adaptive_tree.drafters import Rows
@@ -17,9 +20,7 @@ from vllm_adaptive_tree.proposers.opt_tree_cpu import OptTreeCPU
 from vllm_adaptive_tree.rng import CounterRNG
 from vllm_adaptive_tree.trees import Shape, TokenTree
 
-from .growing import as_the_engine, grow, grown, keyed
 from .test_pairs import CHOSEN, DYSPEC, EXACT, IRREGULAR, KINDS, LEGAL, Models, bias, models, static, stopping
-from .toys import ToyDrafter, ToyLM, on_device
 
 NAN, INF = math.nan, math.inf
 DEAD = {"NaN": NAN, "+Inf": INF, "-Inf throughout": -INF}

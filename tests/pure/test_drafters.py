@@ -12,16 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.oracles import drafts, outcomes
+from tests.oracles.growth import as_the_engine, grow, grown, keyed
+from tests.oracles.models import ToyLM
+from tests.oracles.outcomes import ForkingRandom, every_outcome
 from vllm_adaptive_tree.drafters import ByDepth, ByParent, Lookup, Rows
 from vllm_adaptive_tree.proposers import StaticTree
 from vllm_adaptive_tree.proposers.opt_tree import OptTree
 from vllm_adaptive_tree.trees import Shape
 
-from . import toys
-from .growing import as_the_engine, grow, grown, keyed
 from .test_dead_rows import PROPOSERS
 from .test_pairs import CHOSEN, DYSPEC, EXACT, LEGAL, bias, static
-from .toys import ForkingRandom, ToyLM
 
 VOCABULARY, LEVELS, REQUESTS, NODES = 3, 2, 4, 7
 
@@ -205,19 +206,14 @@ def test_a_shared_draw_is_caught(monkeypatch):
         return static("without_replacement", Shape.k_config([2, 2]))
 
     independent = bias(shape(), "traversal", nodes=6, pairs=pairs("by depth", 2)).max()
-    every = toys.every_outcome
-    drafting = True
-
-    def outcomes(run: Any, worlds: int) -> Any:
-        nonlocal drafting
-        with monkeypatch.context() as patch:
-            if drafting:
-                patch.setattr(toys, "ForkingRandom", Shared)
-            drafting = False
-            yield from every(run, worlds)
-
-    monkeypatch.setattr(toys, "every_outcome", outcomes)
     assert independent < EXACT
+
+    def with_shared_draws(run: Any, worlds: int) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(outcomes, "ForkingRandom", Shared)
+            yield from every_outcome(run, worlds)
+
+    monkeypatch.setattr(drafts, "every_outcome", with_shared_draws)
     assert bias(shape(), "traversal", nodes=6, pairs=pairs("by depth", 2)).max() > 0.01
 
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.oracles.growth import PathNoise, Recorder, as_the_engine, grow, grown, keyed
+from tests.oracles.models import ToyLM, models_of
+from tests.oracles.trees import Path
 from vllm_adaptive_tree.proposers import Proposal
 from vllm_adaptive_tree.proposers.dyspec import DySpec
-
-from .growing import Path, PathNoise, Recorder, as_the_engine, grow, grown, keyed, models_of
-from .toys import ToyLM
 
 Slots = list[tuple[float, Path]]  # slot value and the path of the node that fills it, in generation order
 
@@ -229,7 +229,7 @@ def test_greedy_requests_are_sampled_too():
     greedy, sampled = (grow(proposer, models, nodes=9, greedy=flag) for flag in (True, False))
     assert grown(greedy) == grown(sampled)
     first = [tree[0][0] for tree in grown(greedy)]
-    assert first != [model.law[0].argmax().item() for model in models]
+    assert first != [model.probs[0].argmax().item() for model in models]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -3,18 +3,18 @@
 import pytest
 import torch
 
+from tests.oracles.growth import Recorder, as_the_engine, grow, grown
+from tests.oracles.models import ToyLM, log_probs_of, models_of
+from tests.oracles.trees import Path
 from vllm_adaptive_tree.proposers.eagle2 import Eagle2
 from vllm_adaptive_tree.proposers.opt_tree import OptTree
-
-from .growing import Path, Recorder, as_the_engine, grow, grown, log_laws, models_of
-from .toys import ToyLM
 
 Scores = dict[Path, float]
 
 
 def expanded(model: ToyLM, *, top_k: int, max_depth: int, temperature: float = 1.0) -> Scores:
     """Every node that the paper records, and its joint score."""
-    law = log_laws(model, temperature)
+    law = log_probs_of(model, temperature)
     beam: Scores = {(): 0.0}
     recorded: Scores = {}
     for _ in range(max_depth):
@@ -94,4 +94,4 @@ def test_growth_ends_where_nothing_can_enter_the_tree():
     recorder = Recorder(models)
     trees = grown(grow(Eagle2(max_depth=6, top_k=3), models, nodes=1, drafter=recorder, agree=as_the_engine))
     assert recorder.widths == []
-    assert trees == [[(model.law[0].argmax().item(),)] for model in models]
+    assert trees == [[(model.probs[0].argmax().item(),)] for model in models]

@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.oracles.growth import Fixed, grow
+from tests.oracles.models import ToyLM, log_probs_of
 from vllm_adaptive_tree.engine.v1.drafts import Draft, to_drafts
 from vllm_adaptive_tree.gates import examples
 from vllm_adaptive_tree.gates.examples import Verified
@@ -12,9 +14,6 @@ from vllm_adaptive_tree.proposers.c2t import C2T, features
 from vllm_adaptive_tree.proposers.eagle2 import Eagle2
 from vllm_adaptive_tree.proposers.mcsd import Mcsd
 from vllm_adaptive_tree.trees import Shape
-
-from .growing import Fixed, grow, log_laws
-from .toys import ToyLM
 
 VOCABULARY, DEPTH = 6, 3
 HIDDEN = torch.arange(6000.0).reshape(-1, 3)  # of slot s: row s
@@ -74,7 +73,7 @@ def test_c2t_learns_from_what_its_gate_will_read(entropy_top, temperature):
 def test_type_2_learns_from_the_nodes_that_the_walk_reached():
     model = ToyLM.random(VOCABULARY, DEPTH, seed=5)
     draft = drafted(Mcsd(Shape.k_config((2, 2, 1))), model, nodes=50, temperature=0.8)
-    paths, laws = paths_of(draft), log_laws(model, 0.8)
+    paths, laws = paths_of(draft), log_probs_of(model, 0.8)
     first = paths.index(paths[0])
     second = next(node for node, parent in enumerate(draft.tree.parents) if parent == first)
     for accepted, reached, labels in (
@@ -114,7 +113,7 @@ def test_type_1_learns_the_chance_of_the_first_child(temperature):
     for node in (-1, 0, 1):  # those with children
         child = draft.tree.parents.index(node)
         x, path = draft.tree.tokens[child], paths[node] if node >= 0 else ()
-        q = log_laws(model, 0.8)[model.history(path), x].exp().item()
+        q = log_probs_of(model, 0.8)[model.history(path), x].exp().item()
         logits = target[1 + node]
         p = (logits / temperature).softmax(0)[x].item() if temperature else float(x == logits.argmax())
         expected.append(min(1.0, p / q))
@@ -132,7 +131,7 @@ def test_type_1_s_labels_average_to_the_acceptance():
     proposal = grow(StaticTree(Shape.k_config((3,))), [model] * seeds, nodes=3, keep=levels.append)
     for draft in to_drafts(proposal, levels, torch.ones(seeds), hidden=[torch.zeros(seeds, 1, 2)]):
         labels.append(examples.mcsd_type1(verified(draft, [], target, 1.0))["label"].item())
-    acceptance = torch.minimum(target[0].softmax(0).double(), model.law[0]).sum().item()
+    acceptance = torch.minimum(target[0].softmax(0).double(), model.probs[0]).sum().item()
     assert sum(labels) / seeds == pytest.approx(acceptance, abs=0.02)
 
 

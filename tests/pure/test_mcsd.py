@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from tests.oracles.growth import Fixed, Recorder, as_the_engine, grow, grown
+from tests.oracles.models import ToyLM, models_of
+from tests.oracles.trees import Path
 from vllm_adaptive_tree.drafters import Rows
 from vllm_adaptive_tree.proposers import StaticTree
 from vllm_adaptive_tree.proposers.gate import Gate
 from vllm_adaptive_tree.proposers.mcsd import Mcsd, decision_features
 from vllm_adaptive_tree.trees import Shape
-
-from .growing import Fixed, Path, Recorder, as_the_engine, grow, grown, models_of
-from .toys import ToyLM
 
 AGREE = pytest.mark.parametrize("options", [{}, {"agree": as_the_engine}])
 
@@ -69,7 +69,7 @@ def test_it_goes_on_while_the_gate_believes_in_any_sequence(widths, options):
     whole = grown(grow(Mcsd(shape), models, nodes=40))
     depths = Counter()
     for model, tree, full in zip(models, ours, whole, strict=True):
-        depth = stops_at(model, full, lambda model, path: model.law[model.history(path)].max() > 0.6, len(widths))
+        depth = stops_at(model, full, lambda model, path: model.probs[model.history(path)].max() > 0.6, len(widths))
         assert tree == [path for path in full if len(path) <= depth], "what was drawn stays, and nothing follows"
         depths[depth] += 1
     assert len(depths) == len(widths)
@@ -85,7 +85,7 @@ def test_sequences_that_do_not_exist_have_no_say(options):
     whole = grown(grow(Mcsd(shape), models, nodes=12))
     depths = Counter()
     for model, tree, full in zip(models, ours, whole, strict=True):
-        depth = stops_at(model, full, lambda model, path: model.law[model.history(path)].max() > 0.75, 4)
+        depth = stops_at(model, full, lambda model, path: model.probs[model.history(path)].max() > 0.75, 4)
         assert tree == [path for path in full if len(path) <= depth]
         depths[depth] += 1
     assert len(depths) > 1

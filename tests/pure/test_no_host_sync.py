@@ -14,6 +14,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.oracles.growth import grow_trees
+from tests.oracles.models import ToyLM
 from vllm_adaptive_tree.acceptance import RULES, Children, Kind, traversal, walk
 from vllm_adaptive_tree.budget import best
 from vllm_adaptive_tree.drafters import Frontier, Rows
@@ -27,8 +29,6 @@ from vllm_adaptive_tree.proposers.opt_tree import OptTree
 from vllm_adaptive_tree.rng import CounterRNG
 from vllm_adaptive_tree.trees import Shape, TreeBatch
 from vllm_adaptive_tree.trees.ancestor_mask import ancestor_mask
-
-from .toys import ToyLM, grow_trees
 
 aten = torch.ops.aten
 WAITS = {

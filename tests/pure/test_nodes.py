@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from vllm_adaptive_tree.nodes import _by_value, _lack
+from vllm_adaptive_tree.nodes import lack_of, probe
 
 GOOD = {"package": "1.2", "vllm": "0.32.0", "plugin": ["adaptive_tree"], "allowed": None}
 
@@ -26,11 +26,11 @@ GOOD = {"package": "1.2", "vllm": "0.32.0", "plugin": ["adaptive_tree"], "allowe
     ],
 )
 def test_what_a_node_lacks(changes: dict[str, Any], lack: str | None) -> None:
-    assert _lack(GOOD | changes, "1.2", "0.32.0") == lack
+    assert lack_of(GOOD | changes, "1.2", "0.32.0") == lack
 
 
 def test_this_process_lacks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
-    found = _by_value()()
+    found = probe()()
     assert found["plugin"] == [one.name for one in entry_points(group="vllm.general_plugins", name="adaptive_tree")]
-    assert _lack(found, found["package"], found["vllm"]) is None
+    assert lack_of(found, found["package"], found["vllm"]) is None

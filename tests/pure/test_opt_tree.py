@@ -6,11 +6,12 @@ from itertools import product
 import pytest
 import torch
 
+from tests.oracles.growth import grow_trees, propose
+from tests.oracles.models import ToyDrafter, ToyLM
+from tests.oracles.trees import Path, on_host, paths
 from vllm_adaptive_tree.drafters import Frontier
 from vllm_adaptive_tree.proposers.opt_tree import OptTree
 from vllm_adaptive_tree.trees import TreeBatch
-
-from .toys import Path, ToyDrafter, ToyLM, grow_trees, on_host, paths, propose
 
 BRUTE_FORCE = [*product([2, 3], [1, 2, 3, 4], [1, 2, 3]), (2, 5, 5), (3, 4, 4)]
 
@@ -47,7 +48,7 @@ def k_config(model: ToyLM, widths: list[int]) -> list[Path]:
     level: list[Path] = [()]
     tree: list[Path] = []
     for width in widths:
-        best = {path: model.law[model.history(path)].topk(width).indices.tolist() for path in level}
+        best = {path: model.probs[model.history(path)].topk(width).indices.tolist() for path in level}
         level = [(*path, token) for path in level for token in best[path]]
         tree += level
     return tree

@@ -5,12 +5,11 @@ from itertools import product
 import pytest
 import torch
 
+from tests.oracles.growth import as_the_engine, grow
+from tests.oracles.models import ToyDrafter, ToyLM
 from vllm_adaptive_tree.proposers import opt_tree_cpu
 from vllm_adaptive_tree.proposers.eagle2 import Eagle2
 from vllm_adaptive_tree.proposers.opt_tree import OptTree
-
-from .growing import as_the_engine, grow
-from .toys import ToyDrafter, ToyLM
 
 VOCABULARIES = [(3, 4), (33, 2), (64, 2), (100, 2)]  # and depths that are tabulated
 

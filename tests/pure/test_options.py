@@ -15,13 +15,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tests.oracles.growth import as_the_engine, keyed
 from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.drafters import Rows
 from vllm_adaptive_tree.methods import resolve
 from vllm_adaptive_tree.proposers import METHODS, PROPOSERS, Request, draft_tree
 from vllm_adaptive_tree.proposers.gate import Gate
-
-from .growing import as_the_engine, keyed
 
 REQUESTS, VOCABULARY, HIDDEN, NODES = 4, 32, 64, 14
 ADAPTERS: dict[str, Callable[[Any], Any]] = {"V1": lambda proposer: proposer.for_cpu(), "V2": lambda proposer: proposer}

@@ -2,11 +2,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.oracles.trees import on_device, on_host, paths
 from vllm_adaptive_tree.trees import TokenTree, TreeBatch
 from vllm_adaptive_tree.trees.orders import depth_first, heavy_path, mask_blocks, permuted
 
 from .test_no_host_sync import DEVICES, NoHostSync
-from .toys import on_device, on_host, paths
 
 ORDERS = pytest.mark.parametrize("order", [depth_first, heavy_path])
 

@@ -15,7 +15,7 @@ def test_what_the_release_requires_and_is_not_here():
         "no-such-package >= 2; python_version >= '3'",
         "no-such-package-either; python_version < '3'",
     ]
-    absent, others = overlay._unmet(lines)
+    absent, others = overlay.unmet(lines)
     assert [str(one) for one in absent] == ["no-such-package>=2"]
     assert len(others) == 1
     assert others[0].startswith("numpy<1.0 (")

@@ -7,6 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.oracles.drafts import Drafts, every_cut, every_draft, node_probs
+from tests.oracles.growth import as_the_engine, propose
+from tests.oracles.models import ToyDrafter, ToyLM
+from tests.oracles.steps import emitted, verify
+from tests.oracles.trees import histories
 from vllm_adaptive_tree.acceptance import RULES, Kind, legal_rules, optimal
 from vllm_adaptive_tree.proposers import Proposer, StaticTree
 from vllm_adaptive_tree.proposers.c2t import C2T
@@ -18,20 +23,6 @@ from vllm_adaptive_tree.proposers.opt_tree import OptTree
 from vllm_adaptive_tree.rng import CounterRNG
 from vllm_adaptive_tree.trees import Shape
 from vllm_adaptive_tree.trees.orders import depth_first, heavy_path, permuted
-
-from .growing import as_the_engine
-from .toys import (
-    Drafts,
-    ToyDrafter,
-    ToyLM,
-    emitted,
-    every_cut,
-    every_draft,
-    histories,
-    node_laws,
-    propose,
-    verify,
-)
 
 Change = Callable[[Drafts], Drafts]
 Models = tuple[list[ToyLM], list[ToyLM]]  # drafts and their targets
@@ -81,7 +72,7 @@ def bias(
     trees = every_draft(proposer, drafts, nodes=nodes, temperature=temperature, greedy=greedy)
     trees = every_cut(change(trees), len(drafts))
     length = proposer.max_depth + 1
-    law = emitted(trees, targets, rule, told or proposer.kind, length=length).law
+    law = emitted(trees, targets, rule, told or proposer.kind, length=length).probs
     plain = torch.stack([target.continuations(length) for target in targets])
     return (law.unflatten(0, (-1, len(targets))) - plain).abs().sum(2) / 2
 
@@ -289,7 +280,7 @@ def test_acceptance_of_one_node(rule, kind, children):
     drafts, targets = strangers()
     found = accepted(static(kind, Shape.k_config([children])), rule, (drafts, targets), children)
     closed_form = CLOSED_FORMS[rule, kind, children]
-    expected = [closed_form(target.law[0], draft.law[0]) for draft, target in zip(drafts, targets, strict=True)]
+    expected = [closed_form(target.probs[0], draft.probs[0]) for draft, target in zip(drafts, targets, strict=True)]
     assert found.tolist() == pytest.approx(expected, abs=EXACT)
 
 
@@ -298,7 +289,7 @@ def test_acceptance_of_one_node_is_bounded(rule, kind):
     drafts, targets = strangers()
     found = accepted(static(kind, Shape.k_config([2])), rule, (drafts, targets), 2).tolist()
     for alpha, draft, target in zip(found, drafts, targets, strict=True):
-        p, q = target.law[0], draft.law[0]
+        p, q = target.probs[0], draft.probs[0]
         assert alpha <= optimal.optimal_acceptance(p, q, 2, kind) + EXACT
         assert alpha >= torch.minimum(p, q).sum() - EXACT
         if rule == "k_seq":
@@ -352,10 +343,10 @@ def step(
         torch.ones(len(seeds)),
         requests,
         proposal.tree,
-        *node_laws(proposal, levels, 1.0),
+        *node_probs(proposal, levels, 1.0),
         min(5, proposer.max_children),
     )
-    p = torch.stack([target.law for target in targets])[requests[:, None], histories(proposal.tree, 3)]
+    p = torch.stack([target.probs for target in targets])[requests[:, None], histories(proposal.tree, 3)]
     tokens = verify(made, p, rule, proposer.kind, rng(1)).tokens.tolist()
     return [
         (int(depths.max()), [token for token in row if token >= 0])

@@ -7,13 +7,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.oracles.drafts import Drafts, node_probs
+from tests.oracles.growth import propose
+from tests.oracles.models import ToyDrafter, ToyLM
+from tests.oracles.steps import verify
+from tests.oracles.trees import histories
 from vllm_adaptive_tree.acceptance import Kind, legal_rules
 from vllm_adaptive_tree.noise import KeyedNoise, Noise
 from vllm_adaptive_tree.proposers import Request, StaticTree
 from vllm_adaptive_tree.rng import CounterRNG, RandomSource
 from vllm_adaptive_tree.trees import Shape
-
-from .toys import Drafts, ToyDrafter, ToyLM, histories, node_laws, propose, verify
 
 MANY = 1_000_000
 DRAWS = 50_000
@@ -194,11 +197,11 @@ def first_two(kind: Kind, rule: str, requests: int, first: int = 0) -> Tensor:
     levels: list[Tensor] = []
     proposer = StaticTree(Shape.of([[0], [1], [0, 0], [0, 1]]), kind=kind)
     proposal = propose(proposer, ToyDrafter([DRAFT], same), nodes=4, rng=rng(requests, first=first), keep=levels.append)
-    drafts = Drafts(torch.ones(requests), same, proposal.tree, *node_laws(proposal, levels, 1.0), 2)
-    p = TARGET.law[histories(proposal.tree, 8)]  # [R, 1 + N, 8]
+    drafts = Drafts(torch.ones(requests), same, proposal.tree, *node_probs(proposal, levels, 1.0), 2)
+    p = TARGET.probs[histories(proposal.tree, 8)]  # [R, 1 + N, 8]
     tokens = verify(drafts, p, rule, kind, rng(requests, purpose=1, first=first)).tokens
     one, two = tokens[:, 0], tokens[:, 1]
-    by_target = rng(requests, purpose=2, first=first).sample(TARGET.law[1 + one])
+    by_target = rng(requests, purpose=2, first=first).sample(TARGET.probs[1 + one])
     return one * 8 + torch.where(two >= 0, two, by_target)
 
 

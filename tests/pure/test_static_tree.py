@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.oracles.growth import Recorder, as_the_engine, grow, grown, keyed
+from tests.oracles.models import ToyDrafter, ToyLM, models_of
+from tests.oracles.trees import Path
 from vllm_adaptive_tree.acceptance import Kind
 from vllm_adaptive_tree.proposers import StaticTree
 from vllm_adaptive_tree.proposers.children import draw_children
 from vllm_adaptive_tree.trees import Shape
-
-from .growing import Path, Recorder, as_the_engine, grow, grown, keyed, models_of
-from .toys import ToyDrafter, ToyLM
 
 KINDS: tuple[Kind, ...] = ("one_hot", "without_replacement", "iid", "hub_pair", "top_k_plus_one")
 EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
@@ -182,7 +182,7 @@ def test_a_hub_pair_always_holds_the_hub():
     for model, paths, parents in zip(models, grown(proposal), proposal.tree.parent.tolist(), strict=True):
         for parent, pair in siblings(paths, parents).items():
             above = paths[parent] if parent >= 0 else ()
-            hub = model.law[model.history(above)].argmax().item()
+            hub = model.probs[model.history(above)].argmax().item()
             assert len(pair) == 2
             assert hub in pair
             hub_first[pair[0] == hub] += 1
@@ -272,7 +272,7 @@ def test_nodes_of_a_level_and_levels_are_drawn_independently():
 
 @EVERY_KIND
 def test_a_node_gets_as_many_children_as_were_planned(kind):
-    q = ToyLM.random(5, 0, seed=0).law.expand(1, 4, -1)
+    q = ToyLM.random(5, 0, seed=0).probs.expand(1, 4, -1)
     planned = torch.tensor([[2, 0, 1, 2]])
     tokens = draw_children(kind, q, planned, 2, keyed(1).fold_in(torch.arange(4)[None]), None)
     assert torch.equal(tokens >= 0, torch.arange(2) < planned[..., None])

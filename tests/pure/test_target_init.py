@@ -4,13 +4,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.oracles.growth import grow, grown
+from tests.oracles.models import ToyDrafter, ToyLM, models_of
+from tests.oracles.outcomes import ForkingRandom, every_outcome
+from tests.oracles.trees import histories, on_device
 from vllm_adaptive_tree.acceptance import RULES, Children, longest_continuation, walk
 from vllm_adaptive_tree.proposers import Request, draft_tree
 from vllm_adaptive_tree.proposers.mcsd import Mcsd
 from vllm_adaptive_tree.trees import Shape, TokenTree
-
-from .growing import grow, grown, models_of
-from .toys import ForkingRandom, ToyDrafter, ToyLM, every_outcome, histories, on_device
 
 FORK = TokenTree((7, 8, 9, 1, 2, 3), (-1, -1, -1, 0, 1, 4))  # 7 1 | 8 2 3 | 9
 
@@ -60,7 +61,7 @@ def test_without_initial_tokens_it_is_the_walk():
 
 def two_tokens(width: int, drafts: list[ToyLM], targets: list[ToyLM]) -> Tensor:
     """[M, V, V]: the law of the first two tokens of a step whose `width` initial tokens the target drew."""
-    p = torch.stack([target.law for target in targets])  # [M, H, V]
+    p = torch.stack([target.probs for target in targets])  # [M, H, V]
     proposer = Mcsd(Shape.k_config((width, 2)), init_width=width)
 
     def run(rng: ForkingRandom, world: Tensor) -> Tensor:

@@ -1,10 +1,9 @@
 import pytest
 import torch
 
+from tests.oracles.trees import on_device, on_host, paths, random_tree
 from vllm_adaptive_tree.trees import Shape, SlicedMask, TokenTree
 from vllm_adaptive_tree.trees.ancestor_mask import ancestor_mask
-
-from .toys import on_device, on_host, paths, random_tree
 
 #      root - 5 - 7 - 5
 #           |   `- 8 - 9

@@ -6,10 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.oracles.drafts import Drafts, every_cut
+from tests.oracles.growth import grow_trees
+from tests.oracles.models import ToyLM
+from tests.oracles.steps import Emitted, emitted
+from tests.oracles.trees import Path, on_device, on_host, paths, random_tree
 from vllm_adaptive_tree.acceptance import Accepted, walk
 from vllm_adaptive_tree.trees import TokenTree, TreeBatch
-
-from .toys import Drafts, Emitted, Path, ToyLM, emitted, every_cut, grow_trees, on_device, on_host, paths, random_tree
 
 Draw = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -33,7 +36,7 @@ def by_target(tree: TreeBatch, target: ToyLM, length: int) -> Emitted:
 
 def error(tree: TreeBatch, target: ToyLM, length: int, *, drawn_from: ToyLM | None = None) -> float:
     """The largest total variation of any cut."""
-    law = by_target(tree, drawn_from or target, length).law
+    law = by_target(tree, drawn_from or target, length).probs
     return (law - target.continuations(length)).abs().sum(1).max().item() / 2
 
 

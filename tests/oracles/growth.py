@@ -1,4 +1,4 @@
-"""Any proposer over toy models, through `draft_tree`; and what was read on the way."""
+"""Any proposer over toy models, through `draft_tree`; and what it read on the way."""
 
 from collections.abc import Sequence
 from typing import Any, Self
@@ -6,57 +6,55 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from tests.oracles.models import ToyDrafter, ToyLM
+from tests.oracles.trees import Path
 from vllm_adaptive_tree.drafters import Frontier, Rows
 from vllm_adaptive_tree.proposers import Proposal, Proposer, Request, draft_tree
 from vllm_adaptive_tree.proposers.base import KEYS_PER_LEVEL
+from vllm_adaptive_tree.proposers.opt_tree import OptTree
 from vllm_adaptive_tree.rng import CounterRNG
-
-from .toys import ToyDrafter, ToyLM
-
-Path = tuple[int, ...]
+from vllm_adaptive_tree.trees import TreeBatch
 
 
-def models_of(vocabulary: int, depth: int, count: int) -> list[ToyLM]:
-    """Laws from flat to sharp, so that wide and deep trees both occur."""
-    return [ToyLM.random(vocabulary, depth, seed=seed, scale=0.5 + seed % 6) for seed in range(count)]
-
-
-def log_laws(model: ToyLM, temperature: float) -> Tensor:
-    """[H, V]: the draft's log laws at a temperature."""
-    return (model.logits / temperature).log_softmax(-1)
-
-
-def keyed(seeds: Sequence[int] | int) -> CounterRNG:
-    """Noise of as many requests."""
-    seed = torch.tensor(seeds) if isinstance(seeds, Sequence) else torch.arange(seeds)
-    return CounterRNG(seed, torch.zeros_like(seed), purpose=0)
-
-
-def grow(
+def propose(
     proposer: Proposer,
-    models: Sequence[ToyLM],
+    drafter: ToyDrafter,
     *,
     nodes: int,
     temperature: Sequence[float] | float = 1.0,
     greedy: Sequence[bool] | bool = False,
     rng: Any = None,
-    drafter: ToyDrafter | None = None,
-    initial: Any = None,
+    initial: Tensor | None = None,
     **options: Any,
 ) -> Proposal:
-    drafter = drafter or ToyDrafter(models)
+    """One tree per request of the drafter; without `rng`, the request's number is its seed."""
     rows, state = drafter.catch_up(None, None)
+    requests = len(rows.logits)
     request = Request(
-        torch.as_tensor(temperature, dtype=rows.logits.dtype).expand(len(models)),
-        torch.as_tensor(greedy).expand(len(models)),
-        keyed(len(models)) if rng is None else rng,
+        torch.as_tensor(temperature, dtype=rows.logits.dtype).expand(requests),
+        torch.as_tensor(greedy).expand(requests),
+        keyed(requests) if rng is None else rng,
         initial,
     )
     return draft_tree(proposer, drafter, rows, state, nodes=nodes, request=request, **options)
 
 
+def grow(
+    proposer: Proposer, models: Sequence[ToyLM], *, nodes: int, drafter: ToyDrafter | None = None, **options: Any
+) -> Proposal:
+    """One tree per model, with options as for `propose`."""
+    return propose(proposer, drafter or ToyDrafter(models), nodes=nodes, **options)
+
+
+def grow_trees(
+    models: Sequence[ToyLM], *, nodes: int, max_depth: int, threshold: float = 0.0, **options: Any
+) -> TreeBatch:
+    """OPT-Tree's trees, one per model, with options as for `propose`."""
+    return grow(OptTree(max_depth=max_depth, threshold=threshold), models, nodes=nodes, **options).tree
+
+
 def as_the_engine(frontier: Frontier, growing: Tensor) -> tuple[Frontier, bool]:
-    """Cut the frontier behind its last used column; stop when none is left."""
+    """Cut the frontier after its last used column; stop when none is left."""
     used = (frontier.tokens >= 0).any(0).nonzero()
     width = int(used.max()) + 1 if len(used) else 0
     return Frontier(frontier.tokens[:, :width], frontier.parent[:, :width]), width > 0
@@ -84,6 +82,12 @@ def _paths(tokens: list[int], parents: list[int], depth: list[int], weight: list
     return paths
 
 
+def keyed(seeds: Sequence[int] | int) -> CounterRNG:
+    """A random stream per request."""
+    seed = torch.tensor(seeds) if isinstance(seeds, Sequence) else torch.arange(seeds)
+    return CounterRNG(seed, torch.zeros_like(seed), purpose=0)
+
+
 class Recorder(ToyDrafter):
     """Remembers which history stood in every column of every level."""
 
@@ -97,13 +101,13 @@ class Recorder(ToyDrafter):
         self.histories.append(history.masked_fill(tokens < 0, -1))
         return rows, state
 
-    def draws(self, rng: CounterRNG, law: Tensor) -> list[dict[int, list[int]]]:
-        """Every request's histories that were read -> their tokens in the order of the draws; `law` [R, H, V]."""
+    def draws(self, rng: CounterRNG, probs: Tensor) -> list[dict[int, list[int]]]:
+        """Every request's histories that were read -> their tokens in the order of the draws; `probs` [R, H, V]."""
         keys = [
             level * KEYS_PER_LEVEL + torch.arange(histories.shape[1]) for level, histories in enumerate(self.histories)
         ]
         histories = torch.cat(self.histories, 1)
-        return orders(rng, torch.cat(keys).expand(histories.shape), histories, law)
+        return orders(rng, torch.cat(keys).expand(histories.shape), histories, probs)
 
 
 class PathNoise:
@@ -116,25 +120,25 @@ class PathNoise:
         histories = self.recorder.histories[int(place[0, 0]) // KEYS_PER_LEVEL]
         return self.rng.fold_in(histories.gather(1, place % KEYS_PER_LEVEL))
 
-    def draws(self, law: Tensor) -> list[dict[int, list[int]]]:
-        """Every request's histories -> their tokens in the order of the draws; `law` [R, H, V]."""
-        histories = torch.arange(law.shape[1]).expand(law.shape[:2])
-        return orders(self.rng, histories, histories, law)
+    def draws(self, probs: Tensor) -> list[dict[int, list[int]]]:
+        """Every request's histories -> their tokens in the order of the draws; `probs` [R, H, V]."""
+        histories = torch.arange(probs.shape[1]).expand(probs.shape[:2])
+        return orders(self.rng, histories, histories, probs)
 
     def accept(self, probability: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def sample(self, law: Tensor) -> Tensor:
+    def sample(self, probs: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def sample_without_replacement(self, law: Tensor, k: int) -> Tensor:
+    def sample_without_replacement(self, probs: Tensor, k: int) -> Tensor:
         raise NotImplementedError
 
 
-def orders(rng: CounterRNG, keys: Tensor, histories: Tensor, law: Tensor) -> list[dict[int, list[int]]]:
-    """The tokens of the laws [R, H, V] at `histories` [R, W] in the order in which the rng at `keys` draws them."""
-    rows = law.gather(1, histories.clamp(min=0)[:, :, None].expand(-1, -1, law.shape[2]))
-    drawn = rng.fold_in(keys).sample_without_replacement(rows, law.shape[2])
+def orders(rng: CounterRNG, keys: Tensor, histories: Tensor, probs: Tensor) -> list[dict[int, list[int]]]:
+    """The tokens of `probs` [R, H, V] at `histories` [R, W] in the order in which the rng at `keys` draws them."""
+    rows = probs.gather(1, histories.clamp(min=0)[:, :, None].expand(-1, -1, probs.shape[2]))
+    drawn = rng.fold_in(keys).sample_without_replacement(rows, probs.shape[2])
     return [
         {history: [token for token in tokens if token >= 0] for history, tokens in zip(*row, strict=True)}
         for row in zip(histories.tolist(), drawn.tolist(), strict=True)

@@ -1,0 +1,5 @@
+"""What results are compared with: small models, and exact distributions by enumeration."""
+
+import torch
+
+torch.set_num_threads(1)  # many small tensors
