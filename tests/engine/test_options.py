@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 from vllm import SamplingParams
+from vllm_adaptive_tree.budget.levels import FIRST
 
 from tests.engine.engines import DRAFT, PROMPTS, V2, Engines, generate, runner_of, set_costs, tree
 from vllm_adaptive_tree.budget import Costs
-from vllm_adaptive_tree.budget.levels import FIRST
 from vllm_adaptive_tree.engine.common import cost_profile, startup
 from vllm_adaptive_tree.engine.common.cost_profile import CostProfile, key_of
 from vllm_adaptive_tree.engine.common.startup import settle

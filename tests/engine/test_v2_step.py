@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 from vllm import SamplingParams
+from vllm_adaptive_tree.budget.sharpening import PRIOR
 
 from tests.engine.engines import (
     DRAFT,
@@ -24,7 +25,6 @@ from tests.engine.engines import (
     tree,
 )
 from tests.pure.test_no_host_sync import NoHostSync
-from vllm_adaptive_tree.budget.sharpening import PRIOR
 from vllm_adaptive_tree.engine.v2 import fused
 from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE
 

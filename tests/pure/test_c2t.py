@@ -10,9 +10,9 @@ from safetensors.torch import save_file
 from tests.oracles.growth import Fixed, Recorder, as_the_engine, grow, grown
 from tests.oracles.models import ToyLM, log_probs_of, models_of
 from tests.oracles.trees import Path
-from vllm_adaptive_tree.budget.allocation import allocate
+from vllm_adaptive_tree.budget import FREE
 from vllm_adaptive_tree.budget.acceptance_model import Calibration
-from vllm_adaptive_tree.budget.controller import FREE
+from vllm_adaptive_tree.budget.allocation import allocate
 from vllm_adaptive_tree.gates.training import alive_units
 from vllm_adaptive_tree.proposers import Proposal
 from vllm_adaptive_tree.proposers.c2t import C2T, C2TOptions, features
@@ -242,7 +242,7 @@ def test_a_value_is_a_score_that_a_budget_can_calibrate():
     order = value.flatten().argsort()
     chance = calibration(value, torch.ones_like(tree.depth)).flatten()[order]
     assert (chance.diff() >= -1e-12).all()
-    kept = allocate(value, verify=FREE, spent=1.0, sampled=False, most=40)
+    kept = allocate(value, verify=FREE.verify, price=0.0, sampled=False, most=40)
     assert kept.sum() == 40
     assert value[torch.arange(30) < kept[:, None]].min() >= value[torch.arange(30) >= kept[:, None]].max() - 1e-12
 

@@ -17,7 +17,8 @@ MEMORY = 32.0
 SEEN = 0.25
 """Forwards, as they count, that make a point's own correction known."""
 BOUND = math.log(2)
-"""Largest deviation of one forward that counts; more is a stall, or the machine has changed."""
+"""Largest deviation of one forward that counts. More is a stall, or the machine has changed: what was seen before
+counts half."""
 TINY = 1e-9
 """Lower bound of the seconds of any forward."""
 FAR = float(1 << 30)
@@ -54,6 +55,8 @@ class Curve:
         if known.any():
             self._off = np.interp(place, place[known], self._off[known])
         self._measured = np.exp(self._start + self._off)
+        before = np.maximum.accumulate(np.where(known, self._measured, 0.0))  # of forwards seen with fewer rows
+        self._measured = np.where(known, self._measured, np.maximum(self._measured, before))
         seconds = np.minimum.accumulate(self._measured[::-1])[::-1]
         slope = (seconds[-1] - seconds[-2]) / (self._rows[-1] - self._rows[-2])
         self._x, self._y = [*self._rows.tolist(), self._rows[-1] + FAR], [*seconds.tolist(), seconds[-1] + slope * FAR]
@@ -104,11 +107,10 @@ class Curve:
         weight = np.array([1 - share, share])
         believed = self.cost(rows) if rows > ends[1] else weight @ self._measured[near]
         off = math.log(max(seconds, TINY) / believed)
-        if abs(off) > BOUND:  # a stall, or the machine has changed
-            off = math.copysign(BOUND, off)
-            self._seen /= 2
-        self._off[near] += off * weight / (1 + self._seen[near])
+        self._off[near] += min(max(off, -BOUND), BOUND) * weight / (1 + self._seen[near])
         self._seen[near] = np.minimum(self._seen[near] + weight, MEMORY)
+        if abs(off) > BOUND:
+            self._seen /= 2
         self._settle()
 
     def knows(self, rows: int) -> bool:

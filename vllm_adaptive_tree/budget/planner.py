@@ -157,11 +157,12 @@ class Planner(Budget):
             self._plans.clear()
             plan = self._planned(requests, sum(greedy))
             plan = plan._replace(levels=max(1, plan.levels))
-        elif plan.levels and len(self.recent) >= ENOUGH:
+        known = len(self.recent) >= ENOUGH
+        if plan.levels and known:
             self.resting = Backoff(REST)
-        if plan.levels and self.drafting.setdefault(requests.bit_length(), Backoff(2)).due(self.probe):
+        if plan.levels and known and self.drafting.setdefault(requests.bit_length(), Backoff(2)).due(self.probe):
             plan = plan._replace(levels=0)
-        elif plan.levels and (len(self.recent) < ENOUGH or self.steps % EVERY == 0):
+        elif plan.levels and (not known or self.steps % EVERY == 0):
             plan = Plan(plan.levels + 1, plan.price, deep=True)
         elif plan.levels and self.steps % EVERY == EVERY // 2:
             most = self.verifying // 2

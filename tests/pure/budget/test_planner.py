@@ -1,0 +1,328 @@
+"""The planner: one price decides what a batch drafts, expands and verifies."""
+
+import json
+import math
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from tests.pure.budget import curve
+from vllm_adaptive_tree.budget import Budget, Costs, Curve, Plan, Planner
+from vllm_adaptive_tree.budget.planner import ENOUGH, EVERY, HOPE, LONGEST_REST, REST, Backoff
+
+FLAT = ((1, 1.0), (1000, 1.0))
+STEEP = ((1, 1.0), (100, 100.0))
+
+
+def planner(*points: tuple[float, float], level: float = 0.05, sampled: bool = False, context: float = 0.0) -> Planner:
+    return Planner(Costs(curve(*points), curve((1, level), (1000, level)), context), sampled=sampled)
+
+
+def step(
+    budget: Planner, chance: float, *, greedy: int = 1, sampled: int = 0, deepest: int = 8, learns: bool = True
+) -> tuple[Plan, int]:
+    """A step of chains whose nodes have `chance`, and what the budget says they do: its plan, the nodes kept."""
+    kinds = [True] * greedy + [False] * sampled
+    plan = budget.begin(kinds)
+    if not plan.levels:
+        return plan, 0
+    levels = min(deepest, plan.levels)
+    depth = torch.arange(1, levels + 1).expand(len(kinds), levels)
+    value = chance ** depth.double()
+    if learns:
+        budget.drew(value, depth, torch.tensor(kinds), plan)
+    return plan, int(budget.share(value, depth, torch.tensor(kinds)).sum())
+
+
+def drafted(budget: Planner, chance: float, steps: int, **load: int) -> list[int]:
+    """The steps that drafted."""
+    return [n for n in range(steps) if step(budget, chance, **load)[0].levels]
+
+
+# Whether to draft.
+
+
+def test_drafts_that_pay_go_on_but_for_looks_at_a_step_without():
+    steps = drafted(planner((1, 1.0), (100, 2.0)), 0.8, 3000, greedy=2)
+    looks = [b - a - 1 for a, b in pairwise(steps) if b > a + 1]
+    assert looks == [3] * len(looks)
+    starts = [a + 1 for a, b in pairwise(steps) if b > a + 1]
+    assert starts[0] < ENOUGH
+    assert [b - a - 3 for a, b in pairwise(starts)] == [64, 128, 256, 512, 1024]
+
+
+def test_drafts_that_do_not_pay_rest_longer_and_longer():
+    steps = drafted(planner(*STEEP, level=0.5), 0.3, 3000, greedy=2)
+    rests = [b - a - 1 for a, b in pairwise(steps) if b > a + 1]
+    assert rests == [64, 128, 256, 512, 1024]
+    assert len(steps) < 5 * ENOUGH
+
+
+def test_the_longest_rest():
+    steps = drafted(planner(*STEEP, level=0.5), 0.3, 12000, greedy=2)
+    assert max(b - a - 1 for a, b in pairwise(steps)) == LONGEST_REST
+
+
+@pytest.mark.parametrize(("level", "tried"), [(0.5, True), (0.9, False), (5.0, False)])
+def test_a_draft_that_is_too_dear_for_any_hope_is_tried_once_a_rest(level, tried):
+    """Rows are free: a level saves at most HOPE of a forward, and costs `level` forwards."""
+    budget = planner(*FLAT, level=level)
+    assert (budget.begin([True] * 4).levels > 0) == tried
+    steps = drafted(budget, 0.1, REST + 3)
+    assert (len(steps) <= 2) or tried
+    assert tried == (level < HOPE)
+
+
+def test_a_larger_batch_learns_from_the_trees_of_a_smaller():
+    """A row more costs 16 requests as much as a token brings one: what one request has seen says so."""
+    budget = planner((1, 1.0), (8, 1.1), (32, 2.0), (64, 3.2), (1000, 70.0), level=0.1)
+    assert len(drafted(budget, 0.6, 40)) == 37
+    assert step(budget, 0.6, greedy=32)[0].levels == 0
+    assert step(budget, 0.6)[0].levels > 0, "and one request drafts on"
+
+
+def test_sampled_requests_are_judged_apart_from_greedy_ones():
+    budget = planner((1, 1.0), (8, 1.1), (200, 3.0), level=0.2)
+    for _ in range(2 * ENOUGH):
+        step(budget, 0.05, greedy=0, sampled=8)
+    assert step(budget, 0.05, greedy=0, sampled=8)[0].levels == 0
+    assert step(budget, 0.9, greedy=8)[0].levels > 0
+    for _ in range(2 * ENOUGH):
+        step(budget, 0.9, greedy=8)
+    assert step(budget, 0.9, greedy=8)[0].levels > 0
+    prices = [budget.begin([True] * n + [False] * (8 - n)).price for n in (8, 4, 1)]
+    assert prices == sorted(prices, reverse=True)
+
+
+def test_it_tries_again_and_finds_that_times_have_changed():
+    budget = planner(*STEEP, level=0.5)
+    assert len(drafted(budget, 0.9, 200, greedy=2)) < 40
+    budget.costs = planner((1, 1.0), (100, 1.1), level=0.01).costs
+    resumed = drafted(budget, 0.9, 1000, greedy=2)
+    assert len([n for n in resumed if n >= 800]) >= 190
+
+
+def test_what_reading_prompts_takes_counts_against_drafts():
+    for prompt, drafts in ((0.1, True), (30.0, False)):
+        budget = planner(*FLAT, level=0.05)
+        for n in range(100):
+            plan, _ = step(budget, 0.7)
+            budget.took(1, 0, 1.0, 0.0, drafted=plan.levels > 0, reading=prompt if n % 10 == 0 else 0.0)
+        assert (budget.begin([True]).levels > 0) == drafts
+
+
+def test_what_only_drafting_steps_spend_counts_against_drafts():
+    for rest, drafts in ((0.1, True), (3.0, False)):
+        budget = planner(*FLAT, level=0.05)
+        for _ in range(100):
+            plan, _ = step(budget, 0.7)
+            budget.took(1, 0, 1.0, rest if plan.levels else 0.1, drafted=plan.levels > 0)
+        assert (budget.begin([True]).levels > 0) == drafts
+
+
+def test_one_long_pause_between_steps_is_not_believed():
+    budget = planner((1, 1.0), (100, 2.0))
+    for rest in (0.1, 0.1, 1000.0, 0.1):
+        budget.took(4, 0, 1.0, rest, drafted=True)
+    assert budget.overhead(drafted=True) == pytest.approx(0.1)
+    assert budget.overhead(drafted=False) == pytest.approx(0.1), "nothing else is known of it"
+
+
+# How many levels.
+
+
+@pytest.mark.parametrize(("chance", "level", "best"), [(0.5, 0.05, 3), (0.8, 0.05, 8), (0.5, 1e-6, 8), (0.5, 0.2, 2)])
+def test_levels_are_drafted_while_they_pay(chance, level, best):
+    """A verification of a second: one more level brings chance^d tokens, and costs what the others bring meanwhile."""
+    budget = planner((1, 1.0), (100, 1.001), level=level)
+    plans = [step(budget, chance)[0] for _ in range(12 * EVERY)]
+    usual = {min(8, plan.levels) for plan in plans[4 * EVERY :] if plan.levels and not plan.deep}
+    rates = [sum(chance**k for k in range(d + 1)) / (1 + level * d) for d in range(1, 9)]
+    assert {best} <= usual <= {best - 1, best, best + 1}
+    assert min(rates[levels - 1] for levels in usual) > 0.98 * max(rates)
+    assert {plan.levels for plan in plans[4 * EVERY :] if plan.deep} == {levels + 1 for levels in usual} or best == 8
+
+
+@pytest.mark.parametrize(("sibling", "best"), [(0.45, 1), (0.1, 2)])
+def test_a_level_pays_by_what_its_nodes_bring_beyond_those_whose_rows_they_take(sibling, best):
+    """Four requests, rows for eight nodes: each may have a second level, or a sibling that is drafted in any case."""
+    budget = planner((1, 1.0), (12, 1.001), (13, 3.0), (40, 9.0))
+    levels = []
+    for _ in range(5 * EVERY):
+        plan = budget.begin([True] * 4)
+        value, depth = torch.tensor([0.5, 0.47, sibling]), torch.tensor([1, 2, 1])
+        value = value.masked_fill(depth > plan.levels, 0.0).sort(descending=True, stable=True)
+        if plan.levels:
+            trees = value.values.expand(4, 3), depth[value.indices].expand(4, 3)
+            budget.drew(*trees, torch.ones(4, dtype=torch.bool), plan)
+            levels += [] if plan.deep else [plan.levels]
+    assert set(levels[EVERY:]) == {best}
+
+
+def test_trees_may_be_deeper_than_depths_are_told_apart():
+    budget = planner((1, 1.0), (100, 1.001), level=1e-4)
+    for _ in range(3 * EVERY):
+        plan, kept = step(budget, 0.95, deepest=40)
+    assert plan.levels >= 16
+    assert kept >= 16
+
+
+# Which nodes.
+
+
+def test_the_price_is_the_rate_of_the_best_plan():
+    budget = planner(*FLAT, level=0.1)
+    plans = [step(budget, 0.5)[0] for _ in range(40)]
+    best = max(sum(0.5**k for k in range(d + 1)) / (1 + 0.1 * d) for d in range(1, 8))
+    assert plans[-1].price == pytest.approx(best, rel=0.1)
+
+
+def test_without_trees_a_second_is_worth_what_it_brings_without_drafts():
+    assert planner(*FLAT).begin([True] * 3).price == pytest.approx(3.0)
+
+
+def test_nodes_that_a_batch_would_not_verify_get_no_children():
+    budget = planner((1, 1.0), (200, 40.0), level=0.001)
+    plans = [step(budget, 0.6, greedy=4)[0] for _ in range(60)]
+    assert plans[0].floor == -math.inf, "not known yet"
+    worth = plans[-1].price * 39 / 199
+    assert math.exp(plans[-1].floor) >= 0.5 * worth
+    assert all(plan.floor == -math.inf for plan in plans if plan.deep)
+
+
+def test_prompts_in_a_step_leave_room_for_good_nodes_only():
+    """Rows are free up to 16, and dear after."""
+    budget = planner((1, 1.0), (16, 1.0), (116, 31.0), level=0.01)
+    for _ in range(3 * EVERY):
+        step(budget, 0.6, greedy=2)
+    value, depth = torch.tensor([[0.9, 0.1], [0.8, 0.1]]), torch.tensor([[1, 2], [1, 2]])
+    greedy = torch.tensor([True, True])
+    assert budget.share(value, depth, greedy).tolist() == [2, 2]
+    assert budget.share(value, depth, greedy, rows=2).tolist() == [2, 2], "rows are still free"
+    assert budget.share(value, depth, greedy, rows=40).sum() < 4
+
+
+def test_one_value_is_not_one_chance_to_sampled_and_greedy_requests():
+    budget = Budget(sampled=False, most=1)
+    sampled, greedy = budget.calibrations
+    for _ in range(50):
+        sampled.observe([0.5] * 8, [1] * 8, [False] * 8)
+        greedy.observe([0.5] * 8, [1] * 8, [True] * 8)
+    value, depth = torch.full((2, 1), 0.5), torch.ones(2, 1).long()
+    for kinds in ([True, False], [False, True]):
+        assert budget.share(value, depth, torch.tensor(kinds)).tolist() == [int(one) for one in kinds]
+
+
+def test_what_was_verified_goes_to_the_calibration_of_its_kind():
+    budget = Budget(sampled=True)
+    value, depth = torch.tensor([0.5, 0.4, 0.3]), torch.tensor([1, 1, 2])
+    budget.verified(value, depth, torch.tensor([True, True, False]), torch.tensor([True, False, False]))
+    assert [one.observed for one in budget.calibrations] == [1, 1]
+    expected, observed = budget.take()
+    assert observed == 2
+    assert expected == pytest.approx(1.2, rel=0.1)
+    assert budget.take() == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_fixed_budget_takes_the_best_of_all(sampled):
+    budget = Budget(sampled=sampled, most=4)
+    value = torch.tensor([[0.9, 0.8, 0.7, 0.6], [0.75, 0.5, 0.0, 0.0], [0.1, 0.1, 0.1, 0.0]])
+    plan = budget.begin([True] * 3)
+    assert plan.levels > 1000
+    kept = budget.share(value, torch.ones(3, 4).long(), torch.ones(3, dtype=torch.bool))
+    assert kept.tolist() == [3, 1, 0]
+    assert budget.level(3) * plan.price == 0, "a level costs nothing"
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_sampled_token_has_no_say_in_its_own_cut(sampled):
+    """Two outcomes of one draw: the same first node, after which much or nothing is likely; rows get dearer."""
+    kept = []
+    for likely in (0.9, 0.001):
+        for dear in range(1, 60):
+            budget = planner((1, 1.0), (16, 1.0), (116, 1.0 + dear / 2), sampled=sampled)
+            for _ in range(2 * ENOUGH):
+                step(budget, 0.3)
+            plan = budget.begin([False])
+            value, depth = torch.tensor([[0.17, 0.17 * likely, 0.17 * likely]]), torch.tensor([[1, 2, 3]])
+            if plan.levels:
+                budget.drew(value, depth, torch.tensor([False]), plan)
+            kept.append(int(budget.share(value, depth, torch.tensor([False]), rows=60)) > 0)
+    assert kept[: len(kept) // 2] == kept[len(kept) // 2 :] or not sampled
+    assert {*kept} == {True, False}, "the first node is kept where rows are cheap, and not where they are dear"
+
+
+def test_fewer_rows_are_tried_where_nobody_has_seen_them():
+    budget = planner(*((rows, 1.0) for rows in range(1, 200, 8)), level=1e-3)
+    kept = []
+    for _ in range(4 * EVERY):
+        plan, nodes = step(budget, 0.8, greedy=8)
+        budget.took(8 + nodes, 0, 1.0, 0.0, drafted=plan.levels > 0)
+        kept.append((budget.steps % EVERY, nodes))
+    first = next(nodes for at, nodes in kept if at == EVERY // 2 and nodes)
+    assert first < max(nodes for _, nodes in kept)
+    assert kept[-EVERY // 2][1] == max(nodes for _, nodes in kept), "once they are known, no more"
+
+
+# What it follows and keeps.
+
+
+def test_the_first_forward_of_so_many_rows_says_nothing():
+    budget = planner((1, 1.0), (100, 1.0))
+    budget.took(4, 0, 9.0, 0.1, drafted=True)
+    assert budget.costs.verify.cost(4) == 1.0
+    budget.took(4, 0, 9.0, 0.1, drafted=True)
+    assert budget.costs.verify.cost(4) > 1.0
+
+
+def test_what_the_contexts_cost_is_no_matter_of_rows():
+    budget = planner((1, 1.0), (100, 2.0), context=0.001)
+    for _ in range(20):
+        budget.took(1, 500, 1.5, 0.25, drafted=False)
+    assert budget.costs.verify.cost(1) == pytest.approx(1.0)
+    assert budget.without(1) == pytest.approx(1.75)
+
+
+def test_a_level_costs_what_was_measured_until_it_is_seen():
+    budget = Planner(Costs(curve(*FLAT), curve((1, 0.2), (9, 1.0))), sampled=False)
+    assert [budget.level(requests) for requests in (1, 5)] == pytest.approx([0.2, 0.6])
+    budget.grew(1, 0.4)
+    assert budget.level(1) == pytest.approx(0.4)
+    assert budget.level(5) > 0.6
+
+
+def test_what_was_learnt_is_written_and_read():
+    budget = planner((1, 1.0), (100, 2.0))
+    for _ in range(30):
+        plan, nodes = step(budget, 0.7)
+        budget.took(1 + nodes, 0, 1.0, -0.01 if plan.levels else 0.3, drafted=plan.levels > 0)
+    budget.verified(torch.full((9,), 0.5), torch.ones(9).long(), torch.ones(9).bool(), torch.ones(9).bool())
+    written = json.loads(json.dumps(budget.to_json()))
+    other = planner((1, 1.0), (100, 2.0))
+    other.restore(written)
+    assert other.to_json() == written
+    assert other.overhead(drafted=True) == -0.01
+    assert planner(*FLAT).to_json()["overhead"] == {}
+
+
+@pytest.mark.parametrize("wrong", [{}, {"calibrations": []}, {"overhead": {"plain": "fast"}}, {"overhead": None}])
+def test_what_was_not_written_by_it(wrong: dict[str, Any]):
+    good = planner(*FLAT).to_json()
+    with pytest.raises((ValueError, TypeError)):
+        planner(*FLAT).restore({**good, **wrong} if wrong else {})
+
+
+def test_a_backoff_doubles_up_to_a_bound():
+    backoff = Backoff(2)
+    due = [n for n in range(20000) if backoff.due(2)]
+    assert due[:4] == [2, 3, *due[2:4]] or due[:2] == [1, 2]
+    gaps = [b - a for a, b in pairwise(due) if b - a > 1]
+    assert max(gaps) <= LONGEST_REST + 2
+    assert [round(b / a) for a, b in pairwise(gaps)][:4] == [2, 2, 2, 2]
+
+
+def test_a_curve_of_two_points_is_enough():
+    Planner(Costs(Curve([1, 2], [1.0, 1.0]), Curve([1, 2], [1.0, 1.0])), sampled=True).begin([True])
