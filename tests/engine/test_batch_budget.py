@@ -1,6 +1,7 @@
 """One budget for the batch: the same tokens, fewer nodes, and drafts that are right again after a rest."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from tests.engine.engines import (
     set_costs,
     tree,
 )
-from vllm_adaptive_tree.budget import FREE, Controller, Costs
+from vllm_adaptive_tree.budget import Budget, Plan
 from vllm_adaptive_tree.engine.v1 import runner as runner_v1
 from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE
 
@@ -48,7 +49,7 @@ def test_a_fixed_budget(engines: Engines, plain: list[Any], method: str, monkeyp
     sizes = [[len(one) for one in batch] for batch in spy.batches]
     assert max(map(sum, sizes)) == NODES
     assert max(max(size, default=0) for size in sizes) > NODES / BATCH + 1, "it is not one budget for all"
-    sampled, greedy = runner_of(llm).budget.controller.calibrations
+    sampled, greedy = runner_of(llm).budget.budget.calibrations
     assert min(sampled.observed, greedy.observed) > 0
     assert 0.5 < (sampled.predicted + greedy.predicted) / (sampled.observed + greedy.observed) < 2
 
@@ -66,7 +67,9 @@ def test_auto_measures_and_follows_the_costs(
     assert costs["draft"]["rows"] == [1, 2, 4, 20]
     assert costs["context"] >= 0
     assert_identical(plain, generate(llm, PROMPTS[:BATCH], [parameters(i) for i in range(BATCH)]))
-    assert runner_of(llm).budget.controller.overhead > 0
+    budget = runner_of(llm).budget
+    assert budget.budget.overhead(drafted=True) != 0
+    assert budget.greedy_temperature != GREEDY_DRAFT_TEMPERATURE, "fitted to what the target took"
     # rows that cost a second each are not worth a node; rows that cost nothing are all taken
     for slope, fewest, most in ((1.0, 0, 0.5), (1e-9, 19, 20)):
         set_costs(monkeypatch, verify={"rows": [1, 1000], "seconds": [0.5, 0.5 + 999 * slope]})
@@ -74,25 +77,26 @@ def test_auto_measures_and_follows_the_costs(
         assert_identical(plain[:1], generate(llm, PROMPTS[:1], [parameters(0)]))
         drafted = metric(llm, "spec_decode_num_draft_tokens") / max(1, metric(llm, "spec_decode_num_drafts"))
         assert fewest <= drafted <= most
-    assert runner_of(llm).proposer.floor > float("-inf"), "nobody told it what the batch verifies"
+    told, steering = [], runner_of(llm).steering
+    monkeypatch.setattr(steering, "price", lambda threshold, floor: told.append(floor))
+    generate(llm, PROMPTS[:4], SamplingParams(temperature=0, max_tokens=30))
+    assert max(told) > float("-inf"), "nobody told it what the batch verifies"
 
 
-class Resting(Controller):
+class Resting(Budget):
     """Rests as it is told."""
 
-    def __init__(self) -> None:
-        super().__init__(Costs(FREE), sampled=False, most=1000)
-        self.rests = False
+    rests = False
 
-    def drafts(self, requests: int) -> bool:
-        return not self.rests
+    def begin(self, greedy: Sequence[bool]) -> Plan:
+        return self.plan._replace(levels=0) if self.rests else self.plan
 
 
 def test_a_rested_draft_catches_up(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole requests and parts of others pass without it, also those whose blocks a later request shares."""
     llm = engines.start(tree(6, budget=1000, max_depth=3, draft_temperature=1), max_num_batched_tokens=40)
     runner = runner_of(llm)
-    runner.budget.controller = controller = Resting()
+    runner.budget.budget = budget = Resting(sampled=False, most=1000)
     forwards, seen, original = [], [], runner_v1.draft_tree
     forward = runner.drafter._forward
 
@@ -116,11 +120,11 @@ def test_a_rested_draft_catches_up(engines: Engines, monkeypatch: pytest.MonkeyP
     expected = generate(llm, [long, PROMPTS[9]], greedy)
     assert forwards
     llm.reset_prefix_cache()
-    controller.rests = True
+    budget.rests = True
     del forwards[:], seen[:]
     assert [one.token_ids for one in generate(llm, [long, PROMPTS[9]], greedy)] == [one.token_ids for one in expected]
     assert not forwards, "a draft that rests runs no forward, for prompts neither"
-    controller.rests = False
+    budget.rests = False
     ours = generate(llm, [long, PROMPTS[9]], greedy)  # the blocks of the run before, which the draft has never read
     assert [one.token_ids for one in ours] == [one.token_ids for one in expected]
     assert max(forwards) <= 40 + 2, "what it missed is read in chunks"
@@ -133,36 +137,13 @@ def test_a_rested_draft_catches_up(engines: Engines, monkeypatch: pytest.MonkeyP
         assert float(law[token]) == pytest.approx(float(weight), abs=2e-3)
 
 
-def test_requests_that_pause_alone(engines: Engines, plain: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every second request pauses every other eight steps; the rest draft on, and all return their tokens."""
-    set_costs(monkeypatch, verify={"rows": [1, 1000], "seconds": [0.5, 0.5 + 1e-6]})
-    llm = engines.start(tree(6, budget="auto", max_depth=3))
-    budget, steps, paused, cuts = runner_of(llm).budget, 0, set(), []
-    cut = budget.cut
-
-    def drafting(requests: list[str]) -> list[bool]:
-        nonlocal steps, paused
-        steps += 1
-        paused = {one for place, one in enumerate(requests) if place % 2 and steps // 8 % 2}
-        return [one not in paused for one in requests]
-
-    def spied(requests: list[str], *args: Any, others: int, **kwargs: Any) -> Any:
-        cuts.append((len(requests), others))
-        assert not paused & set(requests), "a request that pauses has a tree"
-        return cut(requests, *args, others=others, **kwargs)
-
-    monkeypatch.setattr(budget.pauses, "drafting", drafting)
-    monkeypatch.setattr(budget, "cut", spied)
-    assert_identical(plain, generate(llm, PROMPTS[:BATCH], [parameters(i) for i in range(BATCH)]))
-    assert {(BATCH // 2, BATCH // 2), (BATCH, 0)} <= set(cuts)
-    assert budget.greedy_temperature != GREEDY_DRAFT_TEMPERATURE, "fitted to what the target took"
-
-
-def test_fewer_nodes_beside_prompts(engines: Engines, plain: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_nodes_with_prompts(engines: Engines, plain: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are free up to 24 and dear behind; a prompt fills those, so only likely nodes are verified beside one."""
     set_costs(monkeypatch, verify={"rows": [1, 24, 1000], "seconds": [0.05, 0.05, 20.0]})
     llm = engines.start(tree(6, budget="auto", max_depth=3), max_num_seqs=3)
     runner, cuts = runner_of(llm), []
+    for told in ("took", "grew"):  # the costs stay as they are set
+        monkeypatch.setattr(runner.budget.budget, told, lambda *_, **__: None)
     affordable = runner._affordable
 
     def spied(scheduled: Any) -> Any:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from vllm import SamplingParams
-from vllm_adaptive_tree.budget.levels import FIRST
 
 from tests.engine.engines import DRAFT, PROMPTS, V2, Engines, generate, runner_of, set_costs, tree
 from vllm_adaptive_tree.budget import Costs
@@ -81,7 +80,7 @@ def llm(engines: Engines, file: Path) -> Any:
 def test_opt_trees_price_floor_and_temperature(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """`threshold` null, `draft_temperature` "auto" and `budget` "auto"."""
     runner = runner_of(llm)
-    controller, steering = runner.budget.controller, runner.steering
+    planner, steering = runner.budget.budget, runner.steering
     price, told = steering.price, []
     monkeypatch.setattr(
         steering,
@@ -92,7 +91,7 @@ def test_opt_trees_price_floor_and_temperature(llm: Any, monkeypatch: pytest.Mon
     assert any(threshold > 0 for threshold, _, _ in told), f"no level had a price: {told}"
     assert any(floor > float("-inf") for _, floor, _ in told), f"nobody told it what the batch verifies: {told}"
     assert runner.budget.greedy_temperature != GREEDY_DRAFT_TEMPERATURE
-    assert sum(one.observed for one in controller.calibrations) > 10
+    assert sum(one.observed for one in planner.calibrations) > 10
 
 
 def test_a_threshold_is_measured_once(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,13 +129,12 @@ def test_what_was_learnt_is_kept_and_read(llm: Any, file: Path, monkeypatch: pyt
     generate(llm, PROMPTS[:1], SamplingParams(temperature=0, max_tokens=3))
     written = json.loads(file.read_text())
     assert written["key"] == key_of(runner.vllm_config, runner.options)
-    assert written["learnt"]["sharpening"]["inverse"] != pytest.approx(1 / GREEDY_DRAFT_TEMPERATURE)
+    assert written["learnt"]["temperature"]["inverse"] != pytest.approx(1 / GREEDY_DRAFT_TEMPERATURE)
     assert settled(runner, monkeypatch) == [], "all of it was in the file"
-    controller, sharpening = BEGUN.pop()
-    assert controller.costs.to_json() == written["costs"]
-    assert controller.to_json() == written["learnt"]["controller"]
-    assert sharpening.to_json() == written["learnt"]["sharpening"]
-    assert {size.levels.steps for size in controller.sizes.values()} <= {0, FIRST}
+    planner, temperature = BEGUN.pop()
+    assert planner.costs.to_json() == written["costs"]
+    assert planner.to_json() == written["learnt"]["planner"]
+    assert temperature.to_json() == written["learnt"]["temperature"]
 
 
 def test_another_rank_hears_what_rank_0_has_read(llm: Any, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,9 +146,9 @@ def test_another_rank_hears_what_rank_0_has_read(llm: Any, file: Path, monkeypat
     passed: list[Any] = []
     monkeypatch.setattr(startup, "object_from_rank_0", lambda mine: (passed.append(mine), read)[1])
     assert settled(runner, monkeypatch, rank=1) == []
-    controller, _ = BEGUN.pop()
-    assert controller.costs.to_json() == read["costs"]
-    assert controller.to_json() == read["learnt"]["controller"]
+    planner, _ = BEGUN.pop()
+    assert planner.costs.to_json() == read["costs"]
+    assert planner.to_json() == read["learnt"]["planner"]
     assert passed == [None]
     assert file.read_text() == "of this node"
 
@@ -165,7 +163,7 @@ def test_another_rank_hears_what_rank_0_has_read(llm: Any, file: Path, monkeypat
         lambda text: text.replace('"context": ', '"context": NaN, "was": '),
         lambda text: text.replace('"hits": [', '"hits": ["many", '),
         lambda text: text.replace('"trials": [', '"trials": [1e999, '),
-        lambda text: text.replace('"sizes": [', '"sizes": [null, '),
+        lambda text: text.replace('"overhead": {', '"overhead": [], "was": {'),
         lambda text: text.replace('"calibrations": [', '"calibrations": [[], '),
         lambda text: text.replace('"inverse": ', '"inverse": -'),
         lambda text: text.replace('"learnt": {', '"learnt": 7, "other": {'),
@@ -263,7 +261,7 @@ def test_a_shutdown_writes(engines: Engines, file: Path, llm: Any) -> None:
     """The last test with this engine."""
     file.unlink()
     engines.shutdown()
-    assert json.loads(file.read_text())["learnt"]["controller"]["sizes"]
+    assert json.loads(file.read_text())["learnt"]["planner"]["overhead"]
 
 
 @pytest.mark.parametrize("name", ["missing/costs.json", ".", "/proc/costs.json", "file/costs.json"])

@@ -8,12 +8,12 @@ import pytest
 from vllm import SamplingParams
 
 from tests.engine.engines import DRAFT, PROMPTS, TARGET, V2, Engines, metric, runner_of
-from vllm_adaptive_tree.budget import Controller, Costs
+from vllm_adaptive_tree.budget import Costs, Planner
 from vllm_adaptive_tree.engine.v1.drafts import Draft
 
 NAME = "leaving-"
 REQUESTS = 200
-KEPT = {"unread.blocks"} if V2 else {"drafts", "seeds", "budget.pauses.lost", "drafter.contexts.requests"}
+KEPT = {"unread.blocks"} if V2 else {"drafts", "seeds", "drafter.contexts.requests"}
 VLLMS_OWN = {"requests", "_draft_token_req_ids"}  # the latter of the last step that drafted
 
 
@@ -52,8 +52,8 @@ def drafts_pay(worker: Any) -> None:
     """By the costs that this engine has measured."""
     runner = worker.model_runner
     flat = {"rows": [1, 1000], "seconds": [0.5, 0.5]}
-    costs = Costs.from_json({"verify": flat, "draft": None, "context": 0.0})
-    runner.begin_budget(Controller(costs, sampled=runner.cuts_drawn))
+    costs = Costs.from_json({"verify": flat, "draft": {**flat, "seconds": [1e-9, 1e-9]}, "context": 0.0})
+    runner.begin_budget(Planner(costs, sampled=runner.cuts_sampled))
 
 
 @pytest.fixture

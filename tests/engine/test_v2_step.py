@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 from vllm import SamplingParams
-from vllm_adaptive_tree.budget.sharpening import PRIOR
 
 from tests.engine.engines import (
     DRAFT,
@@ -25,6 +24,8 @@ from tests.engine.engines import (
     tree,
 )
 from tests.pure.test_no_host_sync import NoHostSync
+from vllm_adaptive_tree.budget import Plan
+from vllm_adaptive_tree.budget.acceptance_model import INFORMATION
 from vllm_adaptive_tree.engine.v2 import fused
 from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE
 
@@ -127,15 +128,15 @@ def test_auto_measures(engines: Engines, plain: list[Any]) -> None:
     llm = engines.start(tree(12, budget="auto"))
     assert_identical(plain, generate(llm, BATCH, parameters()))
     budget = runner_of(llm).budget
-    assert budget.controller.verify.cost(8) > 0
-    assert all(one.observed > 0 for one in budget.controller.calibrations)
+    assert budget.budget.costs.verify.cost(8) > 0
+    assert all(one.observed > 0 for one in budget.budget.calibrations)
     assert torch.isfinite(budget.value).all()
     names = ("adaptive_tree_expected_tokens", "adaptive_tree_observed_tokens")
     expected, observed = (metric(llm, name) for name in names)
     assert 0 < observed <= metric(llm, "spec_decode_num_accepted_tokens")
     assert 0.2 < expected / observed < 5, "of a few tokens"
-    assert budget.sharpening.information > PRIOR
-    assert budget.sharpening.temperature != GREEDY_DRAFT_TEMPERATURE
+    assert budget.temperature.information > INFORMATION
+    assert budget.temperature.temperature != GREEDY_DRAFT_TEMPERATURE
 
 
 def test_a_draft_that_rests_reads_nothing_and_catches_up(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,15 +146,16 @@ def test_a_draft_that_rests_reads_nothing_and_catches_up(engines: Engines, monke
     llm = engines.start(config, max_num_batched_tokens=40)
     runner, steps = runner_of(llm), 0
     cycle, resting = 1, 0  # of so many steps, the first so many
-    speculator, controller = runner.speculator, runner.budget.controller
+    speculator, budget = runner.speculator, runner.budget.budget
     forwards: list[int] = []
     seen: list[tuple[list[int], int, float]] = []
     forward, store = speculator._run_model, speculator.drafts.store
 
-    def drafts(requests: int) -> bool:
+    def begin(greedy: list[bool]) -> Plan:
         nonlocal steps
         steps += 1
-        return steps % cycle >= resting
+        budget.plan = Plan(2 if steps % cycle >= resting else 0, 0.0)
+        return budget.plan
 
     def counted(tokens: torch.Tensor, *args: Any) -> Any:
         forwards.append(len(tokens))
@@ -167,8 +169,7 @@ def test_a_draft_that_rests_reads_nothing_and_catches_up(engines: Engines, monke
                 seen.append((text, int(token), float(weight)))
         store(request, root, proposal, *args)
 
-    monkeypatch.setattr(controller, "drafts", drafts)
-    monkeypatch.setattr(controller, "depth", lambda requests: 2)
+    monkeypatch.setattr(budget, "begin", begin)
     monkeypatch.setattr(speculator, "_run_model", counted)
     monkeypatch.setattr(speculator.drafts, "store", stored)
     prompts = ["\n".join(PROMPTS[:4]), PROMPTS[9]]  # more than one chunk, and several blocks

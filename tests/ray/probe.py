@@ -21,4 +21,4 @@ class Probe:
 
     def costs(self) -> dict[str, Any] | None:
         budget = self.model_runner.budget
-        return None if budget is None else budget.controller.costs.to_json()
+        return None if budget is None else budget.budget.costs.to_json()

@@ -45,7 +45,7 @@ class Curve:
     def __init__(self, rows: ArrayLike, seconds: ArrayLike):
         """`rows` [P] increasing, P >= 2; `seconds` [P]."""
         self._rows = np.asarray(rows, dtype=np.float64)
-        self._start = np.log(np.asarray(seconds, dtype=np.float64))
+        self._start = np.asarray(seconds, dtype=np.float64)
         self._off = np.zeros(len(self._rows))  # log of the correction
         self._seen = np.zeros(len(self._rows))
         self._settle()
@@ -54,7 +54,7 @@ class Curve:
         place, known = np.arange(len(self._rows)), self._seen >= SEEN
         if known.any():
             self._off = np.interp(place, place[known], self._off[known])
-        self._measured = np.exp(self._start + self._off)
+        self._measured = self._start * np.exp(self._off)
         before = np.maximum.accumulate(np.where(known, self._measured, 0.0))  # of forwards seen with fewer rows
         self._measured = np.where(known, self._measured, np.maximum(self._measured, before))
         seconds = np.minimum.accumulate(self._measured[::-1])[::-1]
