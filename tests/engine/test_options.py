@@ -261,7 +261,7 @@ def test_a_shutdown_writes(engines: Engines, file: Path, llm: Any) -> None:
     """The last test with this engine."""
     file.unlink()
     engines.shutdown()
-    assert json.loads(file.read_text())["learnt"]["planner"]["overhead"]
+    assert json.loads(file.read_text())["learnt"]["planner"]["calibrations"]
 
 
 @pytest.mark.parametrize("name", ["missing/costs.json", ".", "/proc/costs.json", "file/costs.json"])

@@ -15,7 +15,7 @@ from torch import Tensor
 from vllm_adaptive_tree.budget.acceptance_model import DEPTHS, Calibration
 from vllm_adaptive_tree.budget.allocation import allocate
 from vllm_adaptive_tree.budget.cost import FREE, Costs
-from vllm_adaptive_tree.budget.reading import MOST, member, number, short
+from vllm_adaptive_tree.budget.reading import MOST, member, numbers, short
 
 LAST = 8
 """Steps, of which the median tells what a step costs besides its forwards: one in a hundred is a stall."""
@@ -262,17 +262,17 @@ class Planner(Budget):
 
     def to_json(self) -> dict[str, Any]:
         """What was learnt, for another process."""
-        overhead = {NAMES[drafted]: short([median(known)])[0] for drafted, known in self.others.items() if known}
+        overhead = {NAMES[drafted]: short(known) for drafted, known in self.others.items()}
         return {"calibrations": [one.to_json() for one in self.calibrations], "overhead": overhead}
 
     def restore(self, data: Any) -> None:
         """What `to_json` gave. Raises ValueError where `data` is something else."""
+        overhead = member(data, "overhead")
+        others = {drafted: numbers(member(overhead, name), None, -MOST) for drafted, name in NAMES.items()}
         for one, known in zip(self.calibrations, member(data, "calibrations"), strict=True):
             one.restore(known)
-        overhead = member(data, "overhead")
-        for drafted, name in NAMES.items():
-            if name in overhead:
-                self.others[drafted].append(number(overhead[name], -MOST))
+        for drafted, seconds in others.items():
+            self.others[drafted].extend(seconds)
 
 
 NAMES = {True: "drafting", False: "plain"}
