@@ -101,7 +101,8 @@ def test_a_gate_that_reads_logarithms():
     gate, model = Fixed.always(1.0), ToyLM.random(5, 2, seed=3)
     options = {"max_depth": 2, "top_k": 2, "second_pruning": False}
     for kind in ("paper", "log"):
-        grow(proposer_of(gate, features=kind, **options), [model], nodes=50)
+        gate.features = kind
+        grow(proposer_of(gate, **options), [model], nodes=50)
     paper, log = torch.cat(gate.seen[:2], 1), torch.cat(gate.seen[2:], 1)
     used = paper[..., 0] > 0
     assert torch.allclose(paper[used][:, 0].log(), log[used][:, 0])

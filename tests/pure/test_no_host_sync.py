@@ -28,7 +28,7 @@ from vllm_adaptive_tree.proposers.mcsd import Mcsd
 from vllm_adaptive_tree.proposers.opt_tree import OptTree
 from vllm_adaptive_tree.rng import CounterRNG
 from vllm_adaptive_tree.trees import Shape, TreeBatch
-from vllm_adaptive_tree.trees.ancestor_mask import ancestor_mask
+from vllm_adaptive_tree.trees.masks import ancestor_mask
 
 aten = torch.ops.aten
 WAITS = {

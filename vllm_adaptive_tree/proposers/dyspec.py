@@ -2,12 +2,11 @@
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Self
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
 
-from vllm_adaptive_tree.acceptance import Kind
 from vllm_adaptive_tree.proposers.base import rng_keys, softmax_at
 from vllm_adaptive_tree.proposers.best_first import BestFirst, Candidates, Front, Growth, Level, best_candidates
 from vllm_adaptive_tree.proposers.children import draw_children
@@ -57,12 +56,11 @@ class DySpec(BestFirst):
     heap's tree is the n best slots. The limits are legal because they depend only on tokens generated earlier.
     """
 
-    Options: ClassVar[type[MethodOptions]] = DySpecOptions
-    kinds: tuple[Kind, ...] = ("without_replacement",)
+    Options = DySpecOptions
+    kinds = ("without_replacement",)
 
     def __init__(self, *, max_depth: int, max_children: int, threshold: float):
         self.max_depth, self.max_children, self.threshold = max_depth, max_children, threshold
-        self.kind: Kind = "without_replacement"
 
     @classmethod
     def build(cls, options: DySpecOptions, *, nodes: int) -> Self:

@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
 
 from vllm_adaptive_tree.acceptance import Kind
 from vllm_adaptive_tree.proposers.gate import Gate, entropy
-from vllm_adaptive_tree.proposers.options import MethodOptions, bundled, count, file, fraction, one_of, option, readable
+from vllm_adaptive_tree.proposers.options import bundled, count, file, fraction, one_of, option, readable
 from vllm_adaptive_tree.proposers.static_tree import ShapedOptions, StaticTree, is_k_config
 from vllm_adaptive_tree.trees import Shape
 
@@ -46,7 +46,7 @@ class Mcsd(StaticTree):
     (type 1), so the decision depends on nothing drawn later; that level is kept.
     """
 
-    Options: ClassVar[type[MethodOptions]] = McsdOptions
+    Options = McsdOptions
 
     def __init__(
         self,
