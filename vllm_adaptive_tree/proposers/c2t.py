@@ -54,34 +54,15 @@ class C2T(BestFirst):
     Options = C2TOptions
     kinds = ("one_hot",)
 
-    def __init__(
-        self,
-        gate: Gate,
-        *,
-        beta: float,
-        top_k: int,
-        entropy_top: int,
-        max_depth: int,
-        second_pruning: bool,
-        chain: bool,
-    ):
-        self.gate, self.beta, self.entropy_top, self.max_depth = gate, beta, entropy_top, max_depth
-        self.width = 1 if chain else top_k  # candidates of a node, and survivors of a level
-        self.second_pruning = second_pruning
+    def __init__(self, gate: Gate, options: C2TOptions):
+        self.gate, self.beta, self.entropy_top = gate, options.beta, options.entropy_top
+        self.max_depth, self.second_pruning = options.max_depth, options.second_pruning
+        self.width = 1 if options.mode == "chain" else options.top_k  # candidates of a node, and survivors of a level
         self.max_children = self.width
 
     @classmethod
     def build(cls, options: C2TOptions, *, nodes: int) -> Self:
-        gate = Gate.load(readable(options.gate or options.shipped(), "gate"), inputs=3)
-        return cls(
-            gate,
-            beta=options.beta,
-            top_k=options.top_k,
-            entropy_top=options.entropy_top,
-            max_depth=options.max_depth,
-            second_pruning=options.second_pruning,
-            chain=options.mode == "chain",
-        )
+        return cls(Gate.load(readable(options.gate or options.shipped(), "gate"), inputs=3), options)
 
     def candidates(self, growth: Growth, logits: Tensor) -> Candidates:
         log_probs = log_softmax_at(logits, growth.request.temperature[:, None])  # [R, W, V]
@@ -94,9 +75,8 @@ class C2T(BestFirst):
         if self.second_pruning:
             order = confidence.masked_fill(~keep, -1.0).argsort(dim=1, descending=True, stable=True)
             keep = keep & (order.argsort(dim=1) < self.width)
-        step = candidates.path - growth.front.path.gather(
-            1, parent
-        )  # never positive, so no child sorts before its parent
+        # a step is never positive, so no child sorts before its parent
+        step = candidates.path - growth.front.path.gather(1, parent)
         value = torch.minimum(
             growth.front.value.gather(1, parent) + TIE * step,
             confidence.clamp(min=torch.finfo(confidence.dtype).tiny).log() + TIE * candidates.path,

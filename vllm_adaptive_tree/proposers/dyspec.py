@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vllm_adaptive_tree.proposers.base import rng_keys, softmax_at
-from vllm_adaptive_tree.proposers.best_first import BestFirst, Candidates, Front, Growth, Level, best_candidates
+from vllm_adaptive_tree.proposers.best_first import BestFirst, Candidates, Growth, Level, best_candidates
 from vllm_adaptive_tree.proposers.children import draw_children
 from vllm_adaptive_tree.proposers.options import (
     GREEDY_DRAFT_TEMPERATURE,
@@ -75,14 +75,14 @@ class DySpec(BestFirst):
         """A node's path probability is the value of its first child slot."""
         return (level.path > worst) & (level.path >= self._min_value)
 
-    def front(self, level: Level, expand: Tensor) -> Front:
+    def front(self, level: Level, expand: Tensor) -> Level:
         """Packed to the left; not sorted by path: a slot of lower value may hold a more probable token."""
         used, column = expand.sort(dim=1, descending=True, stable=True)
         tokens, parent, value, path = (
             x.gather(1, column) for x in (level.tokens, level.parent, level.value, level.path)
         )
         value, path = (x.masked_fill(~used, -torch.inf) for x in (value, path))
-        return Front(tokens.masked_fill(~used, EMPTY), parent, value, path)
+        return Level(tokens.masked_fill(~used, EMPTY), parent, value, path)
 
     def candidates(self, growth: Growth, logits: Tensor) -> Candidates:
         """All slots below the frontier."""

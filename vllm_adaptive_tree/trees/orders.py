@@ -37,12 +37,8 @@ def heavy_path(parent: Tensor, valid: Tensor | None = None) -> Tensor:
 
 def permuted(tree: TreeBatch, order: Tensor) -> TreeBatch:
     """The same trees with node `order[r, i]` ([R, N]) in slot i."""
-    return TreeBatch(
-        tree.tokens.gather(1, order),
-        _permuted_parent(tree.parent, order),
-        tree.depth.gather(1, order),
-        tree.log_weight.gather(1, order),
-    )
+    columns = TreeBatch(*(column.gather(1, order) for column in tree))
+    return columns._replace(parent=_permuted_parent(tree.parent, order))
 
 
 def mask_blocks(parent: Tensor, order: Tensor, valid: Tensor | None = None, *, block: int = 32) -> Tensor:
