@@ -56,11 +56,9 @@ class Mcsd(StaticTree):
         gate: Gate | None = None,
         reads: Literal["probs", "hidden"] = "probs",
         stop_threshold: float = 0.4,
-        init_width: int = 1,
     ):
         super().__init__(shape, kind=kind)
         self.gate, self.reads, self.stop_threshold = gate, reads, stop_threshold
-        self.init_width = init_width
 
     @classmethod
     def build(cls, options: McsdOptions, *, nodes: int) -> Self:
@@ -74,7 +72,6 @@ class Mcsd(StaticTree):
             gate=gate,
             reads="hidden" if options.stop == "type1" else "probs",
             stop_threshold=options.stop_threshold,
-            init_width=options.init_width,
         ).with_children(options)
         mcsd.hidden_size = gate.inputs if gate is not None and options.stop == "type1" else None
         return mcsd
