@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from vllm import SamplingParams
 
-from tests.engine.engines import DRAFT, PROMPTS, Engines, generate, metric
+from tests.engine.engines import DRAFT, PROMPTS, Engines, generate, metric, runner_of
 
 
 class Row(NamedTuple):
@@ -55,6 +55,7 @@ BATCH = [PROMPTS[0] + "\n" + PROMPTS[1], PROMPTS[8], PROMPTS[2], PROMPTS[9]]  # 
 class Found(NamedTuple):
     outputs: dict[str, list[Any]]  # of each entry of `REQUESTS`
     accepted: float  # draft tokens
+    runner: str  # module of the model runner
 
 
 def found(engines: Engines, row: Row | None) -> Found:
@@ -74,7 +75,7 @@ def found(engines: Engines, row: Row | None) -> Found:
             for i, extra in enumerate(requests)
         ]
         outputs[name] = generate(llm, BATCH, params)
-    return Found(outputs, metric(llm, "spec_decode_num_accepted_tokens"))
+    return Found(outputs, metric(llm, "spec_decode_num_accepted_tokens"), type(runner_of(llm)).__module__)
 
 
 if __name__ == "__main__":

@@ -8,12 +8,15 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.engine.agreement import REQUESTS, ROWS, Found, Row, found
 from tests.engine.engines import V2, Engines, assert_identical
+
+ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.skipif(V2, reason="it starts the other runner itself")
 
@@ -24,7 +27,7 @@ def on_v2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], dic
     file = tmp_path_factory.mktemp("agreement") / "v2"
     command = [sys.executable, "-m", "tests.engine.agreement", str(file)]
     with open(f"{file}.log", "w") as log:
-        process = subprocess.Popen(command, env={**os.environ, "MODEL_RUNNER": "v2"}, stdout=log, stderr=log)
+        process = subprocess.Popen(command, env={**os.environ, "MODEL_RUNNER": "v2"}, cwd=ROOT, stdout=log, stderr=log)
 
     def results() -> dict[str, Found]:
         assert process.wait() == 0, file.with_suffix(".log").read_text()[-8000:]
@@ -46,7 +49,8 @@ def test_v1_v2_and_no_speculation(
     on_v1: dict[str, Found], on_v2: Callable[[], dict[str, Found]], row: Row, requests: str
 ) -> None:
     plain, v1, v2 = on_v1["None"], on_v1[str(row)], on_v2()[str(row)]
-    for ours in (v1, v2):
+    for name, ours in (("v1", v1), ("v2", v2)):
+        assert ours.runner == f"vllm_adaptive_tree.engine.{name}.runner"
         assert_identical(plain.outputs[requests], ours.outputs[requests])
         assert ours.accepted > 10
     assert_identical(v1.outputs[requests], v2.outputs[requests])
