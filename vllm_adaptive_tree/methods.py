@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import NamedTuple
 
-from vllm_adaptive_tree.acceptance import REGISTERED, RULES, Kind, Rule, common_kind, legal_rules
+from vllm_adaptive_tree.acceptance import REGISTERED, RULES, Kind, Rule, common_kind, serves
 from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.proposers import PROPOSERS, Proposer
 
@@ -30,15 +30,12 @@ def resolve(options: TreeOptions) -> Pair:
     """
     proposer = PROPOSERS.load(options.proposer).build(options.tree, nodes=options.num_speculative_tokens)
     name = options.rejection_sample_method
-    registered = _registered_rules(options)
-    legal = [
-        *legal_rules(proposer.kinds, proposer.max_children),
-        *(name for name, rule in registered.items() if _serves(rule, proposer)),
-    ]
+    rules = RULES | _registered_rules(options)
+    legal = [name for name, rule in rules.items() if serves(rule, proposer.kinds, proposer.max_children)]
     init_width = getattr(options.tree, "init_width", 1)
     if name == "auto":
         name = "rrsw" if init_width > 1 else best_rule(proposer.kinds)
-    rule = (RULES | registered)[name]
+    rule = rules[name]
     kind = common_kind(proposer.kinds, rule)
     if name not in legal and not options.tree.allow_lossy:
         too_many = kind is not None and rule.most is not None
@@ -88,7 +85,3 @@ def _registered_rules(options: TreeOptions) -> dict[str, Rule]:
     paths = {name: REGISTERED.path(name) for name in REGISTERED.names()}
     paths |= {options.rejection_sample_method: options.acceptance}
     return {name: REGISTERED.load(path) for name, path in paths.items() if path is not None}
-
-
-def _serves(rule: Rule, proposer: Proposer) -> bool:
-    return common_kind(proposer.kinds, rule) is not None and (rule.most is None or proposer.max_children <= rule.most)

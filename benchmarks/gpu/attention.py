@@ -27,7 +27,7 @@ from torch import Tensor
 from benchmarks.gpu.timing import copy_bandwidth, microseconds
 from vllm_adaptive_tree.attention import reference
 from vllm_adaptive_tree.trees import TreeBatch
-from vllm_adaptive_tree.trees.ancestor_bits import WORD, ancestor_bits
+from vllm_adaptive_tree.trees.masks import WORD, ancestor_bits
 from vllm_adaptive_tree.trees.orders import depth_first, mask_blocks, permuted
 
 HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 32, 8, 128, 16

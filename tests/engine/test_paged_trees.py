@@ -14,7 +14,7 @@ from vllm.v1.attention.backend import AttentionImpl
 from tests.oracles.trees import on_device, random_tree
 from tests.pure.test_tree_attention import DEVICE, INTERPRETED
 from vllm_adaptive_tree.trees import TokenTree
-from vllm_adaptive_tree.trees.ancestor_mask import ancestor_mask
+from vllm_adaptive_tree.trees.masks import ancestor_mask
 
 HEADS, KV_HEADS, HEAD_SIZE, BLOCK = 4, 2, 64, 16
 

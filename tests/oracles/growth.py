@@ -150,7 +150,7 @@ class Fixed(torch.nn.Module):
 
     def __init__(self, function: Any):
         super().__init__()
-        self.function, self.seen = function, []
+        self.function, self.seen, self.features = function, [], "paper"
 
     def forward(self, features: Tensor) -> Tensor:
         self.seen.append(features)

@@ -1,7 +1,7 @@
 """C2T (arXiv 2502.13652) against its Algorithm 1 in plain Python; its classifier and the file that holds one."""
 
 import math
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -20,11 +20,11 @@ from vllm_adaptive_tree.proposers.gate import Gate, entropy
 
 COUNT = 12
 SEEDS = [1, 2, 3]
-OPTIONS = {"beta": 0.5, "top_k": 3, "entropy_top": 1000, "max_depth": 4, "second_pruning": True, "chain": False}
+OPTIONS = {"beta": 0.5, "top_k": 3, "entropy_top": 1000, "max_depth": 4, "second_pruning": True, "mode": "tree"}
 
 
 def proposer_of(gate: torch.nn.Module, **options) -> C2T:
-    return C2T(gate, **{**OPTIONS, **options})
+    return C2T(gate, C2TOptions(**{**OPTIONS, **options}))
 
 
 def random_gate(seed: int) -> Gate:
@@ -44,7 +44,7 @@ def entropy_by_hand(law: list[float], top: int) -> float:
 def algorithm_1(model: ToyLM, gate: torch.nn.Module, temperature: float, **options) -> dict[Path, float]:
     """The paper's tree: every node with its confidence."""
     options = {**OPTIONS, **options}
-    k = 1 if options["chain"] else options["top_k"]
+    k = 1 if options["mode"] == "chain" else options["top_k"]
     law = log_probs_of(model, temperature).exp().tolist()
     level: dict[Path, float] = {(): 1.0}
     tree: dict[Path, float] = {}
@@ -74,9 +74,9 @@ def trees_of(gate: torch.nn.Module, *, vocabulary: int = 4, nodes: int = 400, te
 @pytest.mark.parametrize("options", [{}, {"engine": True}])
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("beta", [0.3, 0.5, 0.6])
-@pytest.mark.parametrize(("second_pruning", "chain"), [(True, False), (False, False), (True, True), (False, True)])
-def test_the_tree_of_algorithm_1(second_pruning, chain, beta, seed, options):
-    gate, how = random_gate(seed), {"beta": beta, "second_pruning": second_pruning, "chain": chain, "entropy_top": 3}
+@pytest.mark.parametrize(("second_pruning", "mode"), [*product((True, False), ("tree", "chain"))])
+def test_the_tree_of_algorithm_1(second_pruning, mode, beta, seed, options):
+    gate, how = random_gate(seed), {"beta": beta, "second_pruning": second_pruning, "mode": mode, "entropy_top": 3}
     models, proposal = trees_of(gate, temperature=0.8, **how, **options)
     for model, tree in zip(models, grown(proposal), strict=True):
         paper = algorithm_1(model, gate, 0.8, **how)
@@ -101,7 +101,8 @@ def test_a_gate_that_reads_logarithms():
     gate, model = Fixed.always(1.0), ToyLM.random(5, 2, seed=3)
     options = {"max_depth": 2, "top_k": 2, "second_pruning": False}
     for kind in ("paper", "log"):
-        grow(proposer_of(gate, features=kind, **options), [model], nodes=50)
+        gate.features = kind
+        grow(proposer_of(gate, **options), [model], nodes=50)
     paper, log = torch.cat(gate.seen[:2], 1), torch.cat(gate.seen[2:], 1)
     used = paper[..., 0] > 0
     assert torch.allclose(paper[used][:, 0].log(), log[used][:, 0])
@@ -161,7 +162,7 @@ def test_the_second_pruning_leaves_k_nodes_a_level(top_k):
 def test_chain_mode_exits_early(second_pruning):
     depths = set()
     for seed in range(3):
-        models, proposal = trees_of(random_gate(seed), chain=True, beta=0.5, second_pruning=second_pruning)
+        models, proposal = trees_of(random_gate(seed), mode="chain", beta=0.5, second_pruning=second_pruning)
         for model, tree in zip(models, grown(proposal), strict=True):
             assert all(path == tree[-1][: len(path)] for path in tree)
             assert all(path[-1] == model.probs[model.history(path[:-1])].argmax() for path in tree)

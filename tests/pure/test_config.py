@@ -107,6 +107,13 @@ def test_vllm_s_keys_go_on():
     assert TreeOptions.parse(config("dyspec", **theirs))[1] == {"model": "draft", **theirs}
 
 
+def test_an_unknown_method_lists_the_known_ones():
+    with pytest.raises(
+        ValueError, match=rf"\['method'\]: 'opt_bush' is no tree method; use one of {', '.join(METHODS)}"
+    ):
+        TreeOptions.parse(config("opt_bush"))
+
+
 def test_unknown_keys_list_the_known_ones():
     with pytest.raises(
         ValueError, match=r"\['prompt_lookup_max'\] has no meaning with method 'eagle2'; remove it"

@@ -10,7 +10,7 @@ from vllm_adaptive_tree.engine.v1.drafts import Draft, to_drafts
 from vllm_adaptive_tree.gates import examples
 from vllm_adaptive_tree.gates.examples import Verified
 from vllm_adaptive_tree.proposers import Proposer, StaticTree
-from vllm_adaptive_tree.proposers.c2t import C2T, features
+from vllm_adaptive_tree.proposers.c2t import C2T, C2TOptions, features
 from vllm_adaptive_tree.proposers.eagle2 import Eagle2
 from vllm_adaptive_tree.proposers.mcsd import Mcsd
 from vllm_adaptive_tree.trees import Shape
@@ -56,8 +56,8 @@ def paths_of(draft: Draft) -> list[tuple[int, ...]]:
 def test_c2t_learns_from_what_its_gate_will_read(entropy_top, temperature):
     model = ToyLM.random(VOCABULARY, DEPTH, seed=3)
     gate = Fixed.always(1.0)
-    options = {"beta": 0.5, "second_pruning": False, "chain": False, "max_depth": DEPTH}
-    reader = C2T(gate, top_k=2, entropy_top=entropy_top, **options)
+    options = {"beta": 0.5, "second_pruning": False, "max_depth": DEPTH}
+    reader = C2T(gate, C2TOptions(top_k=2, entropy_top=entropy_top, **options))
     grow(reader, [model], nodes=100, temperature=temperature)
     read = torch.cat([features[0] for features in gate.seen])  # [candidates, 3], unused columns among them
     draft = drafted(Eagle2(top_k=2, max_depth=DEPTH), model, nodes=100, temperature=temperature)

@@ -1,12 +1,13 @@
 """Which pairs of a method and a rule decode, and what is built for them."""
 
 import re
+from dataclasses import replace
 
 import pytest
 from safetensors.torch import save_file
 
 from vllm_adaptive_tree.acceptance import RULES
-from vllm_adaptive_tree.methods import resolve
+from vllm_adaptive_tree.methods import fitting, resolve
 from vllm_adaptive_tree.proposers import METHODS, StaticTree
 from vllm_adaptive_tree.proposers.c2t import C2T
 from vllm_adaptive_tree.proposers.dyspec import DySpec
@@ -128,7 +129,22 @@ def test_spechub_takes_pairs_alone():
         resolve(parsed("dyspec", rejection_sample_method="spechub"))
 
 
+def test_initial_tokens_need_a_rule_that_walks():
+    tree = {"init_width": 2, "allow_lossy": True}
+    pair = resolve(parsed("mcsd", tree))
+    assert (pair.rule_name, pair.init_width, pair.lossless) == ("rrsw", 2, False)
+    with pytest.raises(ValueError, match="'traversal' accepts whole paths, but init_width=2 needs a rule that walks"):
+        resolve(parsed("mcsd", tree, rejection_sample_method="traversal"))
+
+
 # -- proposers
+
+
+@pytest.mark.parametrize(("method", "tree", "nodes"), [("static_tree", {"shape": [2, 1]}, 4), ("opt_tree", {}, 9)])
+def test_the_scheduler_reserves_what_a_proposer_can_draft(method, tree, nodes):
+    options = parsed(method, tree, num_speculative_tokens=9)
+    fitted = fitting(options, resolve(options).proposer)
+    assert fitted == replace(options, num_speculative_tokens=nodes)
 
 
 def test_proposers_get_their_options(files):

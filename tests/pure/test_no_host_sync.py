@@ -20,7 +20,7 @@ from vllm_adaptive_tree.acceptance import RULES, Children, Kind, traversal, walk
 from vllm_adaptive_tree.budget import best
 from vllm_adaptive_tree.drafters import Frontier, Rows
 from vllm_adaptive_tree.proposers import Proposal, Proposer, Request, StaticTree, draft_tree
-from vllm_adaptive_tree.proposers.c2t import C2T
+from vllm_adaptive_tree.proposers.c2t import C2T, C2TOptions
 from vllm_adaptive_tree.proposers.dyspec import DySpec
 from vllm_adaptive_tree.proposers.eagle2 import Eagle2
 from vllm_adaptive_tree.proposers.gate import Gate
@@ -28,7 +28,7 @@ from vllm_adaptive_tree.proposers.mcsd import Mcsd
 from vllm_adaptive_tree.proposers.opt_tree import OptTree
 from vllm_adaptive_tree.rng import CounterRNG
 from vllm_adaptive_tree.trees import Shape, TreeBatch
-from vllm_adaptive_tree.trees.ancestor_mask import ancestor_mask
+from vllm_adaptive_tree.trees.masks import ancestor_mask
 
 aten = torch.ops.aten
 WAITS = {
@@ -160,16 +160,16 @@ PROPOSERS: dict[str, Callable[[str], Proposer]] = {
     "eagle2": lambda device: Eagle2(max_depth=4, top_k=3),
     "dyspec, heap": lambda device: DySpec(max_depth=4, max_children=3, threshold=0),
     "dyspec, threshold": lambda device: DySpec(max_depth=4, max_children=3, threshold=0.05),
-    "c2t": lambda device: c2t(device, chain=False),
-    "c2t, chain": lambda device: c2t(device, chain=True),
+    "c2t": lambda device: c2t(device, "tree"),
+    "c2t, chain": lambda device: c2t(device, "chain"),
     "mcsd": lambda device: Mcsd(SHAPE, gate=Gate(11, 4).to(device)),
     **{f"static, {kind}": lambda device, kind=kind: StaticTree(SHAPE, kind=kind) for kind in KINDS},
 }
 
 
-def c2t(device: str, *, chain: bool) -> C2T:
+def c2t(device: str, mode: str) -> C2T:
     gate = Gate(3, 4).to(device)
-    return C2T(gate, beta=0.4, top_k=3, entropy_top=5, max_depth=4, second_pruning=True, chain=chain)
+    return C2T(gate, C2TOptions(beta=0.4, top_k=3, entropy_top=5, max_depth=4, mode=mode))
 
 
 def keyed(device: str, purpose: int = 0) -> CounterRNG:

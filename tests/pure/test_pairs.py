@@ -14,7 +14,7 @@ from tests.oracles.steps import emitted, verify
 from tests.oracles.trees import histories
 from vllm_adaptive_tree.acceptance import RULES, Kind, legal_rules, optimal
 from vllm_adaptive_tree.proposers import Proposer, StaticTree
-from vllm_adaptive_tree.proposers.c2t import C2T
+from vllm_adaptive_tree.proposers.c2t import C2T, C2TOptions
 from vllm_adaptive_tree.proposers.dyspec import DySpec
 from vllm_adaptive_tree.proposers.eagle2 import Eagle2
 from vllm_adaptive_tree.proposers.gate import Gate
@@ -91,7 +91,7 @@ def gate(weights: list[float], bias: float, inputs: int) -> Gate:
 
 def c2t(**options: Any) -> C2T:
     confidence = gate([4.0, -0.5, -0.5], -0.5, inputs=3)
-    return C2T(confidence, **{"beta": 0.4, "top_k": 2, "entropy_top": 2, "max_depth": 3, "chain": False} | options)
+    return C2T(confidence, C2TOptions(**{"beta": 0.4, "top_k": 2, "entropy_top": 2, "max_depth": 3} | options))
 
 
 def static(kind: Kind, shape: Shape) -> StaticTree:
@@ -108,7 +108,7 @@ CHOSEN = {
     "eagle2": lambda: Eagle2(max_depth=3, top_k=2),
     "c2t": lambda: c2t(second_pruning=True),
     "c2t without second pruning": lambda: c2t(second_pruning=False),
-    "c2t chain": lambda: c2t(second_pruning=True, chain=True),
+    "c2t chain": lambda: c2t(second_pruning=True, mode="chain"),
 }
 DYSPEC = {
     "heap": lambda: DySpec(max_depth=3, max_children=3, threshold=0),

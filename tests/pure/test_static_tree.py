@@ -14,6 +14,7 @@ from tests.oracles.trees import Path
 from vllm_adaptive_tree.acceptance import Kind
 from vllm_adaptive_tree.proposers import StaticTree
 from vllm_adaptive_tree.proposers.children import draw_children
+from vllm_adaptive_tree.proposers.opt_tree import OptTree
 from vllm_adaptive_tree.trees import Shape
 
 KINDS: tuple[Kind, ...] = ("one_hot", "without_replacement", "iid", "hub_pair", "top_k_plus_one")
@@ -25,6 +26,32 @@ EAGLE_1 = [
     *["0000", "0001", "0002"],
     *["00000", "00001"],
 ]
+
+
+# -- what the engine asks
+
+
+@EVERY_KIND
+def test_a_budget_values_sampled_children_by_their_place(kind):
+    assert StaticTree(Shape.k_config([2, 1]), kind=kind).by_place == (kind != "one_hot")
+    assert not OptTree(max_depth=2, threshold=0.0).by_place
+
+
+def test_the_mask_is_known_beforehand():
+    """Over what the draft reads: the root and the inner nodes."""
+    mask = StaticTree(Shape.k_config([2, 2, 1])).mask(6)
+    assert mask.upto(0).tolist() == [[True]]
+    assert mask.upto(1).tolist() == [[True, False, False], [True, True, False], [True, False, True]]
+    assert OptTree(max_depth=2, threshold=0.0).mask(6) is None
+
+
+def test_a_proposal_of_a_fixed_width():
+    proposal = grow(StaticTree(Shape.k_config([2, 1])), models_of(4, 3, 2), nodes=4)
+    padded = proposal.padded(6)
+    assert torch.equal(padded.tree.cut(torch.full((2,), 4)).tokens[:, :4], proposal.tree.tokens)
+    assert [column[:, 4:].tolist()[0] for column in padded.tree] == [[-1] * 2, [-1] * 2, [0] * 2, [-math.inf] * 2]
+    assert padded.read.tolist() == [[*row, -1, -1] for row in proposal.read.tolist()]
+    assert padded.num_planned.tolist() == [[*row, 0, 0] for row in proposal.num_planned.tolist()]
 
 
 # -- shapes

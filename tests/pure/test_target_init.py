@@ -62,7 +62,7 @@ def test_without_initial_tokens_it_is_the_walk():
 def two_tokens(width: int, drafts: list[ToyLM], targets: list[ToyLM]) -> Tensor:
     """[M, V, V]: the law of the first two tokens of a step whose `width` initial tokens the target drew."""
     p = torch.stack([target.probs for target in targets])  # [M, H, V]
-    proposer = Mcsd(Shape.k_config((width, 2)), init_width=width)
+    proposer = Mcsd(Shape.k_config((width, 2)))
 
     def run(rng: ForkingRandom, world: Tensor) -> Tensor:
         initial = rng.sample_without_replacement(p[world, 0], width)
@@ -109,7 +109,7 @@ def test_one_initial_token_is_lossless_and_two_are_not(width, lossless):
 def test_a_tree_without_initial_tokens_is_drafted_as_ever():
     models, shape = models_of(5, 3, 4), Shape.k_config((2, 2, 1))
     given = torch.tensor([[3, 1], [-1, -1], [4, -1], [-1, -1]])
-    ours = grown(grow(Mcsd(shape, init_width=2), models, nodes=20, initial=given))
+    ours = grown(grow(Mcsd(shape), models, nodes=20, initial=given))
     plain = grown(grow(Mcsd(shape), models, nodes=20))
     assert [ours[1], ours[3]] == [plain[1], plain[3]]
     assert [path for path in ours[0] if len(path) == 1] == [(3,), (1,)]

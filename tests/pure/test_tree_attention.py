@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vllm_adaptive_tree.attention import reference
-from vllm_adaptive_tree.trees.ancestor_bits import WORD, ancestor_bits
+from vllm_adaptive_tree.trees.masks import WORD, ancestor_bits
 
 from .test_no_host_sync import DEVICES, NoHostSync
 from .test_orders import recursive_tree

@@ -3,7 +3,7 @@ import torch
 
 from tests.oracles.trees import on_device, on_host, paths, random_tree
 from vllm_adaptive_tree.trees import Shape, SlicedMask, TokenTree
-from vllm_adaptive_tree.trees.ancestor_mask import ancestor_mask
+from vllm_adaptive_tree.trees.masks import ancestor_mask
 
 #      root - 5 - 7 - 5
 #           |   `- 8 - 9

@@ -8,6 +8,7 @@ from vllm_adaptive_tree.acceptance.legality import (
     common_kind,
     legal_rules,
     register_acceptance,
+    serves,
 )
 from vllm_adaptive_tree.acceptance.rejection import Children
 from vllm_adaptive_tree.acceptance.sibling_probs import Kind
@@ -28,6 +29,7 @@ __all__ = [
     "longest",
     "longest_continuation",
     "register_acceptance",
+    "serves",
     "traversal",
     "walk",
 ]

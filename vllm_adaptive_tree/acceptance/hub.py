@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from vllm_adaptive_tree.acceptance.rejection import (
     Children,
@@ -43,9 +44,7 @@ def spechub(p: Tensor, q: Tensor, children: Children, rng: RandomSource) -> Tens
 
     SpecHub (arXiv 2411.05289); p and q as in the paper. A single child gets an ordinary rejection test.
     """
-    first, second = children.tokens[:, 0], children.tokens[:, 1] if children.tokens.shape[1] > 1 else None
-    if second is None:
-        return finish(test(begin(p), first, q, rng), rng)
+    first, second = pad(children.tokens, (0, 2 - children.tokens.shape[1]), value=-1).unbind(1)
     a = topk_tokens(q, 1)
     p_a, q_a, zero = p.gather(1, a), q.gather(1, a), torch.zeros_like(p[:, :1])
     pair = second >= 0

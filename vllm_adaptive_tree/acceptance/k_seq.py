@@ -20,9 +20,7 @@ def k_seq(p: Tensor, q: Tensor, children: Children, rng: RandomSource) -> Tensor
     k = (children.tokens >= 0).sum(1).to(p.dtype)
     low, high = torch.ones_like(k), k.clamp(min=1)
     kept = torch.empty_like(p)  # accepted mass of one test, per token
-    width = (
-        max(children.tokens.shape[1], 1) / torch.finfo(p.dtype).eps
-    )  # of the interval, in units of the dtype's precision
+    width = max(children.tokens.shape[1], 1) / torch.finfo(p.dtype).eps  # of the interval, in units of precision
     for _ in range(min(HALVINGS, math.ceil(math.log2(width)))):
         rho = (low + high) / 2
         b = torch.minimum(torch.div(p, rho[:, None], out=kept), q, out=kept).sum(-1)

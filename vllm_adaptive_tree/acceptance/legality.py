@@ -65,12 +65,13 @@ def register_acceptance(name: str, cls_or_path: type | str) -> None:
 
 
 def legal_rules(kinds: tuple[Kind, ...], max_children: int) -> list[str]:
-    """The built-in rules that are lossless for one of these kinds, with up to `max_children` children of a node."""
-    return [
-        name
-        for name, rule in RULES.items()
-        if set(kinds) & set(rule.kinds) and (rule.most is None or max_children <= rule.most)
-    ]
+    """The built-in rules that serve children of these kinds."""
+    return [name for name, rule in RULES.items() if serves(rule, kinds, max_children)]
+
+
+def serves(rule: Rule, kinds: tuple[Kind, ...], max_children: int) -> bool:
+    """Whether a rule is lossless for one of these kinds, with up to `max_children` children of a node."""
+    return common_kind(kinds, rule) is not None and (rule.most is None or max_children <= rule.most)
 
 
 def common_kind(kinds: tuple[Kind, ...], rule: Rule) -> Kind | None:

@@ -6,7 +6,7 @@ Reads lengths on the host and works request by request, in the dtype of its inpu
 import torch
 from torch import Tensor
 
-from vllm_adaptive_tree.trees.ancestor_bits import WORD
+from vllm_adaptive_tree.trees.masks import WORD
 
 
 def tree_attention(
@@ -30,7 +30,7 @@ def tree_attention(
         row_start: [R + 1] int32, first row of each request; requests may have any number of rows, including none.
         context: [R] int32, tokens of each request before its first row.
         ancestors: [rows, W] int64, bit j of word w: row 64 * w + j of the same request is an ancestor of this row, or
-            the row itself (`trees.ancestor_bits`). Ancestors come before their descendants.
+            the row itself (`trees.masks.ancestor_bits`). Ancestors come before their descendants.
         scale: of the attention scores.
         out: [rows, H, D]; rows after row_start[R] are left unchanged.
 

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_adaptive_tree.trees.ancestor_bits import WORD
+from vllm_adaptive_tree.trees.masks import WORD
 
 LOG2_E = 1.4426950408889634
 MOST_SPLITS = 64

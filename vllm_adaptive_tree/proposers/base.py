@@ -68,7 +68,7 @@ class Proposer(ABC):
     kinds: tuple[Kind, ...]
     """The kinds of children it can produce, in order of preference."""
     kind: Kind
-    """The kind to produce; one of `kinds`."""
+    """The kind to produce; one of `kinds`, at first the first."""
     max_children: int
     """Upper bound of the children of a node."""
     max_nodes: int | None = None
@@ -84,6 +84,8 @@ class Proposer(ABC):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        if "kinds" in vars(cls):
+            cls.kind = vars(cls).get("kind", cls.kinds[0])
         for old, new in RENAMED.items():
             if old in vars(cls):
                 setattr(cls, new, vars(cls)[old])

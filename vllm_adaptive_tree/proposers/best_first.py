@@ -28,22 +28,15 @@ class Candidates(NamedTuple):
 
 
 class Level(NamedTuple):
-    """The nodes of one depth, C per request, as in `Candidates`."""
+    """The nodes of one depth, C per request, or those of them in the frontier: used columns first, the best leftmost.
 
-    tokens: Tensor
-    parent: Tensor  # the drafter's slot of it, 0 the root
-    depth: Tensor
-    value: Tensor
-    path: Tensor
+    Unused columns have token EMPTY and value and path -inf.
+    """
 
-
-class Front(NamedTuple):
-    """The columns of the frontier: used ones first, the best leftmost."""
-
-    tokens: Tensor  # [R, W], EMPTY: unused
-    parent: Tensor  # [R, W]
-    value: Tensor  # [R, W], -inf: unused
-    path: Tensor  # [R, W], -inf: unused
+    tokens: Tensor  # [R, C]
+    parent: Tensor  # [R, C]: the drafter's slot of it, 0 the root
+    value: Tensor  # [R, C], as in `Candidates`
+    path: Tensor  # [R, C]
 
 
 class Growth(NamedTuple):
@@ -52,7 +45,7 @@ class Growth(NamedTuple):
     best: Tensor  # [R, n]: values of the n best so far, descending
     total: Tensor  # [R]: sum of these values
     expand: Tensor  # [R, C] bool: nodes of the last level to draft children for
-    front: Front
+    front: Level
     first: int  # the drafter's slot of the frontier's first column
     num_planned: int
     request: Request
@@ -82,11 +75,11 @@ class BestFirst(Proposer):
         """
         return level.value > worst
 
-    def front(self, level: Level, expand: Tensor) -> Front:
+    def front(self, level: Level, expand: Tensor) -> Level:
         """The columns of the frontier. Here the best of a level are expanded, and those come first already."""
         unused = ~expand
         value, path = (column.masked_fill(unused, -torch.inf) for column in (level.value, level.path))
-        return Front(level.tokens.masked_fill(unused, EMPTY), level.parent, value, path)
+        return Level(level.tokens.masked_fill(unused, EMPTY), level.parent, value, path)
 
     def begin(self, rows: Rows, *, nodes: int, request: Request) -> Growth:
         logits = rows.logits
@@ -94,8 +87,8 @@ class BestFirst(Proposer):
         zeros = torch.zeros_like(nothing)
         value = torch.full_like(nothing, -torch.inf, dtype=torch.promote_types(logits.dtype, torch.float32))
         root = torch.zeros_like(value[:, :1])
-        empty = Level(nothing, zeros, zeros, value, value)
-        front = Front(nothing[:, :1], zeros[:, :1], root, root)
+        empty = Level(nothing, zeros, value, value)
+        front = Level(nothing[:, :1], zeros[:, :1], root, root)
         growth = Growth((empty,), (nothing,), value, root[:, 0], nothing[:, :0], front, 0, 0, request)
         return self._grown(growth, rows)
 
@@ -121,8 +114,7 @@ class BestFirst(Proposer):
         known = growth.front.path[:, : dead.shape[1]].masked_fill(dead, -torch.inf)
         growth = growth._replace(front=growth.front._replace(path=known))
         tokens, parent_column, value, path, num_planned = self.candidates(growth, logits)
-        depth = torch.full_like(tokens, len(growth.levels))
-        level = Level(tokens, parent_column + growth.first, depth, value, path)
+        level = Level(tokens, parent_column + growth.first, value, path)
         best = torch.cat([growth.best, value], 1).topk(growth.nodes).values
         total = best.exp().sum(1)
         expand = self.expand(level, best[:, -1:], total - growth.total)
@@ -140,7 +132,8 @@ class BestFirst(Proposer):
 
     def finish(self, growth: Growth) -> Proposal:
         """The n best of all levels. The sort is stable: of equal values the earlier comes first, so parents do."""
-        tokens, parent, depth, values, _ = zip(*growth.levels, strict=True)
+        tokens, parent, values, _ = zip(*growth.levels, strict=True)
+        depth = [torch.full_like(level, number) for number, level in enumerate(tokens)]
         unread = growth.levels[0].tokens[:, : growth.expand.shape[1]]
         columns = torch.cat([*tokens, *parent, *depth, *growth.read, unread], 1).unflatten(1, (4, -1))
         value, order = torch.cat(values, 1).sort(dim=1, descending=True, stable=True)

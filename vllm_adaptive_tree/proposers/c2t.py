@@ -2,19 +2,17 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from vllm_adaptive_tree.acceptance import Kind
 from vllm_adaptive_tree.proposers.base import log_softmax_at
 from vllm_adaptive_tree.proposers.best_first import BestFirst, Candidates, Growth, best_candidates
 from vllm_adaptive_tree.proposers.gate import FEATURES, Gate, entropy
 from vllm_adaptive_tree.proposers.opt_tree import top_children
 from vllm_adaptive_tree.proposers.options import (
-    GREEDY_DRAFT_TEMPERATURE,
-    MethodOptions,
+    UnscaledOptions,
     bundled,
     count,
     file,
@@ -29,7 +27,7 @@ TIE = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class C2TOptions(MethodOptions):
+class C2TOptions(UnscaledOptions):
     beta: float = fraction(0.5)
     top_k: int = count(15)
     entropy_top: int = count(1000)
@@ -37,10 +35,6 @@ class C2TOptions(MethodOptions):
     second_pruning: bool = flag(default=True)
     mode: str = one_of("tree", "tree", "chain")
     gate: str | None = file()
-
-    def temperature(self, own: float, fitted: float = GREEDY_DRAFT_TEMPERATURE) -> float:
-        """Deterministic trees are shaped by the unscaled distribution."""
-        return 1.0
 
     def shipped(self) -> Path | None:
         return bundled("c2t.safetensors") if self.gate is None else None
@@ -57,42 +51,18 @@ class C2T(BestFirst):
     confident stay, ties to the more probable path. The paper has no such budget.
     """
 
-    Options: ClassVar[type[MethodOptions]] = C2TOptions
-    kinds: tuple[Kind, ...] = ("one_hot",)
+    Options = C2TOptions
+    kinds = ("one_hot",)
 
-    def __init__(
-        self,
-        gate: Gate,
-        *,
-        beta: float,
-        top_k: int,
-        entropy_top: int,
-        max_depth: int,
-        second_pruning: bool,
-        chain: bool,
-        features: str = "paper",
-    ):
-        """`features`: the gate's input encoding, one of `FEATURES`."""
-        self.gate, self.beta, self.entropy_top, self.max_depth = gate, beta, entropy_top, max_depth
-        self.features = features
-        self.width = 1 if chain else top_k  # candidates of a node, and survivors of a level
-        self.second_pruning = second_pruning
-        self.kind: Kind = "one_hot"
+    def __init__(self, gate: Gate, options: C2TOptions):
+        self.gate, self.beta, self.entropy_top = gate, options.beta, options.entropy_top
+        self.max_depth, self.second_pruning = options.max_depth, options.second_pruning
+        self.width = 1 if options.mode == "chain" else options.top_k  # candidates of a node, and survivors of a level
         self.max_children = self.width
 
     @classmethod
     def build(cls, options: C2TOptions, *, nodes: int) -> Self:
-        gate = Gate.load(readable(options.gate or options.shipped(), "gate"), inputs=3)
-        return cls(
-            gate,
-            beta=options.beta,
-            top_k=options.top_k,
-            entropy_top=options.entropy_top,
-            max_depth=options.max_depth,
-            second_pruning=options.second_pruning,
-            chain=options.mode == "chain",
-            features=gate.features,
-        )
+        return cls(Gate.load(readable(options.gate or options.shipped(), "gate"), inputs=3), options)
 
     def candidates(self, growth: Growth, logits: Tensor) -> Candidates:
         log_probs = log_softmax_at(logits, growth.request.temperature[:, None])  # [R, W, V]
@@ -100,14 +70,13 @@ class C2T(BestFirst):
         parent = candidates.parent_column
         parent_entropy = entropy(log_probs, self.entropy_top).gather(1, parent)  # [R, C]
         depth = torch.full_like(parent_entropy, growth.level)
-        confidence = self.gate(features(candidates.path, parent_entropy, depth, self.features))
+        confidence = self.gate(features(candidates.path, parent_entropy, depth, self.gate.features))
         keep = (confidence >= self.beta) & (candidates.path > -torch.inf)
         if self.second_pruning:
             order = confidence.masked_fill(~keep, -1.0).argsort(dim=1, descending=True, stable=True)
             keep = keep & (order.argsort(dim=1) < self.width)
-        step = candidates.path - growth.front.path.gather(
-            1, parent
-        )  # never positive, so no child sorts before its parent
+        # a step is never positive, so no child sorts before its parent
+        step = candidates.path - growth.front.path.gather(1, parent)
         value = torch.minimum(
             growth.front.value.gather(1, parent) + TIE * step,
             confidence.clamp(min=torch.finfo(confidence.dtype).tiny).log() + TIE * candidates.path,

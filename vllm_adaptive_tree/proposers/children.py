@@ -47,9 +47,8 @@ def _sample_other(q: Tensor, best: Tensor, count: Tensor, rng: RandomSource) -> 
     excluded = torch.arange(best.shape[-1], device=q.device) < count[..., None]
     q = q.contiguous()
     chance = q.gather(-1, best)
-    q.scatter_(
-        -1, best, chance.masked_fill(excluded, 0.0)
-    )  # in place: copying q would cost more than everything else here
+    # in place: copying q would cost more than everything else here
+    q.scatter_(-1, best, chance.masked_fill(excluded, 0.0))
     token = rng.sample(q).clamp(max=q.shape[-1] - 1)
     possible = q.gather(-1, token[..., None])[..., 0] > 0
     q.scatter_(-1, best, chance)

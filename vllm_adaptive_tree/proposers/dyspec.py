@@ -2,14 +2,13 @@
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Self
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
 
-from vllm_adaptive_tree.acceptance import Kind
 from vllm_adaptive_tree.proposers.base import rng_keys, softmax_at
-from vllm_adaptive_tree.proposers.best_first import BestFirst, Candidates, Front, Growth, Level, best_candidates
+from vllm_adaptive_tree.proposers.best_first import BestFirst, Candidates, Growth, Level, best_candidates
 from vllm_adaptive_tree.proposers.children import draw_children
 from vllm_adaptive_tree.proposers.options import (
     GREEDY_DRAFT_TEMPERATURE,
@@ -57,12 +56,11 @@ class DySpec(BestFirst):
     heap's tree is the n best slots. The limits are legal because they depend only on tokens generated earlier.
     """
 
-    Options: ClassVar[type[MethodOptions]] = DySpecOptions
-    kinds: tuple[Kind, ...] = ("without_replacement",)
+    Options = DySpecOptions
+    kinds = ("without_replacement",)
 
     def __init__(self, *, max_depth: int, max_children: int, threshold: float):
         self.max_depth, self.max_children, self.threshold = max_depth, max_children, threshold
-        self.kind: Kind = "without_replacement"
 
     @classmethod
     def build(cls, options: DySpecOptions, *, nodes: int) -> Self:
@@ -77,14 +75,14 @@ class DySpec(BestFirst):
         """A node's path probability is the value of its first child slot."""
         return (level.path > worst) & (level.path >= self._min_value)
 
-    def front(self, level: Level, expand: Tensor) -> Front:
+    def front(self, level: Level, expand: Tensor) -> Level:
         """Packed to the left; not sorted by path: a slot of lower value may hold a more probable token."""
         used, column = expand.sort(dim=1, descending=True, stable=True)
         tokens, parent, value, path = (
             x.gather(1, column) for x in (level.tokens, level.parent, level.value, level.path)
         )
         value, path = (x.masked_fill(~used, -torch.inf) for x in (value, path))
-        return Front(tokens.masked_fill(~used, EMPTY), parent, value, path)
+        return Level(tokens.masked_fill(~used, EMPTY), parent, value, path)
 
     def candidates(self, growth: Growth, logits: Tensor) -> Candidates:
         """All slots below the frontier."""

@@ -1,26 +1,21 @@
 """EAGLE-2: expand the K best nodes of each level, then keep the n best overall (Li et al., arXiv 2406.16858)."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Self
 
 from torch import Tensor
 
-from vllm_adaptive_tree.acceptance import Kind
 from vllm_adaptive_tree.drafters import Frontier
 from vllm_adaptive_tree.proposers.base import log_softmax_at
 from vllm_adaptive_tree.proposers.best_first import BestFirst, Candidates, Growth, Level, best_candidates
 from vllm_adaptive_tree.proposers.opt_tree import top_children
-from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE, MethodOptions, count
+from vllm_adaptive_tree.proposers.options import UnscaledOptions, count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Eagle2Options(MethodOptions):
+class Eagle2Options(UnscaledOptions):
     top_k: int = count(10)
     max_depth: int = count(6)
-
-    def temperature(self, own: float, fitted: float = GREEDY_DRAFT_TEMPERATURE) -> float:
-        """Deterministic trees are shaped by the unscaled distribution."""
-        return 1.0
 
 
 class Eagle2(BestFirst):
@@ -30,12 +25,11 @@ class Eagle2(BestFirst):
     dropped at once: neither they nor their descendants could survive the reranking.
     """
 
-    Options: ClassVar[type[MethodOptions]] = Eagle2Options
-    kinds: tuple[Kind, ...] = ("one_hot",)
+    Options = Eagle2Options
+    kinds = ("one_hot",)
 
     def __init__(self, *, max_depth: int, top_k: int):
         self.max_depth, self.top_k = max_depth, top_k
-        self.kind: Kind = "one_hot"
         self.max_children = top_k
 
     @classmethod

@@ -88,5 +88,5 @@ class Gate(nn.Module):
 
 def entropy(log_probs: Tensor, top: int) -> Tensor:
     """- sum q ln q over the `top` largest entries of log q = `log_probs` [..., V], not renormalised: [...]."""
-    best = log_probs.topk(min(top, log_probs.shape[-1])).values if top < log_probs.shape[-1] else log_probs
+    best = log_probs.topk(top).values if top < log_probs.shape[-1] else log_probs
     return -(best.exp() * best.masked_fill(best == -torch.inf, 0.0)).sum(-1)

@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
 
 from vllm_adaptive_tree.acceptance import Kind
 from vllm_adaptive_tree.proposers.gate import Gate, entropy
-from vllm_adaptive_tree.proposers.options import MethodOptions, bundled, count, file, fraction, one_of, option, readable
+from vllm_adaptive_tree.proposers.options import bundled, count, file, fraction, one_of, option, readable
 from vllm_adaptive_tree.proposers.static_tree import ShapedOptions, StaticTree, is_k_config
 from vllm_adaptive_tree.trees import Shape
 
@@ -46,7 +46,7 @@ class Mcsd(StaticTree):
     (type 1), so the decision depends on nothing drawn later; that level is kept.
     """
 
-    Options: ClassVar[type[MethodOptions]] = McsdOptions
+    Options = McsdOptions
 
     def __init__(
         self,
@@ -56,11 +56,9 @@ class Mcsd(StaticTree):
         gate: Gate | None = None,
         reads: Literal["probs", "hidden"] = "probs",
         stop_threshold: float = 0.4,
-        init_width: int = 1,
     ):
         super().__init__(shape, kind=kind)
         self.gate, self.reads, self.stop_threshold = gate, reads, stop_threshold
-        self.init_width = init_width
 
     @classmethod
     def build(cls, options: McsdOptions, *, nodes: int) -> Self:
@@ -74,7 +72,6 @@ class Mcsd(StaticTree):
             gate=gate,
             reads="hidden" if options.stop == "type1" else "probs",
             stop_threshold=options.stop_threshold,
-            init_width=options.init_width,
         ).with_children(options)
         mcsd.hidden_size = gate.inputs if gate is not None and options.stop == "type1" else None
         return mcsd

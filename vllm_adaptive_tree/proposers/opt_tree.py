@@ -1,12 +1,11 @@
 """OPT-Tree: the draft tree with the largest expected acceptance (Wang et al., arXiv 2406.17276, Algorithm 1)."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Self
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
 
-from vllm_adaptive_tree.acceptance import Kind
 from vllm_adaptive_tree.proposers.base import log_softmax_at
 from vllm_adaptive_tree.proposers.best_first import BestFirst, Candidates, Growth, Level
 from vllm_adaptive_tree.proposers.options import (
@@ -58,15 +57,14 @@ class OptTree(BestFirst):
     root's 1). Its gain per level never increases, so stopping at the first small gain is optimal.
     """
 
-    Options: ClassVar[type[MethodOptions]] = OptTreeOptions
-    compiled: ClassVar[str | None] = "vllm_adaptive_tree.proposers.opt_tree_cpu:OptTreeCPU"
-    kinds: tuple[Kind, ...] = ("one_hot",)
+    Options = OptTreeOptions
+    compiled = "vllm_adaptive_tree.proposers.opt_tree_cpu:OptTreeCPU"
+    kinds = ("one_hot",)
 
     def __init__(self, *, max_depth: int, threshold: float):
         """`floor` is a log path probability: a budget would prune all children of a node below it."""
         self.max_depth = max_depth
         self.threshold = threshold
-        self.kind: Kind = "one_hot"
         self.max_children = 1 << 30  # as many as the budget allows
 
     @classmethod

@@ -70,10 +70,8 @@ class OptTreeCPU(OptTree):
     def extend(self, growth: Any, rows: Rows) -> Any:
         assert rows.dead is not None
         log_probs = log_softmax_at(rows.logits, growth.request.temperature[:, None]).float()  # [R, W, V]
-        path_above = growth.path[:, : log_probs.shape[1]]
-        path_above = np.where(
-            rows.dead.numpy(), np.float32(-np.inf), path_above
-        )  # columns of dead rows count as unused
+        # columns of dead rows count as unused
+        path_above = np.where(rows.dead.numpy(), np.float32(-np.inf), growth.path[:, : log_probs.shape[1]])
         first, level = growth.first + log_probs.shape[1], growth.level + 1
         trees, n = (growth.nodes, growth.value), growth.value.shape[1]
         nodes, value, front, path = map(np.empty_like, (*trees, growth.nodes[:2], growth.value))

@@ -117,6 +117,14 @@ class MethodOptions:
         return None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnscaledOptions(MethodOptions):
+    """Options of methods whose deterministic trees are shaped by the unscaled distribution."""
+
+    def temperature(self, own: float, fitted: float = GREEDY_DRAFT_TEMPERATURE) -> float:
+        return 1.0
+
+
 def _as_tuples(value: Any) -> Any:
     return tuple(map(_as_tuples, value)) if isinstance(value, list | tuple) else value
 

@@ -4,12 +4,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import Self
 
 import torch
 from torch.nn.functional import pad
 
-from vllm_adaptive_tree.proposers.options import MethodOptions, bundled, count, file, readable
+from vllm_adaptive_tree.proposers.options import bundled, count, file, readable
 from vllm_adaptive_tree.proposers.static_tree import ShapedOptions, StaticTree
 from vllm_adaptive_tree.trees import Shape
 
@@ -27,7 +27,7 @@ class SequoiaOptions(ShapedOptions):
 class Sequoia(StaticTree):
     """A static tree of `sequoia_shape`."""
 
-    Options: ClassVar[type[MethodOptions]] = SequoiaOptions
+    Options = SequoiaOptions
 
     @classmethod
     def build(cls, options: SequoiaOptions, *, nodes: int) -> Self:

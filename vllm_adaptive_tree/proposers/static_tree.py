@@ -13,6 +13,7 @@ from vllm_adaptive_tree.proposers.base import Proposal, Proposer, Request, rng_k
 from vllm_adaptive_tree.proposers.children import draw_children
 from vllm_adaptive_tree.proposers.options import MethodOptions, is_int, option
 from vllm_adaptive_tree.trees import Shape, SlicedMask, TreeBatch
+from vllm_adaptive_tree.trees.orders import permuted
 from vllm_adaptive_tree.trees.tree_batch import EMPTY
 
 SHAPES = ("eagle1", "binary", "ternary")
@@ -174,19 +175,10 @@ class StaticTree(Proposer):
         tokens, path, read = growth.tokens[:, 1:], growth.path[:, 1:], growth.read[:, 1:]
         _, parent, depth, fanout = growth.plan
         num_planned = torch.where(growth.read >= 0, fanout, 0)
-        parent, depth = parent.expand_as(tokens), depth.expand_as(tokens)
         # pack the nodes to the left, in their order
         order = (tokens == EMPTY).int().sort(dim=1, stable=True).indices
-        position = order.argsort(dim=1)
-        parent = torch.where(parent < 0, -1, position.gather(1, parent.clamp(min=0))).gather(1, order)
-        tokens, read = tokens.gather(1, order), read.gather(1, order)
-        empty = tokens == EMPTY
-        tree = TreeBatch(
-            tokens,
-            parent.masked_fill(empty, -1),
-            depth.gather(1, order).masked_fill(empty, 0),
-            path.gather(1, order).masked_fill(empty, -torch.inf),
-        )
+        tree = permuted(TreeBatch(tokens, parent.expand_as(tokens), depth.expand_as(tokens), path), order)
+        tree, read = tree.cut(tree.valid.sum(1)), read.gather(1, order)
         return Proposal(tree, read, torch.cat([num_planned[:, :1], num_planned[:, 1:].gather(1, order)], 1))
 
 

@@ -3,12 +3,11 @@
 They are for the forward pass only: trees are always pruned in generation order.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from vllm_adaptive_tree.trees.masks import jumps
 from vllm_adaptive_tree.trees.tree_batch import TreeBatch
 
 
@@ -38,12 +37,8 @@ def heavy_path(parent: Tensor, valid: Tensor | None = None) -> Tensor:
 
 def permuted(tree: TreeBatch, order: Tensor) -> TreeBatch:
     """The same trees with node `order[r, i]` ([R, N]) in slot i."""
-    return TreeBatch(
-        tree.tokens.gather(1, order),
-        _permuted_parent(tree.parent, order),
-        tree.depth.gather(1, order),
-        tree.log_weight.gather(1, order),
-    )
+    columns = TreeBatch(*(column.gather(1, order) for column in tree))
+    return columns._replace(parent=_permuted_parent(tree.parent, order))
 
 
 def mask_blocks(parent: Tensor, order: Tensor, valid: Tensor | None = None, *, block: int = 32) -> Tensor:
@@ -59,27 +54,16 @@ def mask_blocks(parent: Tensor, order: Tensor, valid: Tensor | None = None, *, b
     column = torch.arange(rows, device=parent.device) // block  # [N]: tile of a node as an ancestor
     seen = column[:, None] == torch.arange(tiles, device=parent.device)  # [N, T]
     seen = pad(seen & valid.gather(1, order)[:, :, None], (0, 0, 1, 0))  # [R, N + 1, T]
-    for up in _jumps(_permuted_parent(parent, order)):
+    for up in jumps(_permuted_parent(parent, order)):
         seen = seen | seen.gather(1, up[:, :, None].expand_as(seen))
     seen = pad(seen[:, 1:], (0, 0, 0, tiles * block - rows))
     return seen.unflatten(1, (tiles, block)).any(2).sum((1, 2))
 
 
-def _jumps(parent: Tensor) -> Iterator[Tensor]:
-    """The ancestors 1, 2, 4, ... levels up, [R, N + 1] each: node i in slot i + 1; the root, slot 0, is its own parent.
-
-    The host does not know the depth, so log2(N) jumps, enough for a chain.
-    """
-    up = pad(parent + 1, (1, 0))
-    for _ in range((parent.shape[1] - 1).bit_length()):
-        yield up
-        up = up.gather(1, up)
-
-
 def _subtree_sizes(parent: Tensor, valid: Tensor) -> Tensor:
     """Number of valid nodes in the subtree of each node, itself included: [R, N]."""
     size = pad(valid.long(), (1, 0))  # counts nodes less than 1, 2, 4, ... levels below; slot 0 is unused
-    for up in _jumps(parent):
+    for up in jumps(parent):
         size = size.scatter_add(1, up, size)
     return size[:, 1:]
 
@@ -95,7 +79,7 @@ def _visit(parent: Tensor, valid: Tensor, size: Tensor, siblings: Tensor) -> Ten
     first = pad(above[:, 1:] != above[:, :-1], (1, 0), value=True)
     before = before - before.masked_fill(~first, 0).cummax(1).values
     position = pad(torch.empty_like(node).scatter_(1, node, before + 1), (1, 0))
-    for up in _jumps(parent):
+    for up in jumps(parent):
         position = position + position.gather(1, up)
     return position[:, 1:].masked_fill(~valid, parent.shape[1] + 1).argsort(dim=1, stable=True)
 

@@ -7,9 +7,8 @@ from typing import Self
 
 RankPath = tuple[int, ...]
 
-EAGLE_1 = (
-    "0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001"  # Li et al. 2401.15077
-)
+EAGLE_1 = "0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001"
+"""Li et al., arXiv 2401.15077."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """Draft trees of a batch, as tensors."""
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -7,20 +8,21 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 EMPTY = -1  # token of a slot that holds no node
+EMPTY_SLOT = (EMPTY, -1, 0, -math.inf)
+"""Its token, parent, depth and log weight."""
 
 
 class TreeBatch(NamedTuple):
     """R draft trees of at most N nodes each, without roots, in generation order (parents before children).
 
-    Empty slots, after a tree's last node, hold token -1, parent -1, depth 0 and log weight -inf.
+    Empty slots, after a tree's last node, hold `EMPTY_SLOT`.
     """
 
     tokens: Tensor  # [R, N] int64
     parent: Tensor  # [R, N] int64, -1: the root
     depth: Tensor  # [R, N] int64, 1 for children of the root
-    log_weight: (
-        Tensor  # [R, N] float32: log of the value the node was chosen by: path probability, slot value, or confidence
-    )
+    log_weight: Tensor
+    """[R, N] float32: log of the value the node was chosen by: path probability, slot value, or confidence."""
 
     @property
     def valid(self) -> Tensor:
@@ -29,22 +31,12 @@ class TreeBatch(NamedTuple):
     def cut(self, limit: Tensor) -> "TreeBatch":
         """Keep the first `limit[r]` nodes of every tree ([R]); in generation order every prefix is a tree."""
         removed = torch.arange(self.tokens.shape[1], device=limit.device) >= limit[:, None]
-        return TreeBatch(
-            self.tokens.masked_fill(removed, EMPTY),
-            self.parent.masked_fill(removed, -1),
-            self.depth.masked_fill(removed, 0),
-            self.log_weight.masked_fill(removed, -torch.inf),
-        )
+        return TreeBatch(*(column.masked_fill(removed, fill) for column, fill in zip(self, EMPTY_SLOT, strict=True)))
 
     def padded(self, nodes: int) -> "TreeBatch":
         """The same trees in N = `nodes` slots, no fewer than now."""
         more = (0, nodes - self.tokens.shape[1])
-        return TreeBatch(
-            pad(self.tokens, more, value=EMPTY),
-            pad(self.parent, more, value=-1),
-            pad(self.depth, more),
-            pad(self.log_weight, more, value=-torch.inf),
-        )
+        return TreeBatch(*(pad(column, more, value=fill) for column, fill in zip(self, EMPTY_SLOT, strict=True)))
 
     def child(self, node: Tensor, token: Tensor) -> Tensor:
         """The child of `node` [R] (-1: the root) with token `token` [R], or -1 if there is none: [R]."""
@@ -81,7 +73,6 @@ class TreeBatch(NamedTuple):
         count = (at >= 0).sum(1)
         order = pad(at.clamp(min=0), (0, self.tokens.shape[1] - at.shape[1]))
         chain = torch.arange(self.tokens.shape[1], device=node.device).expand_as(order)
-        chains = TreeBatch(self.tokens.gather(1, order), chain - 1, chain + 1, self.log_weight.gather(1, order)).cut(
-            count
-        )
-        return TreeBatch(*(torch.where(where[:, None], new, old) for new, old in zip(chains, self, strict=True)))
+        chains = TreeBatch(self.tokens.gather(1, order), chain - 1, chain + 1, self.log_weight.gather(1, order))
+        pairs = zip(chains.cut(count), self, strict=True)
+        return TreeBatch(*(torch.where(where[:, None], new, old) for new, old in pairs))

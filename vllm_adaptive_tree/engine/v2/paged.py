@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from vllm_adaptive_tree.engine.common.attention import TreeAttention
-from vllm_adaptive_tree.trees.ancestor_bits import ancestor_bits
+from vllm_adaptive_tree.trees.masks import ancestor_bits
 
 
 class KernelTrees(NamedTuple):

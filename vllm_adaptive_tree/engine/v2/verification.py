@@ -12,7 +12,7 @@ from vllm_adaptive_tree.engine.common.cpu_attention import DenseTrees
 from vllm_adaptive_tree.engine.v2.drafts import Drafts, Laws
 from vllm_adaptive_tree.engine.v2.paged import KernelTrees
 from vllm_adaptive_tree.trees import TreeBatch
-from vllm_adaptive_tree.trees.ancestor_mask import ancestor_mask
+from vllm_adaptive_tree.trees.masks import ancestor_mask
 from vllm_adaptive_tree.trees.orders import depth_first, permuted
 
 IN_GENERATION_ORDER = 64
