@@ -1,6 +1,6 @@
-"""Write a model of the same function and a larger cost: MLP units are added whose down-projection is zero.
+"""Enlarge a model without changing its function, by MLP units with a zero down-projection.
 
-For measuring: a small trained model has a step that costs next to nothing, which no model in use has.
+For measurements: a step of a small trained model costs next to nothing, unlike that of any model in use.
 """
 
 import json
@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-MULTIPLE = 64  # of the intermediate size, so that kernels find the shapes that they are made for
+MULTIPLE = 64  # of the intermediate size, as kernels expect
 
 
 def enlarge(source: Path, target: Path, to: int) -> int:
     """Write a copy of a Llama-like checkpoint with about `to` parameters; returns how many it has.
 
-    The new units' gate and up projections are as large as the old ones', so the kernels do the same work; their column
-    of the down-projection is zero, so what they compute is never read.
+    The new units' gate and up projections have the scale of the old ones, so kernels do the same work; their columns of
+    the down-projection are zero, so their output is never used.
 
     Raises:
         ValueError: the model is no smaller than `to`, has no such MLP, or `target` is `source`.

@@ -1,4 +1,4 @@
-"""Models that are made for a measurement: a target that costs more, a draft that knows nothing."""
+"""Models made for a measurement: a larger target with the same function, a draft with random weights."""
 
 import json
 import shutil
@@ -9,7 +9,7 @@ from vllm_adaptive_tree.bench.enlarge import enlarge
 
 
 def enlarged(source: str, folder: Path, to: int) -> tuple[str, int]:
-    """The folder and the parameters of a larger model of the same function, made once.
+    """Folder and number of parameters of a larger model with the same function, written once.
 
     Raises:
         ValueError: the model is no folder, or cannot be enlarged.
@@ -26,7 +26,7 @@ def enlarged(source: str, folder: Path, to: int) -> tuple[str, int]:
 
 
 def random_draft(source: str, folder: Path) -> str:
-    """The folder of a model of the same config with fresh weights, made once.
+    """Folder of a model with the same config and random weights, written once.
 
     Raises:
         ValueError: the model is no folder of a causal language model.

@@ -1,4 +1,4 @@
-"""What the demo continues: beginnings in the style of Python's standard library, the text of the bundled pair."""
+"""Prompts of the demo, in the style of Python's standard library, on which the bundled pair was trained."""
 
 import re
 

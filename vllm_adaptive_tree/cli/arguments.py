@@ -1,4 +1,4 @@
-"""Types of command-line arguments, which explain themselves when they refuse a value."""
+"""Types of command-line arguments; their errors say what is expected."""
 
 import argparse
 from pathlib import Path
