@@ -23,8 +23,9 @@ def atomic_write(file: Path, data: bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def claim_folder(manifest: Path, settings: Mapping[str, Any], *, contents: str) -> None:
+def claim_folder(manifest: Path, settings: Mapping[str, Any], *, contents: str, replace: bool = False) -> None:
     """Create the folder of `manifest` for a new run, or check that an earlier run with the same `settings` (JSON) did.
+    `replace`: that run came to nothing, so any settings may follow.
 
     Raises:
         ValueError: the folder holds `contents` of a run with other settings, or was not written by this program.
@@ -32,7 +33,7 @@ def claim_folder(manifest: Path, settings: Mapping[str, Any], *, contents: str) 
     """
     folder = manifest.parent
     wanted = json.loads(json.dumps(settings))
-    if manifest.exists():
+    if manifest.exists() and not replace:
         try:
             found = json.loads(manifest.read_text())
             assert isinstance(found, dict)
@@ -45,7 +46,7 @@ def claim_folder(manifest: Path, settings: Mapping[str, Any], *, contents: str) 
                 f"{folder} holds {contents} of another run ({changes}); give the same arguments to go on there, "
                 "another --out, or delete that folder"
             )
-    elif folder.exists() and any(folder.iterdir()):
+    elif not manifest.exists() and folder.exists() and any(folder.iterdir()):
         raise ValueError(
             f"{folder} is not empty and holds no {manifest.name}; give another --out or delete that folder"
         )

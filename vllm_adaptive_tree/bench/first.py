@@ -8,7 +8,7 @@ from pathlib import Path
 from vllm_adaptive_tree.bench.plan import Cell, Config
 from vllm_adaptive_tree.bench.rounds import Round, Store
 from vllm_adaptive_tree.bench.schedule import Engine
-from vllm_adaptive_tree.bench.statistics import Estimate, Rounds, median, ratio
+from vllm_adaptive_tree.bench.statistics import ByRound, Estimate, median, ratio
 
 LEARNING_ROUNDS = 8
 """Rounds of the engine from which the warm ones learn."""
@@ -83,7 +83,7 @@ def first_rows(cells: Sequence[Cell], configs: Sequence[Config], rounds: Sequenc
     return found
 
 
-def _speeds(rounds: Sequence[Round], kind: str) -> Rounds:
+def _speeds(rounds: Sequence[Round], kind: str) -> ByRound:
     return {one.number: one.measured[kind].tokens / one.measured[kind].seconds for one in rounds}
 
 

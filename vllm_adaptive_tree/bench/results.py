@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm_adaptive_tree.bench.plan import BASE, Cell, Config
 from vllm_adaptive_tree.bench.rounds import Measurement, Round
-from vllm_adaptive_tree.bench.statistics import Estimate, Rounds, median, percentile, ratio, ratio_through, row_to_json
+from vllm_adaptive_tree.bench.statistics import ByRound, Estimate, median, percentile, ratio, ratio_through, row_to_json
 
 PHASES = ("draft", "tree", "verify", "accept", "commit")
 FORWARDS = ("draft", "verify")
@@ -62,7 +62,7 @@ class Series:
     def of(self, config: str) -> list[Measurement]:
         return [one.measured[config] for one in self.rounds if config in one.measured]
 
-    def speeds(self, config: str, stage: str | None = None, phase: str | None = None) -> Rounds:
+    def speeds(self, config: str, stage: str | None = None, phase: str | None = None) -> ByRound:
         """Tokens per second by the number of the round, of one stage; of all stages by a running number."""
         chosen = [one for one in self.rounds if config in one.measured and stage in (None, one.stage)]
         return {one.number if stage else index: _speed(one.measured[config], phase) for index, one in enumerate(chosen)}

@@ -12,7 +12,7 @@ RESAMPLES = 4000
 SEED = 0
 LOW, HIGH = 0.05, 0.95  # a 90 % interval
 
-Rounds = Mapping[int, float]  # number of the round -> its value
+ByRound = Mapping[int, float]  # number of the round -> its value
 
 
 class Estimate(NamedTuple):
@@ -28,7 +28,7 @@ def row_to_json(row: Any) -> dict[str, Any]:
     return {name: value._asdict() if isinstance(value, Estimate) else value for name, value in values.items()}
 
 
-def median(values: Rounds) -> Estimate | None:
+def median(values: ByRound) -> Estimate | None:
     """None without a value; from fewer rounds than MIN_ROUNDS the interval is their range."""
     if not values:
         return None
@@ -38,7 +38,7 @@ def median(values: Rounds) -> Estimate | None:
     return _estimate(seen, _medians(seen, SEED))
 
 
-def ratio(above: Rounds, below: Rounds) -> Estimate | None:
+def ratio(above: ByRound, below: ByRound) -> Estimate | None:
     """Median of the ratios of rounds with the same number; None from fewer than MIN_ROUNDS."""
     shared = sorted(above.keys() & below.keys())
     if len(shared) < MIN_ROUNDS:
@@ -47,7 +47,7 @@ def ratio(above: Rounds, below: Rounds) -> Estimate | None:
     return _estimate(pairs, _medians(pairs, SEED))
 
 
-def ratio_through(above: Rounds, above_base: Rounds, below: Rounds, below_base: Rounds) -> Estimate | None:
+def ratio_through(above: ByRound, above_base: ByRound, below: ByRound, below_base: ByRound) -> Estimate | None:
     """Ratio of two that never ran side by side: each over the base of its own rounds, then one over the other."""
     ratios = []
     for values, base in ((above, above_base), (below, below_base)):

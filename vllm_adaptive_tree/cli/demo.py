@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
     import vllm
 
     from vllm_adaptive_tree.bench import demo
-    from vllm_adaptive_tree.bench.enlarge import enlarge
+    from vllm_adaptive_tree.bench.models import enlarge
     from vllm_adaptive_tree.bench.offline import Setup
     from vllm_adaptive_tree.bench.progress import Progress
 

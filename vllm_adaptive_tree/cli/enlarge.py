@@ -7,7 +7,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from vllm_adaptive_tree.bench.enlarge import enlarge
+from vllm_adaptive_tree.bench.models import enlarge
 from vllm_adaptive_tree.cli.arguments import parameters
 
 

@@ -41,9 +41,7 @@ class Parts:
         manifest, parts = folder / MANIFEST, cls(folder)
         for file in folder.glob(f".*{TMP_SUFFIX}"):  # left by a run that was killed while writing
             file.unlink()
-        if not parts.files:  # a run that wrote no examples claims nothing
-            manifest.unlink(missing_ok=True)
-        claim_folder(manifest, {"format": FORMAT, **arguments}, contents="the examples")
+        claim_folder(manifest, {"format": FORMAT, **arguments}, contents="the examples", replace=not parts.files)
         return parts
 
     @property
