@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 
+from vllm_adaptive_tree.bench.environment import set_environment
 from vllm_adaptive_tree.cli.arguments import new_file, parameters, positive
 from vllm_adaptive_tree.files import atomic_write
 
@@ -36,6 +37,7 @@ def run(options: argparse.Namespace) -> int:
 
     if options.kind == "measure":
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the model runner is accessed in this process
+        set_environment(options.model, options.draft)
         found = measured(options.name, options.model, options.draft, options.dtype, options.rows)
     else:
         machine = {"width": options.width, "bandwidth": options.bandwidth, "operations": options.operations}
