@@ -2,13 +2,15 @@
 
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 from vllm_adaptive_tree.bench.plan import Cell, Config
 from vllm_adaptive_tree.bench.rounds import Round, Store
 from vllm_adaptive_tree.bench.schedule import Engine
-from vllm_adaptive_tree.bench.statistics import ByRound, Estimate, median, ratio
+from vllm_adaptive_tree.bench.statistics import Estimate, median, ratio
 
 LEARNING_ROUNDS = 8
 """Rounds of the engine from which the warm ones learn."""
@@ -44,12 +46,9 @@ def measure_first(
     own = _with_profile(config, file)
     if not learnt.exists():
         file.unlink(missing_ok=True)
-        engine = start(own)
-        try:
+        with closing(start(own)) as engine:
             for number in range(LEARNING_ROUNDS):
                 engine.measure(cell, -1 - number)
-        finally:
-            engine.close()
         file.replace(learnt)
     for number in missing:
         found = {}
@@ -59,11 +58,8 @@ def measure_first(
             file.unlink(missing_ok=True)
             if kind == WARM:
                 shutil.copyfile(learnt, file)
-            engine = start(own)
-            try:
+            with closing(start(own)) as engine:
                 found[kind] = engine.measure(cell, number)
-            finally:
-                engine.close()
         store.add(Round(stage(config), cell.name, number, found))
 
 
@@ -73,18 +69,13 @@ def stage(config: Config) -> str:
 
 def first_rows(cells: Sequence[Cell], configs: Sequence[Config], rounds: Sequence[Round]) -> list[FirstRow]:
     found = []
-    for cell in cells:
-        for config in configs:
-            measured = [one for one in rounds if one.stage == stage(config) and one.cell == cell.name]
-            cold, warm = (_speeds(measured, kind) for kind in (COLD, WARM))
-            both = median(cold), median(warm)
-            if both[0] is not None and both[1] is not None:
-                found.append(FirstRow(config.name, cell.name, len(measured), both[0], both[1], ratio(warm, cold)))
+    for cell, config in product(cells, configs):
+        measured = [one for one in rounds if one.stage == stage(config) and one.cell == cell.name]
+        cold, warm = ({one.number: one.measured[kind].speed for one in measured} for kind in (COLD, WARM))
+        if (cold_median := median(cold)) and (warm_median := median(warm)):
+            row = FirstRow(config.name, cell.name, len(measured), cold_median, warm_median, ratio(warm, cold))
+            found.append(row)
     return found
-
-
-def _speeds(rounds: Sequence[Round], kind: str) -> ByRound:
-    return {one.number: one.measured[kind].tokens / one.measured[kind].seconds for one in rounds}
 
 
 def _with_profile(config: Config, file: Path) -> Config:

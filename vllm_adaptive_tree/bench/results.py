@@ -182,7 +182,7 @@ def _row(series: Series, config: Config, measured: Sequence[Measurement], best: 
 
 def _speed(one: Measurement, phase: str | None) -> float:
     if phase is None:
-        return one.tokens / one.seconds
+        return one.speed
     tokens, seconds = one.bursty[phase]
     return tokens / seconds
 

@@ -34,6 +34,11 @@ class Measurement:
     bursty: dict[str, list[float]] = field(default_factory=dict)  # concurrency -> [tokens, seconds]
     token_steps: list[list[list[int]]] = field(default_factory=list)  # [request][step][token], if they are kept
 
+    @property
+    def speed(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.seconds
+
 
 class Round(NamedTuple):
     """One cell, measured once with every engine of a stage in turn."""
