@@ -34,7 +34,7 @@ def test_tables_and_json_say_the_same(tmp_path):
         "requests_per_slot": 12,
         "enlarged": {"parameters": 500_000_000},
     }
-    text = tables.markdown(settings, tables.speed([CELL], found), tables.notes(found), {"stage": "it did not start"})
+    text = tables.markdown(settings, tables.speed([CELL], found), tables.warnings(found), {"stage": "it did not start"})
     assert "enlarged to 500,000,000 parameters with the same function" in text
     assert "48 new tokens per request, 12 requests per concurrent request." in text
     assert "| tree | 123.0 [123.0, 123.0] | 1.23 [1.23, 1.23] | 1.12 [1.12, 1.12] (chain 3) |" in text
@@ -47,7 +47,7 @@ def test_tables_and_json_say_the_same(tmp_path):
 def test_notes_that_a_reader_needs():
     def notes(**changes):
         data = [Round("a", CELL.name, 1, {BASE: measured(1), "chain 3": measured(1, **changes)})]
-        return " ".join(tables.notes(results.rows([CELL], CONFIGS, data)))
+        return " ".join(tables.warnings(results.rows([CELL], CONFIGS, data)))
 
     assert "do not trust" not in notes(other_cores=0.05)
     assert "Other programs kept up to 0.7 cores busy" in notes(other_cores=0.7)

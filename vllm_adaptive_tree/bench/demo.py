@@ -30,6 +30,11 @@ COLUMNS: tables.Columns[Row] = {  # 80 characters
     "identical": tables.SPEED["identical"],
 }
 
+SPEED_NOTE = (
+    "tokens/s: median over rounds, prefill included. ratio: median of the ratios to no speculation, round by round [90 "
+    "% bootstrap interval]. chain: vLLM's own speculation with the same draft."
+)
+
 
 class Difference(NamedTuple):
     """A text that differs from the one without speculation."""
@@ -175,10 +180,7 @@ class Demo:
         tables.show(console, settings, tables.speed(list(self.cells), table, COLUMNS), self.notes(table))
 
     def notes(self, table: Sequence[Row]) -> list[str]:
-        found = [
-            *tables.notes(table),
-            "ratio: of tokens/s, vs. no speculation. chain: vLLM's own speculation with the same draft.",
-        ]
+        found = [SPEED_NOTE, tables.TOKENS_NOTE, *tables.warnings(table)]
         if slower := dict.fromkeys(row.config for row in table if row.to_base and row.to_base.median < 1):
             found.append(
                 f"Slower than no speculation under some load: {'; '.join(slower)}. Drafting and verifying cost more "

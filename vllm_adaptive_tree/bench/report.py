@@ -45,7 +45,7 @@ def report(
         *tables.first(first_steps),
         *(tables.projection(*item) for item in projections.items()),
     ]
-    notes = [*tables.notes(steady), tables.STEP_NOTE]
+    notes = [tables.SPEED_NOTE, tables.TOKENS_NOTE, tables.STEP_NOTE, *tables.warnings(steady)]
     atomic_write(folder / "results.json", (json.dumps(data, indent=2) + "\n").encode())
     atomic_write(folder / "results.md", tables.markdown(settings, tabled, notes, failures).encode())
     console = Console(highlight=False, soft_wrap=True)

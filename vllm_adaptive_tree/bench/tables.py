@@ -82,12 +82,14 @@ PROJECTION: Columns[Projected] = {
 }
 LEFT = ("method", "best fixed", "cell")
 
-NOTES = (
+SPEED_NOTE = (
     "tokens/s: median over rounds [90 % bootstrap interval], prefill included. vs.: median of the ratios of "
     "interleaved rounds and its interval; of two that were never interleaved, through one that was with both; none "
-    f"from fewer than {MIN_ROUNDS} rounds.",
+    f"from fewer than {MIN_ROUNDS} rounds."
+)
+TOKENS_NOTE = (
     "tokens/step and nodes/step: per request and decode step. identical: fraction of greedy requests with the same "
-    "tokens as without speculation.",
+    "tokens as without speculation."
 )
 STEP_NOTE = (
     "step: wall time of an engine step; its phases are known for trees only. outside models: fraction of a step spent "
@@ -97,9 +99,8 @@ STEP_NOTE = (
 BUSY_CORES = 0.1  # used by other programs, for a warning
 
 
-def notes(rows: Sequence[Row]) -> list[str]:
-    """What a reader of the tables needs to know."""
-    found = list(NOTES)
+def warnings(rows: Sequence[Row]) -> list[str]:
+    found = []
     if any(row.repaired for row in rows):
         found.append(
             "The chains' sampling was repaired: on CPUs, vLLM's own reads temperature, top-k and top-p of draft "
