@@ -1,107 +1,126 @@
 import argparse
 import json
+import os
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from vllm_adaptive_tree.cli import demo
-from vllm_adaptive_tree.cli.comparison import Comparison, Method
-from vllm_adaptive_tree.cli.generation import About, Difference, Generation, Turn, flat
-from vllm_adaptive_tree.cli.stepping import Engine, Job, first_difference
+from vllm_adaptive_tree.bench import demo
+from vllm_adaptive_tree.bench.demo import Demo, DemoEngine, Difference
+from vllm_adaptive_tree.bench.environment import DRAFT, ENVIRONMENT, TARGET, set_environment
+from vllm_adaptive_tree.bench.offline import Setup
+from vllm_adaptive_tree.bench.plan import BASE, Config
+from vllm_adaptive_tree.bench.process import EngineProcess
+from vllm_adaptive_tree.bench.request_timing import Counters, RequestTiming, measurement
+from vllm_adaptive_tree.bench.rounds import Measurement
+from vllm_adaptive_tree.cli.demo import add_arguments, run, target_size
+
+TREE = Config("tree", "method", {"num_speculative_tokens": 4})
 
 
 def options(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    demo.add_arguments(parser)
+    add_arguments(parser)
     return parser.parse_args(arguments)
 
 
-def turn(*requests: list[list[int]], drafts: int, nodes: int, accepted: int, seconds: float = 1.0) -> Turn:
-    counters = {"drafts": drafts, "draft_tokens": nodes, "accepted_tokens": accepted}
-    return Turn(list(requests), seconds, seconds, counters)
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Without what engines of a measurement start with; restored after the test."""
+    for name in (*ENVIRONMENT, "OMP_NUM_THREADS", "HF_HUB_OFFLINE", "VLLM_CPU_KVCACHE_SPACE"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    return monkeypatch
 
 
-def generation(*rounds: list[Turn], threads: int = 1) -> Generation:
-    return Generation(list(rounds), [], [], About("0", "bfloat16", threads, True), [])
+def measured(*requests: list[list[int]], drafts: int = 0, nodes: int = 0, accepted: int = 0) -> Measurement:
+    timings = [RequestTiming(list(steps), 0.0, 1.0) for steps in requests]
+    counters = Counters({"drafts": drafts, "nodes": nodes, "accepted": accepted, "steps": 4}, {}, {})
+    return measurement(timings, 2.0, counters, 0, 0.0, keep_tokens=True)
 
 
 def test_the_bundled_target_is_enlarged() -> None:
-    assert demo.target_size(options()) == 500_000_000
-    assert demo.target_size(options("--enlarge-to", "none")) == 0
-    assert demo.target_size(options("--enlarge-to", "20M")) == 20_000_000
-    assert demo.target_size(options("--model", "/mine")) == 0
-    assert demo.target_size(options("--model", "/mine", "--enlarge-to", "2B")) == 2_000_000_000
+    assert target_size(options()) == 500_000_000
+    assert target_size(options("--enlarge-to", "none")) == 0
+    assert target_size(options("--enlarge-to", "20M")) == 20_000_000
+    assert target_size(options("--model", "/mine")) == 0
+    assert target_size(options("--model", "/mine", "--enlarge-to", "2B")) == 2_000_000_000
 
 
-def test_one_thread_for_a_tiny_target_only() -> None:
-    bundled = options().model
-    assert demo.environment(bundled, enlarged=False)["OMP_NUM_THREADS"] == "1"
-    assert "OMP_NUM_THREADS" not in demo.environment(bundled, enlarged=True)
-    assert {"OMP_NUM_THREADS", "HF_HUB_OFFLINE"}.isdisjoint(demo.environment("theirs/model", enlarged=False))
+@pytest.mark.parametrize(
+    ("model", "enlarged", "threads"), [(TARGET, False, "1"), (TARGET, True, None), ("theirs/model", False, None)]
+)
+def test_one_thread_for_a_tiny_target_only(
+    environment: pytest.MonkeyPatch, model: str, enlarged: bool, threads: str | None
+) -> None:
+    set_environment(model, DRAFT, enlarged=enlarged, cache=None)
+    assert os.environ.get("OMP_NUM_THREADS") == threads
+    assert ("HF_HUB_OFFLINE" in os.environ) == (model == TARGET)
+    assert "VLLM_CPU_KVCACHE_SPACE" not in os.environ
+    environment.setenv("VLLM_LOGGING_LEVEL", "INFO")
+    set_environment(model, DRAFT)
+    assert os.environ["VLLM_LOGGING_LEVEL"] == "INFO", "what the user has set stays"
+    assert os.environ["VLLM_CPU_KVCACHE_SPACE"] == "1"
 
 
-def test_loads() -> None:
-    assert [(load.batch, load.rounds) for load in demo.loads(8)] == [(1, 1), (8, demo.ROUNDS)]
-    assert [load.batch for load in demo.loads(1)] == [1]
-
-
-def test_generation() -> None:
-    """Two rounds of two requests, one at a time; in the second step of the last request nothing was drafted."""
-    first = turn([[1], [2, 3], [4]], drafts=2, nodes=8, accepted=2, seconds=2.0)  # of the last step a token was cut
-    second = turn([[1], [2], [3, 4]], drafts=1, nodes=4, accepted=1, seconds=4.0)
-    found = generation([first, second], [first, second._replace(seconds=8.0)], threads=2)
-    found.check_counters(nodes=4)
-    assert found.tokens == [[[1, 2, 3, 4]] * 2] * 2
-    assert found.seconds == [6.0, 10.0]
-    assert found.tokens_per_second == 8 / 8.0
-    assert found.core_share == (6 + 6) / 16 / 2
-    assert found.tokens_per_step == 1 + 6 / 8
-    assert found.nodes_per_step == 24 / 8
-
-
-def test_texts_that_differ() -> None:
-    assert first_difference([1, 2, 3], [1, 4, 3]) == 1
-    plain, other = (generation([turn([[1], [2]], drafts=0, nodes=0, accepted=0)]) for _ in range(2))
-    compared = [Method("plain", None), Method("tree", None)]
-    found = Comparison(0, compared, demo.loads(1), ["prompt"], [[plain, other]])
-    assert [row.identical for row in found.rows([plain, other])] == [True, True]
-    assert not list(found.differences())
-    other.differences.append(Difference(4, 0.5, near_tie=False))
-    assert [row.identical for row in found.rows([plain, other])] == [True, False]
-    assert found.ties(found.loads[0]) is None
-    other.differences.append(Difference(7, 0.0, near_tie=True))
-    assert "ties: tree at prompt 8." in (found.ties(found.loads[0]) or "")
-    assert [(item.method, item.near_tie) for item in found.differences()] == [("tree", False), ("tree", True)]
+@pytest.mark.parametrize(("prompts", "alone", "cells"), [(8, 8, 2), (1, 5, 1), (2, 6, 2), (5, 5, 2)])
+def test_every_prompt_is_read_equally_often(prompts: int, alone: int, cells: int) -> None:
+    found = demo.cells(prompts)
+    assert [(cell.concurrency, cell.requests) for cell in found] == [(1, 1), (prompts, prompts)][:cells]
+    assert list(found.values()) == [alone, 5][:cells]
 
 
 @pytest.mark.parametrize(("drafts", "accepted"), [(3, 1), (2, 0), (2, 6)])
 def test_counters_that_contradict_the_tokens(drafts: int, accepted: int) -> None:
-    found = generation([turn([[1], [2, 3], [4]], drafts=drafts, nodes=8, accepted=accepted)])
+    steps = [[1], [2, 3], [4]]
+    demo.check_counters(measured(steps, drafts=2, accepted=2), TREE)  # of the last step a token was cut
     with pytest.raises(RuntimeError, match="vLLM counted"):
-        found.check_counters(nodes=4)
+        demo.check_counters(measured(steps, drafts=drafts, accepted=accepted), TREE)
 
 
-def test_a_target_that_cannot_be_enlarged(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in demo.ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
-    assert demo.run(options("--enlarge-to", "1M")) == 2
+def test_texts_that_differ() -> None:
+    assert demo.first_difference([1, 2, 3], [1, 4, 3]) == 1
+    (cell,) = demo.cells(1)
+    compared = [Config(BASE, "base", None), TREE]
+    found = Demo(compared, Setup("", "auto", True, 1, 512, 2, ("prompt",)))
+    for one in found.rounds:
+        tokens = [[1], [2], [2 + one.number % 2]]
+        one.measured.update({BASE: measured([[1], [2], [2]]), "tree": measured(tokens)})
+    table = found.rows()
+    assert [row.identical for row in table] == [None, 0.4]
+    assert found.steps(cell, "tree") == {0: [[[1], [2], [3]], [[1], [2], [2]]] * 2 + [[[1], [2], [3]]]}
+    found.about = {"dtype": "bfloat16"}
+    found.differences.append(Difference("load", "tree", 4, 0.5, near_tie=False))
+    assert "near ties" not in " ".join(found.notes(table))
+    found.differences.append(Difference("load", "tree", 7, 0.0, near_tie=True))
+    assert "Not identical at near ties: tree, load, prompt 8. " in " ".join(found.notes(table))
+
+
+def test_a_target_that_cannot_be_enlarged(capsys: pytest.CaptureFixture[str], environment: pytest.MonkeyPatch) -> None:
+    assert run(options("--enlarge-to", "1M")) == 2
     assert "cannot be enlarged to 1,000,000" in capsys.readouterr().err
 
 
-def test_what_the_target_says_of_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in demo.ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
-    with Engine(Job("plain", options().model, None, "float32", batch=1)) as engine:
-        found = engine.decode(["import os"], 6)
-        tokens = flat(found.requests[0])
-        assert engine.generation([[found]], ["import os"], [tokens]).differences == []
+def test_what_the_target_says_of_a_difference(environment: pytest.MonkeyPatch) -> None:
+    set_environment(TARGET, DRAFT)
+    prompts = ("import os",)
+    setup = Setup(TARGET, "float32", True, 1, 512, 6, prompts, engine={"logprobs_mode": "raw_logits"})
+    (cell,) = demo.cells(1)
+    with closing(EngineProcess(Config(BASE, "base", None), setup, None, DemoEngine)) as engine:
+        (steps,) = engine.measure(cell, 1).token_steps
+        tokens = [token for step in steps for token in step]
+        text, spans = engine.call("read", steps)
         wrong = [*tokens[:3], tokens[3] ^ 1, *tokens[4:]]
-        (difference,) = engine.generation([[found]], ["import os"], [wrong]).differences
-        assert not difference.near_tie
-        assert difference.margin > 0.01
+        margin, near_tie = engine.call("margin", 0, tokens, wrong)
+        assert engine.call("about")["dtype"] == "float32"
+    assert len(tokens) == 6
+    assert text.startswith("".join(span.text for span in spans))
+    assert not near_tie
+    assert margin > 0.01
 
 
 def test_demo(tmp_path: Path) -> None:
@@ -111,11 +130,16 @@ def test_demo(tmp_path: Path) -> None:
     module = [sys.executable, "-m", "vllm_adaptive_tree.cli.main"]
     done = subprocess.run([*module, *command], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "one request at a time" in done.stdout
+    assert "1 request at a time" in done.stdout
     assert "2 requests at a time" in done.stdout
     assert "enlarged to 7,999,744 parameters" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert done.stdout.count(" identical\n") == 2
     figures: dict[str, Any] = json.loads(file.read_text())
-    assert figures["settings"]["enlarged_to"] == 7_999_744
-    for load in figures["loads"]:
-        assert [row["identical"] for row in load["methods"]] == [True] * 3
-        assert load["methods"][1]["counters"]["accepted_tokens"] > 0
+    assert figures["settings"]["enlarged"] == {"parameters": 7_999_744}
+    assert [row["identical"] for row in figures["rows"]] == [None, 1, 1] * 2
+    assert figures["differences"] == []
+    for one in figures["rounds"]:
+        assert one["measured"]["chain of 3"]["accepted"] > 0
+    assert len(set(map(tuple, figures["texts"].values()))) == 1
+    assert [len(texts) for texts in figures["texts"].values()] == [2, 2, 2]

@@ -46,9 +46,9 @@ def main() -> None:
 def record(options: argparse.Namespace, folder: Path) -> None:
     from vllm import LLM, SamplingParams
 
-    from vllm_adaptive_tree.bench.loads import standard
+    from vllm_adaptive_tree.bench.environment import TARGET
     from vllm_adaptive_tree.bench.recording import Recording
-    from vllm_adaptive_tree.cli.demo import PAIR
+    from vllm_adaptive_tree.bench.workloads import standard_library
 
     tree = {"budget": AT_A_TIME * options.nodes, "cost_profile": None, **options.options}
     if options.method == "opt_tree":
@@ -56,7 +56,7 @@ def record(options: argparse.Namespace, folder: Path) -> None:
     elif options.method == "dyspec":
         tree = {"mode": "heap", **tree}  # every tree in its full size
     llm = LLM(
-        str(PAIR / "target"),
+        TARGET,
         dtype="float32",
         enforce_eager=True,
         max_model_len=1024,
@@ -85,7 +85,7 @@ def record(options: argparse.Namespace, folder: Path) -> None:
         seen.clear()
         most = (9 if options.draft == "bundled" else 5) * options.steps
         params = SamplingParams(temperature=temperature, max_tokens=most, ignore_eos=True, seed=1)
-        prompts = list(standard()[: options.requests])
+        prompts = list(standard_library()[: options.requests])
         llm.generate(prompts, params, use_tqdm=False)
         found = [steps[: options.steps] for steps in seen.values()]
         assert len(found) == options.requests
@@ -93,17 +93,17 @@ def record(options: argparse.Namespace, folder: Path) -> None:
         streams += found
         kinds += [temperature == 0] * len(found)
     name = f"{options.draft} draft, {options.method}"
-    traits = runner.cuts_drawn, runner.proposer.by_place, options.method == "opt_tree"
+    traits = runner.cuts_sampled, runner.proposer.by_place, options.method == "opt_tree"
     recording = Recording(name, traits, kinds, streams)
     recording.save(options.out)
     print(f"{options.out}: {options.out.stat().st_size:,} bytes; {recording}")
 
 
 def draft_folder(options: argparse.Namespace, folder: Path) -> str:
+    from vllm_adaptive_tree.bench.environment import DRAFT
     from vllm_adaptive_tree.bench.models import random_draft
-    from vllm_adaptive_tree.cli.demo import PAIR
 
-    bundled = PAIR / "draft"
+    bundled = Path(DRAFT)
     if options.draft == "bundled":
         return str(bundled)
     if options.draft == "random":

@@ -1,7 +1,10 @@
-"""Atomic file writes."""
+"""Atomic file writes, and folders that belong to one run."""
 
+import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 TMP_SUFFIX = ".unfinished"
@@ -18,3 +21,35 @@ def atomic_write(file: Path, data: bytes) -> None:
         temporary.replace(file)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def claim_folder(manifest: Path, settings: Mapping[str, Any], *, contents: str, replace: bool = False) -> None:
+    """Create the folder of `manifest` for a new run, or check that an earlier run with the same `settings` (JSON) did.
+    `replace`: that run came to nothing, so any settings may follow.
+
+    Raises:
+        ValueError: the folder holds `contents` of a run with other settings, or was not written by this program.
+        OSError: it cannot be read or written.
+    """
+    folder = manifest.parent
+    wanted = json.loads(json.dumps(settings))
+    if manifest.exists() and not replace:
+        try:
+            found = json.loads(manifest.read_text())
+            assert isinstance(found, dict)
+        except (ValueError, AssertionError) as error:
+            raise ValueError(f"{manifest} cannot be read ({error}); delete its folder to begin again") from error
+        differing = sorted(key for key in wanted.keys() | found.keys() if wanted.get(key) != found.get(key))
+        if differing:
+            changes = "; ".join(f"{key}: {found.get(key)!r} there, {wanted.get(key)!r} now" for key in differing)
+            raise ValueError(
+                f"{folder} holds {contents} of another run ({changes}); give the same arguments to go on there, "
+                "another --out, or delete that folder"
+            )
+    elif not manifest.exists() and folder.exists() and any(folder.iterdir()):
+        raise ValueError(
+            f"{folder} is not empty and holds no {manifest.name}; give another --out or delete that folder"
+        )
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
+        atomic_write(manifest, (json.dumps(wanted, indent=2) + "\n").encode())

@@ -12,9 +12,8 @@ from typing import NamedTuple
 from memory import FULL, HALF, Load
 from model import Shard
 
-from vllm_adaptive_tree.bench.costs import roofline, rows_up_to
-from vllm_adaptive_tree.bench.projection import Costs
-from vllm_adaptive_tree.budget import Curve
+from vllm_adaptive_tree.bench.costs import roofline
+from vllm_adaptive_tree.budget import Costs
 
 REDUCED = 2
 """All-reduces of a layer, where it is cut over ranks."""
@@ -64,20 +63,17 @@ def acceptances(load: Load) -> tuple[Acceptance, ...]:
 
 def costs(gpu: GPU, target: Shard, draft: Shard, most: int) -> Costs:
     """Seconds of forwards of one rank, up to `most` rows, from the weights alone."""
-    rows = rows_up_to(most)
     curves = (
-        Curve.from_json(
-            roofline(
-                shard.read[0],
-                rows,
-                width=shard.read[1] / shard.read[0],
-                bandwidth=gpu.bandwidth,
-                operations=gpu.fp8 if shard.fp8 else gpu.bf16,
-            )
+        roofline(
+            shard.read[0],
+            most,
+            width=shard.read[1] / shard.read[0],
+            bandwidth=gpu.bandwidth,
+            operations=gpu.fp8 if shard.fp8 else gpu.bf16,
         )
         for shard in (target, draft)
     )
-    return Costs(f"{gpu.name}, roofline", *curves, 0.0)
+    return Costs(*curves)
 
 
 class Moved(NamedTuple):
@@ -125,6 +121,7 @@ class Gain:
         requests, levels = load.requests, acceptance.forwards - 1
         model = costs(gpu, target, draft, requests * (2 + load.nodes))
         contexts = requests * load.context * target.kv / gpu.bandwidth
+        assert model.draft is not None
         drafting = model.draft.cost(requests * (2 + load.nodes)) + levels * model.draft.cost(load.level_rows)
         moved = requests * load.context * draft.kv + Moved.of(draft, load).in_step(levels)
         return cls(

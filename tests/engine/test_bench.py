@@ -7,21 +7,21 @@ from pathlib import Path
 import pytest
 
 from tests.engine.engines import DRAFT, TARGET
-from vllm_adaptive_tree.bench.loads import standard
 from vllm_adaptive_tree.bench.offline import Setup
 from vllm_adaptive_tree.bench.plan import BASE, Cell, Config
 from vllm_adaptive_tree.bench.process import EngineProcess
 from vllm_adaptive_tree.bench.rounds import Store
 from vllm_adaptive_tree.bench.server import Server
+from vllm_adaptive_tree.bench.workloads import standard_library
 from vllm_adaptive_tree.cli.main import main
 
-TOKENS, WAVES = 6, 2
-REQUESTS = 2 * WAVES
+TOKENS, PER_SLOT = 6, 2
+REQUESTS = 2 * PER_SLOT
 FIXED = {"method": "opt_tree", "num_speculative_tokens": 6, "tree": {"threshold": 0, "budget": 12}}
 CONFIG = f"fixed={json.dumps(FIXED)}"
 SMALL = ["--methods", "", "--config", CONFIG, "--chains", "", "--concurrency", "2", "--sampled", "", "--server", ""]
 SMALL += ["--eager", "--dtype", "float32", "--max-tokens", str(TOKENS), "--max-model-len", "256"]
-SMALL += ["--waves", str(WAVES)]
+SMALL += ["--requests-per-slot", str(PER_SLOT)]
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def test_other_arguments_are_refused(out: Path, capsys: pytest.CaptureFixture[st
 
 @pytest.fixture
 def setup() -> Setup:
-    return Setup(TARGET, "float32", True, 256, 2, 512, TOKENS, 1.0, standard(), WAVES)
+    return Setup(TARGET, "float32", True, 2, 512, TOKENS, standard_library(), max_model_len=256)
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def server(setup: Setup, tmp_path: Path) -> Iterator[Server]:
 
 
 def test_the_server_says_the_same(out: Path, server: Server) -> None:
-    cell = Cell("server", 2)
+    cell = Cell("server", 2, requests=REQUESTS)
     server.measure(cell, 0)
     found = server.measure(cell, 1)
     offline = Store.open(out, settings(out)).rounds[0].measured["fixed"]

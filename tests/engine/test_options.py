@@ -15,6 +15,7 @@ import torch
 from vllm import SamplingParams
 
 from tests.engine.engines import DRAFT, PROMPTS, V2, Engines, generate, runner_of, set_costs, tree
+from vllm_adaptive_tree.bench.projection import read_hardware
 from vllm_adaptive_tree.budget import Costs
 from vllm_adaptive_tree.engine.common import cost_profile, startup
 from vllm_adaptive_tree.engine.common.cost_profile import CostProfile, key_of
@@ -135,6 +136,23 @@ def test_what_was_learnt_is_kept_and_read(llm: Any, file: Path, monkeypatch: pyt
     assert planner.costs.to_json() == written["costs"]
     assert planner.to_json() == written["learnt"]["planner"]
     assert temperature.to_json() == written["learnt"]["temperature"]
+
+
+def test_a_cost_file_is_where_it_begins(llm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of `vllm-adaptive-tree costs`: nothing is measured, the rest is learnt, and `bench --project` still reads it."""
+    runner, file = runner_of(llm), tmp_path / "costs.json"
+    costs = {**COSTS, "context": 0.0}
+    file.write_text(json.dumps({"name": "a machine", "step": 0.25, "costs": costs}))
+    cost_profile.check_folder(str(file))
+    assert settled(runner, monkeypatch, cost_profile=str(file)) == []
+    controller, _ = BEGUN.pop()
+    assert controller.costs.to_json() == costs
+    assert not controller.sizes
+    hardware, written = read_hardware(file), json.loads(file.read_text())
+    assert (hardware.name, hardware.step, hardware.costs.to_json()) == ("a machine", 0.25, costs)
+    assert written.keys() == {"key", "name", "step", "costs", "learnt"}
+    assert settled(runner, monkeypatch, cost_profile=str(file)) == []
+    assert json.loads(file.read_text())["name"] == "a machine"
 
 
 def test_another_rank_hears_what_rank_0_has_read(llm: Any, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ IMPORTS = {  # room -> the extra with which its modules import; the longest name
     "": BASE,
     "attention.triton_tree": "cuda",
     "bench": "bench",
-    "cli.stepping": "demo",
+    "bench.demo": "demo",
     "engine": VLLM,
     "engine.v2": "cuda",
     "kernels": "cuda",

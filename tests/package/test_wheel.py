@@ -87,7 +87,7 @@ def test_the_plugin_is_small_and_the_pair_a_wheel_of_its_own(checkout: Path) -> 
     assert _contents(plugin) >= {
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "vllm_adaptive_tree").rglob("*")
-        if path.suffix in {".py", ".json", ".npz", ".safetensors", ".typed"} and "demo_pair" not in path.parts
+        if path.suffix in {".py", ".txt", ".json", ".npz", ".safetensors", ".typed"} and "demo_pair" not in path.parts
     }
     folder = ROOT / "vllm_adaptive_tree" / "demo_pair"
     files = {path.relative_to(ROOT).as_posix() for path in folder.rglob("*") if path.is_file()}

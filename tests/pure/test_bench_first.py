@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_adaptive_tree.bench.first import COLD, LEARNING, WARM, first_rows, measure_first
+from vllm_adaptive_tree.bench.first import COLD, LEARNING_ROUNDS, WARM, first_rows, measure_first
 from vllm_adaptive_tree.bench.plan import Cell, Config
 from vllm_adaptive_tree.bench.rounds import Measurement, Store
 
@@ -51,11 +51,13 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_every_round_begins_anew(begun: list[int], tmp_path: Path) -> None:
     store = Store.open(tmp_path / "out", {})
     measure_first(CELL, CONFIG, store, 5, LearningEngine, lambda: True)
-    assert begun == [0, 0, LEARNING, *(LEARNING, 0, 0, LEARNING) * 2], "one that learns, then the two in turn"
+    assert begun == [0, 0, LEARNING_ROUNDS, *(LEARNING_ROUNDS, 0, 0, LEARNING_ROUNDS) * 2], (
+        "one that learns, then the two in turn"
+    )
     (row,) = first_rows([CELL], [CONFIG], store.rounds)
-    assert (row.rounds, row.cold.median, row.warm.median) == (5, 100, 100 + 10 * LEARNING)
+    assert (row.rounds, row.cold.median, row.warm.median) == (5, 100, 100 + 10 * LEARNING_ROUNDS)
     assert row.to_cold is not None
-    assert row.to_cold.median == pytest.approx(1 + 0.1 * LEARNING)
+    assert row.to_cold.median == pytest.approx(1 + 0.1 * LEARNING_ROUNDS)
 
 
 def test_a_run_goes_on_where_it_stood(begun: list[int], tmp_path: Path) -> None:
@@ -67,6 +69,6 @@ def test_a_run_goes_on_where_it_stood(begun: list[int], tmp_path: Path) -> None:
     del begun[:]
     again = Store.open(tmp_path / "out", {})
     measure_first(CELL, CONFIG, again, 2, LearningEngine, lambda: True)
-    assert begun == [LEARNING, 0], "what was learnt is still there"
+    assert begun == [LEARNING_ROUNDS, 0], "what was learnt is still there"
     measure_first(CELL, CONFIG, again, 2, LearningEngine, pytest.fail)
     assert len(again.rounds) == 2

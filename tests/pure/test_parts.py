@@ -58,6 +58,7 @@ def test_another_run_s_parts_are_refused(tmp_path, change, message):
 
 def test_a_run_that_came_to_nothing_binds_nobody(tmp_path):
     filled(tmp_path / "parts")
+    (tmp_path / "parts" / "notes").write_text("of the user")
     parts = Parts.open(tmp_path / "parts", {**ARGUMENTS, "model": "other"})
     assert json.loads((parts.folder / "manifest.json").read_text())["model"] == "other"
 

@@ -1,1 +1,1 @@
-"""Measures methods side by side: what is run, when, and what the times say."""
+"""Benchmarks: methods side by side, with plan, rounds, statistics and tables."""

@@ -1,58 +1,51 @@
-"""Costs for `bench --project`: measured here, or the roofline of a data sheet."""
+"""Costs of forwards, measured here or estimated from a data sheet (roofline)."""
 
-from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
-from vllm_adaptive_tree.bench.loads import standard
 from vllm_adaptive_tree.bench.offline import Offline, Setup
 from vllm_adaptive_tree.bench.plan import Cell, Config
+from vllm_adaptive_tree.bench.projection import Hardware
 from vllm_adaptive_tree.bench.results import FORWARDS
-from vllm_adaptive_tree.budget import Curve
+from vllm_adaptive_tree.bench.workloads import standard_library
+from vllm_adaptive_tree.budget import Costs, Curve
 from vllm_adaptive_tree.budget.cost import profiled_rows
 
-TOKENS = 32
+NODES, TOKENS = 16, 32
 ROUNDS, SECONDS = 5, 60.0  # of timing all sizes, at most
 
 
-def rows_up_to(most: int) -> list[int]:
-    """1, 2, 3, 4, 6, 8, 12, .. and `most`."""
-    steps = {step for power in range(20) for step in (2**power, 3 * 2**power)}
-    return sorted({step for step in steps if step < most} | {most})
+def roofline(weights: float, most: int, *, width: float, bandwidth: float, operations: float) -> Curve:
+    """Seconds of a forward of up to `most` rows: the time to read the weights, or to do two operations per weight and
+    row, whichever is longer.
 
-
-def roofline(
-    weights: float, rows: Sequence[int], *, width: float, bandwidth: float, operations: float
-) -> dict[str, list[float]]:
-    """Seconds of a forward: reading all weights once, or two operations per weight and row, whichever takes longer.
-
-    `width`: bytes of a weight; `bandwidth`: bytes per second; `operations`: per second. No attention, no launch.
+    `width`: bytes of a weight; `bandwidth`: bytes per second; `operations`: per second. Attention and launches are not
+    counted.
     """
-    read = weights * width / bandwidth
-    return {"rows": list(rows), "seconds": [max(read, 2 * weights * row / operations) for row in rows]}
+    rows, read = profiled_rows(most), weights * width / bandwidth
+    return Curve(rows, [max(read, 2 * weights * row / operations) for row in rows])
 
 
-def measured(model: str, draft: str, dtype: str, most: int) -> dict[str, Any]:
-    """Seconds of a target forward and of a draft level by rows, behind an empty context; and the rest of a step."""
+def measured(name: str, model: str, draft: str, dtype: str, most: int) -> Hardware:
+    """Costs of forwards of up to `most` rows on this machine, and seconds of a step outside the models."""
     from vllm_adaptive_tree.engine.common.measuring import POINTS, fastest
-    from vllm_adaptive_tree.engine.v1.profile import draft_level, target_forward
+    from vllm_adaptive_tree.engine.v1.profile import draft_level, measured_costs, target_forward
 
-    speculation = {"method": "opt_tree", "model": draft, "num_speculative_tokens": 16, "tree": {"threshold": 0}}
-    setup = Setup(model, dtype, False, 1024, 32, most, TOKENS, 1.0, standard())
+    speculation = {"method": "opt_tree", "model": draft, "num_speculative_tokens": NODES, "tree": {"threshold": 0}}
+    setup = Setup(model, dtype, False, 32, most, TOKENS, standard_library())
     offline = Offline(Config("opt_tree", "method", speculation), setup)
     cell = Cell("offline", 1)
     offline.measure(cell, 0)
     found = offline.measure(cell, 1)
     runner = offline.engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-    rows, counts = rows_up_to(most), profiled_rows(most)
+    rows = profiled_rows(most)
     verify, levels = (
         fastest(forwards, rounds=ROUNDS, seconds=SECONDS, least=POINTS)
         for forwards in (
-            [partial(target_forward, runner, count) for count in counts],
+            [partial(target_forward, runner, count) for count in rows],
             [partial(draft_level, runner.drafter, count) for count in rows],
         )
     )
+    context = measured_costs(runner, NODES).context
     offline.engine.engine_core.shutdown()
-    rest = found.seconds - sum(found.phases[name] for name in FORWARDS)
-    curves = {"verify": Curve(counts[: len(verify)], verify), "draft": Curve(rows[: len(levels)], levels)}
-    return {**{name: one.to_json() for name, one in curves.items()}, "step": rest / found.steps}
+    costs = Costs(Curve(rows[: len(verify)], verify), Curve(rows[: len(levels)], levels), context)
+    return Hardware(name, costs, (found.seconds - sum(found.phases[name] for name in FORWARDS)) / found.steps)

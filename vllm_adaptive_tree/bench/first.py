@@ -1,18 +1,19 @@
-"""The first steps of an engine that begins cold, beside one that begins with what an earlier process has learnt."""
+"""The first steps of a cold engine, compared with one that starts from what an earlier process has learnt."""
 
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
-from typing import Any
 
 from vllm_adaptive_tree.bench.plan import Cell, Config
 from vllm_adaptive_tree.bench.rounds import Round, Store
 from vllm_adaptive_tree.bench.schedule import Engine
-from vllm_adaptive_tree.bench.statistics import Estimate, Rounds, median, ratio
+from vllm_adaptive_tree.bench.statistics import Estimate, median, ratio
 
-LEARNING = 8
-"""Rounds of the engine that learns for the warm ones."""
+LEARNING_ROUNDS = 8
+"""Rounds of the engine from which the warm ones learn."""
 COLD, WARM = "cold", "warm"
 
 
@@ -25,11 +26,6 @@ class FirstRow:
     warm: Estimate
     to_cold: Estimate | None
 
-    def to_json(self) -> dict[str, Any]:
-        found = {name: getattr(self, name) for name in (COLD, WARM, "to_cold")}
-        estimates = {name: value and value._asdict() for name, value in found.items()}
-        return {"config": self.config, "cell": self.cell, "rounds": self.rounds, **estimates}
-
 
 def measure_first(
     cell: Cell,
@@ -37,12 +33,12 @@ def measure_first(
     store: Store,
     rounds: int,
     start: Callable[[Config], Engine],
-    go_on: Callable[[], bool],
+    proceed: Callable[[], bool],
 ) -> None:
-    """Every missing round: an engine that knows nothing and one that has learnt, in turn, each in a process of its own.
-    No round begins unless `go_on` says so."""
+    """Run every missing round: a cold engine and a warm one in turn, each in a new process. No round begins unless
+    `proceed` returns True."""
     missing = sorted(set(range(1, rounds + 1)) - store.numbers(stage(config), cell.name))
-    if not missing or not go_on():
+    if not missing or not proceed():
         return
     files = store.folder / "profiles"
     files.mkdir(exist_ok=True)
@@ -50,26 +46,20 @@ def measure_first(
     own = _with_profile(config, file)
     if not learnt.exists():
         file.unlink(missing_ok=True)
-        engine = start(own)
-        try:
-            for number in range(LEARNING):
+        with closing(start(own)) as engine:
+            for number in range(LEARNING_ROUNDS):
                 engine.measure(cell, -1 - number)
-        finally:
-            engine.close()
         file.replace(learnt)
     for number in missing:
         found = {}
         for kind in (COLD, WARM) if number % 2 else (WARM, COLD):
-            if not go_on():
+            if not proceed():
                 return
             file.unlink(missing_ok=True)
             if kind == WARM:
                 shutil.copyfile(learnt, file)
-            engine = start(own)
-            try:
+            with closing(start(own)) as engine:
                 found[kind] = engine.measure(cell, number)
-            finally:
-                engine.close()
         store.add(Round(stage(config), cell.name, number, found))
 
 
@@ -79,18 +69,13 @@ def stage(config: Config) -> str:
 
 def first_rows(cells: Sequence[Cell], configs: Sequence[Config], rounds: Sequence[Round]) -> list[FirstRow]:
     found = []
-    for cell in cells:
-        for config in configs:
-            mine = [one for one in rounds if one.stage == stage(config) and one.cell == cell.name]
-            cold, warm = (_speeds(mine, kind) for kind in (COLD, WARM))
-            both = median(cold), median(warm)
-            if both[0] is not None and both[1] is not None:
-                found.append(FirstRow(config.name, cell.name, len(mine), both[0], both[1], ratio(warm, cold)))
+    for cell, config in product(cells, configs):
+        measured = [one for one in rounds if one.stage == stage(config) and one.cell == cell.name]
+        cold, warm = ({one.number: one.measured[kind].speed for one in measured} for kind in (COLD, WARM))
+        if (cold_median := median(cold)) and (warm_median := median(warm)):
+            row = FirstRow(config.name, cell.name, len(measured), cold_median, warm_median, ratio(warm, cold))
+            found.append(row)
     return found
-
-
-def _speeds(rounds: Sequence[Round], kind: str) -> Rounds:
-    return {one.number: one.measured[kind].tokens / one.measured[kind].seconds for one in rounds}
 
 
 def _with_profile(config: Config, file: Path) -> Config:

@@ -1,15 +1,60 @@
-"""Models that are made for a measurement: a target that costs more, a draft that knows nothing."""
+"""Models made for a measurement: a larger target with the same function, a draft with random weights.
+
+A step of a small trained model costs next to nothing, unlike that of any model in use.
+"""
 
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
-from vllm_adaptive_tree.bench.enlarge import enlarge
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+MULTIPLE = 64  # of the intermediate size, as kernels expect
+
+
+def enlarge(source: Path, target: Path, to: int) -> int:
+    """Write a copy of a Llama-like checkpoint with about `to` parameters; returns how many it has.
+
+    The new units' gate and up projections have the scale of the old ones, so kernels do the same work; their columns of
+    the down-projection are zero, so their output is never used.
+
+    Raises:
+        ValueError: the model is no smaller than `to`, has no such MLP, or `target` is `source`.
+        OSError: a file cannot be read or written.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    if target.resolve() == source.resolve():
+        raise ValueError(f"{target} is the model itself; name another folder")
+    weights: dict[str, torch.Tensor] = {}
+    for file in sorted(source.glob("*.safetensors")):
+        weights |= load_file(file)
+    config: dict[str, Any] = json.loads((source / "config.json").read_text())
+    old = config.get("intermediate_size")
+    names = [name for name in weights if name.split(".")[-2] in PROJECTIONS]
+    if not names or old is None:
+        raise ValueError(f"{source} has no MLP of gate, up and down projections; enlarge a Llama-like model")
+    count = sum(weight.numel() for weight in weights.values())
+    width = sum(weights[name].numel() for name in names) // old  # parameters of one unit in all layers
+    units = round((old + (to - count) / width) / MULTIPLE) * MULTIPLE - old
+    if units <= 0:
+        raise ValueError(f"{source} has {count:,} parameters; it cannot be enlarged to {to:,}")
+    generator = torch.Generator().manual_seed(0)
+    for name in names:
+        weight = weights[name]
+        down = name.split(".")[-2] == "down_proj"
+        shape = (weight.shape[0], units) if down else (units, weight.shape[1])
+        new = torch.zeros(shape) if down else torch.randn(shape, generator=generator) * weight.float().std()
+        weights[name] = torch.cat([weight, new.to(weight.dtype)], dim=1 if down else 0).contiguous()
+    _copy_without_weights(source, target)
+    (target / "config.json").write_text(json.dumps({**config, "intermediate_size": old + units}, indent=2) + "\n")
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    return sum(weight.numel() for weight in weights.values())
 
 
 def enlarged(source: str, folder: Path, to: int) -> tuple[str, int]:
-    """The folder and the parameters of a larger model of the same function, made once.
+    """Folder and number of parameters of a larger model with the same function, written once.
 
     Raises:
         ValueError: the model is no folder, or cannot be enlarged.
@@ -26,7 +71,7 @@ def enlarged(source: str, folder: Path, to: int) -> tuple[str, int]:
 
 
 def random_draft(source: str, folder: Path) -> str:
-    """The folder of a model of the same config with fresh weights, made once.
+    """Folder of a model with the same config and random weights, written once.
 
     Raises:
         ValueError: the model is no folder of a causal language model.
@@ -39,12 +84,16 @@ def random_draft(source: str, folder: Path) -> str:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         shutil.rmtree(out, ignore_errors=True)
-        out.mkdir(parents=True)
-        for file in Path(source).iterdir():
-            if file.is_file() and not file.name.endswith((".safetensors", ".safetensors.index.json")):
-                shutil.copy(file, out / file.name)
+        _copy_without_weights(Path(source), out)
         config: Any = AutoConfig.from_pretrained(source)
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config).to(config.dtype).save_pretrained(out)
         (out / "done").touch()
     return str(out)
+
+
+def _copy_without_weights(source: Path, target: Path) -> None:
+    target.mkdir(parents=True, exist_ok=True)
+    for file in source.iterdir():
+        if file.is_file() and not file.name.endswith((".safetensors", ".safetensors.index.json")):
+            shutil.copy(file, target / file.name)

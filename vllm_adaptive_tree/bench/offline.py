@@ -4,42 +4,52 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Self
 
-from vllm_adaptive_tree.bench.arrivals import Arrivals, Counters, measurement, peak_memory
-from vllm_adaptive_tree.bench.loads import load, phase_prompts
-from vllm_adaptive_tree.bench.others import Others
+from vllm_adaptive_tree.bench.background_load import BackgroundLoad
 from vllm_adaptive_tree.bench.plan import Cell, Config
-from vllm_adaptive_tree.bench.repair import repair_sampling
+from vllm_adaptive_tree.bench.request_timing import Counters, RequestTiming, measurement, peak_memory
 from vllm_adaptive_tree.bench.rounds import Measurement
+from vllm_adaptive_tree.bench.vllm_55005 import repair_sampling
+from vllm_adaptive_tree.bench.workloads import prompt_indices, prompts_of_phase
 
-SWINGS = 2
-"""Of a round: so often from one request to many."""
+MAX_MODEL_LEN = 1024
+MIN_BATCHED_TOKENS = 512
+"""vLLM warms up with as many tokens as a step may have; its default takes tens of seconds on a CPU."""
+BURSTS = 2
+"""Bursts of a round of a bursty load."""
 FIRST_STEPS = 64
-"""Of an engine that begins cold, or warm."""
-LONGER = 4
-"""Times as long are the requests of a swing: otherwise most of a burst would be the reading of prompts."""
+"""Steps measured of an engine that starts cold, or warm."""
+BURSTY_LENGTH = 4
+"""Requests of a bursty load are longer by this factor; otherwise most of a burst would be prefill."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What all engines of a run have in common."""
+    """Settings shared by all engines of a run."""
 
     model: str
     dtype: str
     eager: bool
-    max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
     max_tokens: int  # new tokens of a request, exactly
-    swing_seconds: float  # of one phase
     prompts: tuple[str, ...]
-    waves: int | None = None  # requests of a round for each that runs at a time, where it is not the default
+    max_model_len: int = MAX_MODEL_LEN
+    phase_seconds: float = 0.0  # of a bursty load
+    engine: Mapping[str, Any] = field(default_factory=dict)  # further arguments of vLLM's engine
+
+    @classmethod
+    def of(cls, configs: Sequence[Config], concurrency: int, **settings: Any) -> Self:
+        """A setup that verifies every tree of `concurrency` requests in its full size."""
+        nodes = max((one.speculation["num_speculative_tokens"] for one in configs if one.speculation), default=0)
+        tokens = max(MIN_BATCHED_TOKENS, concurrency * (nodes + 2))
+        return cls(max_num_seqs=concurrency, max_num_batched_tokens=tokens, **settings)
 
     def arguments(self) -> dict[str, Any]:
-        """Of vLLM's engine; every round shall do the same work, so no prefix is cached."""
+        """Arguments of vLLM's engine. No prefix is cached, so that every round does the same work."""
         return {
             "model": self.model,
             "dtype": self.dtype,
@@ -48,13 +58,18 @@ class Setup:
             "max_num_seqs": self.max_num_seqs,
             "max_num_batched_tokens": self.max_num_batched_tokens,
             "enable_prefix_caching": False,
+            **self.engine,
         }
 
 
 class Offline:
+    keep_tokens: ClassVar[bool] = False
+    """Whether measurements contain the tokens of every step, and not only their checksums."""
+
     def __init__(self, config: Config, setup: Setup):
         logging.getLogger("vllm").setLevel(logging.ERROR)
         warnings.filterwarnings("ignore", category=FutureWarning)
+        import torch
         from vllm import LLM
 
         from vllm_adaptive_tree.amx import allow_amx
@@ -68,80 +83,91 @@ class Offline:
             **setup.arguments(),
         )
         self.engine = self.llm.llm_engine
+        self.dtype: torch.dtype = self.engine.model_config.dtype
         self.repaired = config.role == "chain" and repair_sampling()
         self.started = 0  # requests so far, for their names
         encode = self.llm.get_tokenizer().encode
         room = setup.max_model_len - setup.max_tokens
-        self.prompts = {prompt: encode(prompt)[-room:] for prompt in setup.prompts}
+        self.prompts = [encode(prompt)[-room:] for prompt in setup.prompts]
 
     def measure(self, cell: Cell, number: int) -> Measurement:
-        if cell.place == "swing":
-            found = self._swing(cell, number)
-        elif cell.place == "first":
-            found = self._first(cell, number)
-        else:
-            found = self._steady(cell, load(self.setup.prompts, cell.concurrency, number, self.setup.waves))
-        return replace(found, repaired=self.repaired and cell.sampled)
+        measure = {"bursty": self._bursty, "first": self._first}.get(cell.place, self._steady)
+        return replace(measure(cell, number), repaired=self.repaired and cell.sampled)
 
-    def _steady(self, cell: Cell, prompts: Sequence[str]) -> Measurement:
+    def _steady(self, cell: Cell, number: int) -> Measurement:
         """A request that ends makes room for the next."""
-        before, others, began = self._counters(), Others([os.getpid()]), time.perf_counter()
-        running: dict[str, Arrivals] = {}
-        requests: list[Arrivals] = []
-        while running or len(requests) < len(prompts):
-            wanted = min(cell.concurrency, len(running) + len(prompts) - len(requests))
-            for name in self._top_up(running, wanted, iter(prompts[len(requests) :]), cell):
-                requests.append(running[name])
-            self._step(running)
-        counted, seconds = self._counters().since(before), time.perf_counter() - began
-        return measurement(requests, seconds, counted, peak_memory([os.getpid()]), others.cores())
+        prompts = self._prompts_of_round(cell, number)
+        running: dict[str, RequestTiming] = {}
+        requests: list[RequestTiming] = []
+
+        def run() -> None:
+            while running or len(requests) < len(prompts):
+                wanted = min(cell.concurrency, len(running) + len(prompts) - len(requests))
+                requests.extend(self._top_up(running, wanted, iter(prompts[len(requests) :]), cell))
+                self._step(running)
+
+        return self._measured(run, requests)
 
     def _first(self, cell: Cell, number: int) -> Measurement:
-        """The engine's next steps after the prompts of one batch are read, whatever they bring."""
-        prompts = load(self.setup.prompts, cell.concurrency, number, 1)
-        running: dict[str, Arrivals] = {}
-        self._top_up(running, cell.concurrency, iter(prompts), cell)
+        """The first `FIRST_STEPS` steps after the prefill of one batch."""
+        running: dict[str, RequestTiming] = {}
+        self._top_up(running, cell.concurrency, iter(self._prompts_of_round(cell, number)), cell)
         while not all(one.steps for one in running.values()):
             self._step(running)
-        before, others, began, tokens = self._counters(), Others([os.getpid()]), time.perf_counter(), 0
-        for _ in range(FIRST_STEPS):
-            tokens += self._step(running)
-        seconds = time.perf_counter() - began
+        requests, tokens = list(running.values()), 0
+
+        def run() -> None:
+            nonlocal tokens
+            for _ in range(FIRST_STEPS):
+                tokens += self._step(running)
+
+        found = self._measured(run, requests)
         self.engine.abort_request(list(running))
-        counted = self._counters().since(before)
-        found = measurement(running.values(), seconds, counted, peak_memory([os.getpid()]), others.cores())
         return replace(found, tokens=tokens, outputs=[])
 
-    def _swing(self, cell: Cell, number: int) -> Measurement:
-        """Few and many requests in turn; a request that ends makes room for the next, what is too many is aborted."""
-        before, others, began = self._counters(), Others([os.getpid()]), time.perf_counter()
-        running: dict[str, Arrivals] = {}
-        requests: list[Arrivals] = []
-        swing: dict[str, list[float]] = {"1": [0, 0.0], str(cell.concurrency): [0, 0.0]}
-        for phase, wanted in enumerate([1, cell.concurrency] * SWINGS, start=2 * SWINGS * number):
-            prompts = phase_prompts(self.setup.prompts, cell.concurrency, phase)
-            surplus = list(running)[wanted:]
-            self.engine.abort_request(surplus)
-            for name in surplus:
-                del running[name]
-            tokens, phase_began = 0, time.perf_counter()
-            while time.perf_counter() - phase_began < self.setup.swing_seconds:
-                for name in self._top_up(running, wanted, prompts, cell):
-                    requests.append(running[name])
-                tokens += self._step(running)
-            swing[str(wanted)][0] += tokens
-            swing[str(wanted)][1] += time.perf_counter() - phase_began
-        self.engine.abort_request(list(running))
-        counted = self._counters().since(before)
-        seconds = time.perf_counter() - began
-        return measurement(requests, seconds, counted, peak_memory([os.getpid()]), others.cores(), swing)
+    def _bursty(self, cell: Cell, number: int) -> Measurement:
+        """One request and many in turn. A request that ends makes room for the next; surplus ones are aborted."""
+        running: dict[str, RequestTiming] = {}
+        requests: list[RequestTiming] = []
+        totals: dict[str, list[float]] = {"1": [0, 0.0], str(cell.concurrency): [0, 0.0]}
 
-    def _top_up(self, running: dict[str, Arrivals], wanted: int, prompts: Iterator[str], cell: Cell) -> list[str]:
-        names = [self._add(next(prompts), cell) for _ in range(wanted - len(running))]
-        running.update((name, Arrivals()) for name in names)
-        return names
+        def run() -> None:
+            for phase, wanted in enumerate([1, cell.concurrency] * BURSTS, start=2 * BURSTS * number):
+                prompts = prompts_of_phase(range(len(self.prompts)), cell.concurrency, phase)
+                surplus = list(running)[wanted:]
+                self.engine.abort_request(surplus)
+                for name in surplus:
+                    del running[name]
+                tokens, started = 0, time.perf_counter()
+                while time.perf_counter() - started < self.setup.phase_seconds:
+                    requests.extend(self._top_up(running, wanted, prompts, cell))
+                    tokens += self._step(running)
+                totals[str(wanted)][0] += tokens
+                totals[str(wanted)][1] += time.perf_counter() - started
+            self.engine.abort_request(list(running))
 
-    def _add(self, prompt: str, cell: Cell) -> str:
+        return replace(self._measured(run, requests), outputs=[], bursty=totals)
+
+    def _measured(self, run: Callable[[], None], requests: list[RequestTiming]) -> Measurement:
+        """What `run` does, to `requests` among others."""
+        before, background, started = self._counters(), BackgroundLoad([os.getpid()]), time.perf_counter()
+        run()
+        counted, seconds = self._counters().since(before), time.perf_counter() - started
+        memory, cores = peak_memory([os.getpid()]), background.cores()
+        return measurement(requests, seconds, counted, memory, cores, keep_tokens=self.keep_tokens)
+
+    def _prompts_of_round(self, cell: Cell, number: int) -> list[int]:
+        return prompt_indices(cell, number, len(self.prompts))
+
+    def _top_up(
+        self, running: dict[str, RequestTiming], wanted: int, prompts: Iterator[int], cell: Cell
+    ) -> list[RequestTiming]:
+        """Start requests until `wanted` are running; returns the new ones."""
+        new = {self._add(next(prompts), cell): RequestTiming() for _ in range(wanted - len(running))}
+        running.update(new)
+        return list(new.values())
+
+    def _add(self, prompt: int, cell: Cell) -> str:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -150,16 +176,16 @@ class Offline:
         params.max_tokens, params.ignore_eos = self.setup.max_tokens, True
         if cell.place == "first":
             params.max_tokens = self.setup.max_model_len - len(tokens)
-        if cell.place == "swing":
-            params.max_tokens = min(LONGER * self.setup.max_tokens, self.setup.max_model_len - len(tokens))
+        if cell.place == "bursty":
+            params.max_tokens = min(BURSTY_LENGTH * self.setup.max_tokens, self.setup.max_model_len - len(tokens))
         params.output_kind, params.detokenize = RequestOutputKind.DELTA, False
         self.started += 1
         name = str(self.started)
         self.engine.add_request(name, {"prompt_token_ids": tokens}, params)
         return name
 
-    def _step(self, running: dict[str, Arrivals]) -> int:
-        """The number of tokens that it brought; finished requests leave `running`."""
+    def _step(self, running: dict[str, RequestTiming]) -> int:
+        """One step of the engine; returns how many tokens it brought. Finished requests leave `running`."""
         outputs, count = self.engine.step(), 0
         now = time.perf_counter()
         for output in outputs:
@@ -175,7 +201,7 @@ class Offline:
         return Counters.read(self._samples())
 
     def _samples(self) -> Iterator[tuple[str, dict[str, str], float]]:
-        """Named as a server names them."""
+        """Metrics under the names of a server's /metrics."""
         for metric in self.llm.get_metrics():
             if hasattr(metric, "sum"):  # a histogram
                 yield f"{metric.name}_sum", metric.labels, metric.sum

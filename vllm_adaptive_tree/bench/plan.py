@@ -1,16 +1,16 @@
-"""What is measured: configurations, cells, and which engines are alive together."""
+"""The plan of a run: configurations, cells (loads), and which engines are alive together."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
 BASE = "no speculation"
-ALIVE = 3
-"""Engines alive at a time, at most: each holds its weights and its cache."""
+MAX_ENGINES = 3
+"""Engines alive at a time: each holds its weights and its cache."""
 
-Place = Literal["offline", "server", "swing", "first"]
-Role = Literal["base", "chain", "method", "probe"]
-"""A probe is a method with an unusual draft; it runs offline, greedy, and is no method to recommend."""
+Place = Literal["offline", "server", "bursty", "first"]
+Role = Literal["base", "chain", "method", "stress draft"]
+"""A stress draft is an unusual one, which a budget has to survive; it runs offline and greedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Config:
 
     @property
     def fixed(self) -> bool:
-        """Whether it spends the same on every step, whatever the load."""
+        """Whether its trees do not depend on the load."""
         tree = (self.speculation or {}).get("tree", {})
         return self.role in ("base", "chain") or tree.get("budget", "auto") != "auto"
 
@@ -32,16 +32,23 @@ class Config:
 @dataclass(frozen=True, slots=True)
 class Cell:
     place: Place
-    concurrency: int  # of a swing: the highest
+    concurrency: int  # of a bursty load: the highest
     sampled: bool = False  # with the model's own sampling; else greedy
+    requests: int | None = None  # of a round; None: as many as `workloads` thinks enough
 
     @property
     def name(self) -> str:
-        load = f"1-{self.concurrency}" if self.place == "swing" else str(self.concurrency)
+        load = f"1-{self.concurrency}" if self.place == "bursty" else str(self.concurrency)
         return f"{self.place} {load} {'sampled' if self.sampled else 'T=0'}"
 
+    @property
+    def title(self) -> str:
+        who = "request at a time" if self.concurrency == 1 else "requests at a time"
+        served = " through the server" if self.place == "server" else ""
+        return f"{self.concurrency} {who}{served}, {'sampled' if self.sampled else 'T = 0'}"
+
     def runs(self, config: Config) -> bool:
-        return config.role != "probe" or (self.place == "offline" and not self.sampled)
+        return config.role != "stress draft" or (self.place == "offline" and not self.sampled)
 
 
 class Stage(NamedTuple):
@@ -56,10 +63,10 @@ class Stage(NamedTuple):
         return f"{'server' if self.served else 'offline'}: {', '.join(config.name for config in self.configs)}"
 
 
-def groups(configs: Sequence[Config], alive: int = ALIVE) -> list[tuple[Config, ...]]:
-    """The base with `alive` - 1 others at a time: methods first, each beside a chain where there is one; the longest
-    chains that are no longer than 3 lead. Where only chains are left, the first method takes the base's place: every
-    chain runs beside a method, and its ratio to the base goes through it.
+def groups(configs: Sequence[Config], alive: int = MAX_ENGINES) -> list[tuple[Config, ...]]:
+    """The base with `alive` - 1 others at a time: each method with a chain while there are chains, those of about 3
+    tokens first. Where only chains are left, the first method takes the base's place, so that every chain is
+    interleaved with a method; its ratio to the base goes through that.
     """
     base = next(config for config in configs if config.role == "base")
     methods = [config for config in configs if config.role == "method"]
@@ -68,7 +75,7 @@ def groups(configs: Sequence[Config], alive: int = ALIVE) -> list[tuple[Config, 
     while methods or chains:
         order += methods[:1] + chains[:1]
         methods, chains = methods[1:], chains[1:]
-    order += [config for config in configs if config.role == "probe"]
+    order += [config for config in configs if config.role == "stress draft"]
     others = alive - 1
     parts = [order[start : start + others] for start in range(0, len(order), others)] or [[]]
     first = next((config for config in order if config.role == "method"), base)
@@ -76,16 +83,16 @@ def groups(configs: Sequence[Config], alive: int = ALIVE) -> list[tuple[Config, 
 
 
 def stages(configs: Sequence[Config], cells: Sequence[Cell]) -> list[Stage]:
-    """In the order in which they are run: what matters most first."""
+    """In the order in which they run: the most important first."""
     found = []
     for served in (False, True):
-        mine = [cell for cell in cells if (cell.place == "server") == served]
+        own = [cell for cell in cells if (cell.place == "server") == served]
         for group in groups(configs):
-            shared = tuple(cell for cell in mine if any(cell.runs(config) for config in group[1:]) or len(group) == 1)
+            shared = tuple(cell for cell in own if any(cell.runs(config) for config in group[1:]) or len(group) == 1)
             running = tuple(config for config in group if any(cell.runs(config) for cell in shared))
             if shared:
                 found.append(Stage(served, running, shared))
-    return sorted(found, key=lambda stage: any(config.role == "probe" for config in stage.configs))
+    return sorted(found, key=lambda stage: any(config.role == "stress draft" for config in stage.configs))
 
 
 def _tokens(config: Config) -> int:

@@ -1,10 +1,9 @@
-"""An engine in a process of its own, which takes the engine with it when it ends and sleeps between rounds."""
+"""An engine in a process of its own, idle between rounds; the engine ends with the process."""
 
 import contextlib
 import os
 import sys
 import traceback
-from collections.abc import Callable
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,13 +17,16 @@ STOP_SECONDS = 20.0
 
 
 class EngineProcess:
-    """Raises RuntimeError where the engine does not start, or ends; what it printed is in `log`."""
+    """A process with an engine of class `kind`. Its output goes to `log`; without one, to where this process's goes.
 
-    def __init__(self, config: Config, setup: Setup, log: Path):
+    Raises RuntimeError if the engine fails to start or ends.
+    """
+
+    def __init__(self, config: Config, setup: Setup, log: Path | None, kind: type[Offline] = Offline):
         context = get_context("spawn")
         self.name, self.log = config.name, log
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, config, setup, log), daemon=True)
+        self.process = context.Process(target=_serve, args=(theirs, config, setup, log, kind), daemon=True)
         self.process.start()
         theirs.close()
         try:
@@ -34,10 +36,14 @@ class EngineProcess:
             raise
 
     def measure(self, cell: Cell, number: int) -> Measurement:
-        self.connection.send((cell, number))
-        found = self._answer()
+        found = self.call("measure", cell, number)
         assert isinstance(found, Measurement)
         return found
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """What that method of the engine returns."""
+        self.connection.send((method, arguments))
+        return self._answer()
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -49,40 +55,32 @@ class EngineProcess:
         self.connection.close()
 
     def _answer(self) -> Any:
+        where = f"; see {self.log}" if self.log else ""
         try:
-            kind, value = self.connection.recv()
+            failed, value = self.connection.recv()
         except (EOFError, OSError) as error:
             self.process.join(STOP_SECONDS)
             reason = f"its process ended with code {self.process.exitcode}"
-            raise RuntimeError(f"the engine of {self.name!r} is gone: {reason}; see {self.log}") from error
-        if kind == "error":
-            raise RuntimeError(f"the engine of {self.name!r} failed: {value}; see {self.log}")
+            raise RuntimeError(f"the engine of {self.name!r} is gone: {reason}{where}") from error
+        if failed:
+            raise RuntimeError(f"the engine of {self.name!r} failed: {value}{where}")
         return value
 
 
-def _serve(connection: Connection, config: Config, setup: Setup, log: Path) -> None:
-    """In the process: rounds until told to stop, or until the parent is gone."""
-    with log.open("ab") as file:
-        os.dup2(file.fileno(), sys.stdout.fileno())
-        os.dup2(file.fileno(), sys.stderr.fileno())
-    engine = _try(connection, lambda: Offline(config, setup))
-    if engine is None:
-        return
-    connection.send(("ready", None))
-    with contextlib.suppress(EOFError, KeyboardInterrupt, BrokenPipeError):
-        while (command := connection.recv()) is not None:
-            cell, number = command
-            found = _try(connection, lambda cell=cell, number=number: engine.measure(cell, number))  # type: ignore[misc]
-            if found is None:
-                return
-            connection.send(("measured", found))
-    engine.engine.engine_core.shutdown()
-
-
-def _try(connection: Connection, work: Callable[[], Any]) -> Any:
+def _serve(connection: Connection, config: Config, setup: Setup, log: Path | None, kind: type[Offline]) -> None:
+    """In the process: answer calls until told to stop, or until the parent is gone."""
+    if log is not None:
+        with log.open("ab") as file:
+            os.dup2(file.fileno(), sys.stdout.fileno())
+            os.dup2(file.fileno(), sys.stderr.fileno())
     try:
-        return work()
+        engine = kind(config, setup)
+        connection.send((False, None))
+        with contextlib.suppress(EOFError, KeyboardInterrupt, BrokenPipeError):
+            while (command := connection.recv()) is not None:
+                method, arguments = command
+                connection.send((False, getattr(engine, method)(*arguments)))
+        engine.engine.engine_core.shutdown()
     except Exception as error:
         traceback.print_exc()
-        connection.send(("error", f"{type(error).__name__}: {error}"[:2000]))
-        return None
+        connection.send((True, f"{type(error).__name__}: {error}"[:2000]))

@@ -1,4 +1,4 @@
-"""How far a run is: a bar on a terminal, now and then a line elsewhere."""
+"""Progress of a run: a bar on a terminal, an occasional line elsewhere."""
 
 import sys
 import time
@@ -25,7 +25,7 @@ class Progress:
         self.bar.update()
 
     def say(self, text: str) -> None:
-        """What comes next."""
+        """Say what comes next."""
         self.bar.set_description_str(text)
         if not self.terminal and time.monotonic() - self.written > LINE_SECONDS:
             self.written = time.monotonic()

@@ -1,27 +1,31 @@
-"""The measured acceptance under the costs of other hardware: what would be, not what was measured."""
+"""Projection of the measured acceptance to other hardware: what its costs would make of the same trees."""
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from vllm_adaptive_tree.bench.plan import Cell, Config
 from vllm_adaptive_tree.bench.results import Row
-from vllm_adaptive_tree.budget import Curve
+from vllm_adaptive_tree.budget import Costs
 
 
-class Costs(NamedTuple):
-    """Of one pair of models on one machine."""
+class Hardware(NamedTuple):
+    """Costs of one pair of models on one machine, as a cost file has them."""
 
-    name: str  # says whether it was measured
-    verify: Curve  # seconds of a target forward by its rows
-    draft: Curve  # seconds of a draft level by its rows
-    step: float  # seconds of a step outside both models
+    name: str  # says whether they were measured
+    costs: Costs
+    step: float = 0.0  # seconds of a step outside both models
 
     def seconds(self, requests: int, nodes: float, levels: float) -> float:
-        """Of a step of `requests` with `nodes` nodes each, drafted in `levels` levels."""
-        draft = levels * self.draft.cost(requests * nodes / levels) if levels else 0.0
-        return self.verify.cost(requests * (1 + nodes)) + draft + self.step
+        """Seconds of a step of `requests` with `nodes` nodes each, drafted in `levels` levels."""
+        draft = levels * self.costs.draft.cost(requests * nodes / levels) if levels else 0.0
+        return self.costs.verify.cost(requests * (1 + nodes)) + draft + self.step
+
+    def to_json(self) -> dict[str, Any]:
+        """The content of a cost file, which `tree: {"cost_profile": ..}` reads too."""
+        return {"name": self.name, "step": self.step, "costs": self.costs.to_json()}
 
 
 class Projected(NamedTuple):
@@ -31,38 +35,52 @@ class Projected(NamedTuple):
     to_base: float
 
 
-def read_costs(file: Path) -> Costs:
-    """Raises ValueError where the file holds no costs."""
+def read_hardware(file: Path) -> Hardware:
+    """Read a cost file: one of `vllm-adaptive-tree costs`, or a cost profile that an engine wrote.
+
+    Raises ValueError if the file contains no costs.
+    """
     try:
         data: dict[str, Any] = json.loads(file.read_text())
-        step = float(data["step"])
-        if step < 0:
+        if "costs" not in data:  # release 0.1
+            costs = {"verify": data["verify"], "draft": data["draft"], "context": 0.0}
+            data = {"name": data["name"], "step": data["step"], "costs": costs}
+            print(
+                f"{file}: this format will not be read by the next release; write it anew with `vllm-adaptive-tree "
+                'costs`, or move "verify" and "draft" into {"costs": {"verify": .., "draft": .., "context": 0}}',
+                file=sys.stderr,
+            )
+        found = Hardware(str(data.get("name", file.stem)), Costs.from_json(data["costs"]), float(data.get("step", 0)))
+        if found.step < 0:
             raise ValueError('"step" is negative')
-        return Costs(str(data["name"]), Curve.from_json(data["verify"]), Curve.from_json(data["draft"]), step)
+        return found
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise ValueError(
-            f"--project: {str(file)!r} holds no costs ({type(error).__name__}: {error}); it needs name, verify and "
-            'draft (each {"rows": [..], "seconds": [..]}) and step (seconds); vllm_adaptive_tree/bench/curves has one'
+            f"--project: {str(file)!r} holds no costs ({type(error).__name__}: {error}); it needs name, step (seconds) "
+            'and costs: {"verify": .., "draft": .., "context": ..}, the first two {"rows": [..], "seconds": [..]}; '
+            "`vllm-adaptive-tree costs` writes one, and so does an engine with a cost_profile"
         ) from error
 
 
-def project(costs: Costs, cells: Sequence[Cell], configs: Sequence[Config], rows: Sequence[Row]) -> list[Projected]:
-    """Steady loads only; prefills and the attention to long contexts cost nothing here."""
+def project(
+    hardware: Hardware, cells: Sequence[Cell], configs: Sequence[Config], rows: Sequence[Row]
+) -> list[Projected]:
+    """Steady loads only; prefill and attention to long contexts are not counted."""
     by_name = {config.name: config for config in configs}
     found = []
     for cell in cells:
         for row in rows:
             if row.cell == cell.name:
                 levels = _levels(by_name[row.config], row)
-                seconds = costs.seconds(cell.concurrency, row.nodes_per_step, levels)
+                seconds = hardware.seconds(cell.concurrency, row.nodes_per_step, levels)
                 speed = cell.concurrency * row.tokens_per_step / seconds
-                plain = cell.concurrency / costs.seconds(cell.concurrency, 0.0, 0.0)
+                plain = cell.concurrency / hardware.seconds(cell.concurrency, 0.0, 0.0)
                 found.append(Projected(cell.name, row.config, speed, speed / plain))
     return found
 
 
 def _levels(config: Config, row: Row) -> float:
-    """Draft levels of a step: a chain's are its tokens; a tree has no more than nodes at that depth, and none twice."""
+    """Draft levels of a step. A chain has one per token; a tree at most one per depth, fewer if few steps reach it."""
     if config.role == "chain":
         return row.nodes_per_step
     return sum(min(1.0, nodes) for nodes in row.nodes_by_depth.values())

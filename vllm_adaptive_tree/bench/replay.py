@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_adaptive_tree.bench.policies import Auto, Fixed, Policy
-from vllm_adaptive_tree.bench.projection import read_costs
+from vllm_adaptive_tree.bench.projection import read_hardware
 from vllm_adaptive_tree.bench.recording import Recording
 from vllm_adaptive_tree.bench.simulation import Machine, Row, Workload, expected, simulate
 from vllm_adaptive_tree.budget import Costs
@@ -68,7 +68,8 @@ OFF = {"verify x 1.5": (1.5, 1.0), "draft x 3": (1.0, 3.0)}
 def machines() -> list[Machine]:
     """Those of the bundled curves."""
     files = sorted((Path(__file__).parent / "curves").glob("*.json"))
-    return [Machine(file.stem, *read_costs(file)[1:4]) for file in files]
+    found = {file.stem: read_hardware(file) for file in files}
+    return [Machine(name, one.costs.verify, one.costs.draft, one.step) for name, one in found.items()]
 
 
 def rows(recordings: Sequence[Recording], workloads: Sequence[Workload] = WORKLOADS) -> list[Row]:

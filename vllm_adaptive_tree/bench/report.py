@@ -1,4 +1,4 @@
-"""Writes and shows what the rounds say."""
+"""Report of a run: files and console output."""
 
 import json
 import sys
@@ -12,10 +12,13 @@ from vllm_adaptive_tree.bench import tables
 from vllm_adaptive_tree.bench.first import first_rows
 from vllm_adaptive_tree.bench.plan import Cell, Config
 from vllm_adaptive_tree.bench.plots import draw
-from vllm_adaptive_tree.bench.projection import Costs, project
-from vllm_adaptive_tree.bench.results import rows, swing_rows, to_json
+from vllm_adaptive_tree.bench.projection import Hardware, project
+from vllm_adaptive_tree.bench.results import bursty_rows, rows, to_json
 from vllm_adaptive_tree.bench.rounds import Round
+from vllm_adaptive_tree.bench.statistics import row_to_json
 from vllm_adaptive_tree.files import atomic_write
+
+MIN_WIDTH = 140  # of the console; an interval that is cut off says nothing
 
 
 def report(
@@ -24,26 +27,30 @@ def report(
     cells: Sequence[Cell],
     configs: Sequence[Config],
     rounds: Sequence[Round],
-    costs: Sequence[Costs],
+    hardware: Sequence[Hardware],
     failures: Mapping[str, str],
     first: Sequence[Cell] = (),
 ) -> None:
-    """results.json, results.md and the plots in `folder`, and the tables on the console."""
-    steady, swing = rows(cells, configs, rounds), swing_rows(cells, configs, rounds)
-    beginnings = first_rows(first, configs, rounds)
-    projections = {one.name: project(one, cells, configs, steady) for one in costs}
-    data = to_json(settings, steady, swing, failures)
-    data["first_steps"] = [one.to_json() for one in beginnings]
+    """Write results.json, results.md and the plots to `folder`, and the tables to the console."""
+    steady, bursts = rows(cells, configs, rounds), bursty_rows(cells, configs, rounds)
+    first_steps = first_rows(first, configs, rounds)
+    projections = {one.name: project(one, cells, configs, steady) for one in hardware}
+    data = to_json(settings, steady, bursts, failures)
+    data["first_steps"] = [row_to_json(row) for row in first_steps]
     data["projections"] = {name: [one._asdict() for one in projected] for name, projected in projections.items()}
     tabled = [
-        *tables.tables(steady, swing),
-        *tables.first(beginnings),
+        *tables.speed(cells, steady),
+        *tables.steps(cells, steady),
+        *tables.bursty(bursts),
+        *tables.first(first_steps),
         *(tables.projection(*item) for item in projections.items()),
     ]
-    notes = tables.notes(steady)
+    notes = [tables.SPEED_NOTE, tables.TOKENS_NOTE, tables.STEP_NOTE, *tables.warnings(steady)]
     atomic_write(folder / "results.json", (json.dumps(data, indent=2) + "\n").encode())
     atomic_write(folder / "results.md", tables.markdown(settings, tabled, notes, failures).encode())
-    tables.show(Console(highlight=False, soft_wrap=True), settings, tabled, notes)
+    console = Console(highlight=False, soft_wrap=True)
+    console.width = max(console.width, MIN_WIDTH)
+    tables.show(console, settings, tabled, notes)
     try:
         draw(folder, cells, configs, steady)
     except ImportError as error:

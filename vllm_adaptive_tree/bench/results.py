@@ -1,7 +1,7 @@
-"""What the rounds say: one row per cell and configuration."""
+"""Results: one row per cell and configuration, from the rounds of a run."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain, product
 from statistics import fmean
 from statistics import median as median_of
@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm_adaptive_tree.bench.plan import BASE, Cell, Config
 from vllm_adaptive_tree.bench.rounds import Measurement, Round
-from vllm_adaptive_tree.bench.statistics import Estimate, Rounds, median, percentile, ratio, ratio_through
+from vllm_adaptive_tree.bench.statistics import ByRound, Estimate, median, percentile, ratio, ratio_through, row_to_json
 
 PHASES = ("draft", "tree", "verify", "accept", "commit")
 FORWARDS = ("draft", "verify")
@@ -35,25 +35,18 @@ class Row:
     time_per_token_p99: float | None
     memory: int  # bytes
     other_cores: float  # that other programs kept busy, in the median round
-    repaired: bool  # see repair.py
+    repaired: bool  # see vllm_55005.py
     identical: float | None  # share of greedy requests whose tokens are the base's
-
-    def to_json(self) -> dict[str, Any]:
-        data = asdict(self)
-        for name in ("tokens_per_second", "to_base", "to_best_chain"):
-            value: Estimate | None = getattr(self, name)
-            data[name] = value and value._asdict()
-        return data
 
 
 @dataclass(frozen=True, slots=True)
-class SwingRow:
-    """Under a load that swings: one phase of it."""
+class BurstyRow:
+    """One phase of a bursty load."""
 
     config: str
     concurrency: int
     tokens_per_second: Estimate
-    best_fixed: str | None  # that does best in this phase
+    best_fixed: str | None  # the best fixed configuration of this phase
     to_best_fixed: Estimate | None
 
 
@@ -69,14 +62,14 @@ class Series:
     def of(self, config: str) -> list[Measurement]:
         return [one.measured[config] for one in self.rounds if config in one.measured]
 
-    def speeds(self, config: str, stage: str | None = None, phase: str | None = None) -> Rounds:
-        """Tokens per second by round, of one stage; of all stages: by a running number."""
-        mine = [one for one in self.rounds if config in one.measured and stage in (None, one.stage)]
-        return {one.number if stage else index: _speed(one.measured[config], phase) for index, one in enumerate(mine)}
+    def speeds(self, config: str, stage: str | None = None, phase: str | None = None) -> ByRound:
+        """Tokens per second by the number of the round, of one stage; of all stages by a running number."""
+        chosen = [one for one in self.rounds if config in one.measured and stage in (None, one.stage)]
+        return {one.number if stage else index: _speed(one.measured[config], phase) for index, one in enumerate(chosen)}
 
     def compared(self, config: str, other: str, phase: str | None = None) -> Estimate | None:
-        """`config` over `other`, in rounds that ran side by side where there are enough, else through a third one that
-        ran beside both."""
+        """`config` over `other`: in interleaved rounds if there are enough, else through a third configuration that was
+        interleaved with both."""
         for stage in self.stages:
             direct = ratio(self.speeds(config, stage, phase), self.speeds(other, stage, phase))
             if direct is not None:
@@ -94,7 +87,7 @@ class Series:
         return None
 
     def best(self, names: Sequence[str], phase: str | None = None) -> str | None:
-        """Of those that ran, the one that is fastest against the base."""
+        """The fastest of those that ran, relative to the base."""
         found = {}
         for name in names:
             if name == BASE and self.of(BASE):
@@ -104,8 +97,9 @@ class Series:
         return max(found, key=found.__getitem__) if found else None
 
     def identical(self, config: str) -> float | None:
-        """Share of requests that got the base's tokens in a round of the same number, which has the same prompts."""
-        if self.cell.sampled or self.cell.place == "swing":
+        """Fraction of requests with the same tokens as the base in the round of that number, which has the same
+        prompts."""
+        if self.cell.sampled or self.cell.place == "bursty":
             return None
         base = {one.number: one.measured[BASE].outputs for one in self.rounds if BASE in one.measured}
         pairs = [
@@ -113,7 +107,7 @@ class Series:
             for one in self.rounds
             if config in one.measured and one.number in base
         ]
-        same = [mine == theirs for ours, plain in pairs for mine, theirs in zip(ours, plain, strict=True)]
+        same = [one == other for ours, plain in pairs for one, other in zip(ours, plain, strict=True)]
         return fmean(same) if same else None
 
 
@@ -121,7 +115,7 @@ def rows(cells: Sequence[Cell], configs: Sequence[Config], rounds: Sequence[Roun
     found = []
     chains = [config.name for config in configs if config.role == "chain"]
     for cell in cells:
-        if cell.place == "swing":
+        if cell.place == "bursty":
             continue
         series = Series(cell, rounds)
         best = series.best(chains)
@@ -131,10 +125,10 @@ def rows(cells: Sequence[Cell], configs: Sequence[Config], rounds: Sequence[Roun
     return found
 
 
-def swing_rows(cells: Sequence[Cell], configs: Sequence[Config], rounds: Sequence[Round]) -> list[SwingRow]:
+def bursty_rows(cells: Sequence[Cell], configs: Sequence[Config], rounds: Sequence[Round]) -> list[BurstyRow]:
     found = []
     for cell in cells:
-        if cell.place != "swing":
+        if cell.place != "bursty":
             continue
         series = Series(cell, rounds)
         for concurrency in (1, cell.concurrency):
@@ -146,7 +140,7 @@ def swing_rows(cells: Sequence[Cell], configs: Sequence[Config], rounds: Sequenc
                 speed = median(series.speeds(config.name, phase=phase))
                 assert speed is not None
                 against = series.compared(config.name, best, phase) if best and best != config.name else None
-                found.append(SwingRow(config.name, concurrency, speed, best, against))
+                found.append(BurstyRow(config.name, concurrency, speed, best, against))
     return found
 
 
@@ -188,19 +182,14 @@ def _row(series: Series, config: Config, measured: Sequence[Measurement], best: 
 
 def _speed(one: Measurement, phase: str | None) -> float:
     if phase is None:
-        return one.tokens / one.seconds
-    tokens, seconds = one.swing[phase]
+        return one.speed
+    tokens, seconds = one.bursty[phase]
     return tokens / seconds
 
 
 def to_json(
-    settings: Mapping[str, Any], rows: Sequence[Row], swing: Sequence[SwingRow], failures: Mapping[str, str]
+    settings: Mapping[str, Any], rows: Sequence[Row], bursty: Sequence[BurstyRow], failures: Mapping[str, str]
 ) -> dict[str, Any]:
-    swings = []
-    for one in swing:
-        data = asdict(one)
-        for name in ("tokens_per_second", "to_best_fixed"):
-            value: Estimate | None = getattr(one, name)
-            data[name] = value and value._asdict()
-        swings.append(data)
-    return {"settings": settings, "rows": [row.to_json() for row in rows], "swing": swings, "failures": failures}
+    phases = [row_to_json(row) for row in bursty]
+    data = {"settings": settings, "rows": [row_to_json(row) for row in rows], "bursty": phases, "failures": failures}
+    return {**data, "swing": phases}  # the key of release 0.1

@@ -1,4 +1,4 @@
-"""Finished rounds on disk, so that a run that was ended goes on where it stood."""
+"""Finished rounds on disk, so that an interrupted run can resume."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -6,15 +6,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from vllm_adaptive_tree.files import atomic_write
+from vllm_adaptive_tree.files import atomic_write, claim_folder
 
 SETTINGS, ROUNDS = "settings.json", "rounds.jsonl"
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What one engine did in one round of one cell."""
+    """One engine's figures of one round of one cell."""
 
     seconds: float
     tokens: int
@@ -27,20 +27,33 @@ class Measurement:
     accepted: int
     memory: int  # bytes, the peak of the engine's processes so far
     other_cores: float = 0.0  # that other programs kept busy meanwhile
-    repaired: bool = False  # see repair.py
+    repaired: bool = False  # see vllm_55005.py
     phases: dict[str, float] = field(default_factory=dict)  # seconds; of a tree method
     depths: dict[str, int] = field(default_factory=dict)  # depth -> nodes; of a tree method
     outputs: list[str] = field(default_factory=list)  # checksums of the tokens, one per request
-    swing: dict[str, list[float]] = field(default_factory=dict)  # concurrency -> [tokens, seconds]
+    bursty: dict[str, list[float]] = field(default_factory=dict)  # concurrency -> [tokens, seconds]
+    token_steps: list[list[list[int]]] = field(default_factory=list)  # [request][step][token], if they are kept
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.seconds
 
 
 class Round(NamedTuple):
-    """One cell, once, by every engine of a stage, one after the other."""
+    """One cell, measured once with every engine of a stage in turn."""
 
     stage: str
     cell: str
     number: int
-    measured: Mapping[str, Measurement]  # by the configuration's name
+    measured: dict[str, Measurement]  # by the configuration's name
+
+    def to_json(self) -> dict[str, Any]:
+        return {**self._asdict(), "measured": {name: asdict(one) for name, one in self.measured.items()}}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        return cls(**{**data, "measured": {name: Measurement(**one) for name, one in data["measured"].items()}})
 
 
 class Store:
@@ -57,39 +70,17 @@ class Store:
             ValueError: the folder belongs to a run with other settings, or holds something else.
             OSError: it cannot be read or written.
         """
-        file = folder / SETTINGS
-        wanted = json.loads(json.dumps({"format": FORMAT, **settings}))
-        if file.exists():
-            found = json.loads(file.read_text())
-            differing = sorted(key for key in wanted.keys() | found.keys() if wanted.get(key) != found.get(key))
-            if differing:
-                changes = "; ".join(f"{key}: {found.get(key)!r} there, {wanted.get(key)!r} now" for key in differing)
-                raise ValueError(
-                    f"{folder} holds rounds of another run ({changes}); give the same arguments to go on there, "
-                    "another --out, or delete that folder"
-                )
-        elif folder.exists() and any(folder.iterdir()):
-            raise ValueError(f"{folder} is not empty and holds no {SETTINGS}; give another --out or delete that folder")
-        else:
-            folder.mkdir(parents=True, exist_ok=True)
-            atomic_write(file, (json.dumps(wanted, indent=2) + "\n").encode())
+        claim_folder(folder / SETTINGS, {"format": FORMAT, **settings}, contents="the rounds")
         lines = folder / ROUNDS
-        return cls(folder, [_round(line) for line in lines.read_text().splitlines()] if lines.exists() else [])
+        return cls(
+            folder,
+            [Round.from_json(json.loads(line)) for line in lines.read_text().splitlines()] if lines.exists() else [],
+        )
 
     def add(self, finished: Round) -> None:
         self.rounds.append(finished)
-        atomic_write(self.folder / ROUNDS, "".join(map(_line, self.rounds)).encode())
+        atomic_write(self.folder / ROUNDS, "".join(json.dumps(one.to_json()) + "\n" for one in self.rounds).encode())
 
     def numbers(self, stage: str, cell: str) -> set[int]:
         """The rounds of that cell that are finished."""
         return {one.number for one in self.rounds if (one.stage, one.cell) == (stage, cell)}
-
-
-def _line(one: Round) -> str:
-    measured = {name: asdict(measurement) for name, measurement in one.measured.items()}
-    return json.dumps({**one._asdict(), "measured": measured}) + "\n"
-
-
-def _round(line: str) -> Round:
-    data = json.loads(line)
-    return Round(**{**data, "measured": {name: Measurement(**one) for name, one in data["measured"].items()}})

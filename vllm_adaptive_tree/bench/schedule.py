@@ -1,4 +1,4 @@
-"""Rounds in turn: every engine of a stage once per cell, then again, until all rounds are done or time is up."""
+"""The order of rounds: every engine of a stage once per cell, then again, until all are done or time is up."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -18,10 +18,10 @@ class Engine(Protocol):
 
 
 class Schedule:
-    """Runs stages; `start` gives a running engine of a stage, or raises RuntimeError.
+    """Runs stages; `start` returns a running engine of a stage, or raises RuntimeError.
 
-    Interleaved, because a machine drifts: rounds outermost, then cells, then engines in an order that rotates. A cell
-    that would not get through its rounds in the stage's share of the time waits for the next pass, or the next run.
+    Rounds are interleaved, because a machine drifts: rounds outermost, then cells, then engines in rotating order. A
+    cell whose rounds do not fit into the stage's share of the time waits for the next pass, or the next run.
     """
 
     def __init__(
@@ -38,10 +38,10 @@ class Schedule:
         self.start, self.progress, self.clock = start, progress, clock
         self.deadline = clock() + seconds
         self.failures: dict[str, str] = {}  # name of a stage -> why it did not run
-        self.starting: dict[str, float] = {}  # name of a stage -> seconds that its engines took to start
+        self.starting: dict[str, float] = {}  # name of a stage -> seconds to start its engines
 
     def run(self) -> None:
-        """As many passes over the stages as bring something."""
+        """Pass over the stages until a pass finishes no round."""
         self.progress.start(self.turns())
         finished = -1
         while finished < len(self.store.rounds):
@@ -60,7 +60,7 @@ class Schedule:
         return sorted(set(range(1, self.rounds + 1)) - self.store.numbers(stage.name, cell.name))
 
     def turns(self, stages: Sequence[Stage] | None = None) -> int:
-        """Rounds of one engine that are still to be done, in all stages unless told."""
+        """Remaining rounds, counted per engine, of these stages (default: all)."""
         return sum(
             len(self.missing(stage, cell)) * sum(cell.runs(config) for config in stage.configs)
             for stage in (self.stages if stages is None else stages)
@@ -95,7 +95,7 @@ class Schedule:
                             self.store.add(Round(stage.name, cell.name, number, found))
 
     def _fitting(self, stage: Stage, engines: dict[str, Engine], until: float, seconds: dict[str, float]) -> list[Cell]:
-        """The open cells whose rounds fit, in order, each after a warm-up; the first of all whether it does or not."""
+        """The open cells whose rounds fit, in order, each after a warm-up; always including a stage's first one."""
         cells: list[Cell] = []
         planned = 0.0
         first = not seconds

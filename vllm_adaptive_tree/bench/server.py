@@ -1,4 +1,4 @@
-"""vLLM's server in processes of its own, and the clients that ask it."""
+"""vLLM's server in processes of its own, and its clients."""
 
 import asyncio
 import contextlib
@@ -17,12 +17,12 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
-from vllm_adaptive_tree.bench.arrivals import Arrivals, Counters, measurement, peak_memory
-from vllm_adaptive_tree.bench.loads import load
+from vllm_adaptive_tree.bench.background_load import BackgroundLoad
 from vllm_adaptive_tree.bench.offline import Setup
-from vllm_adaptive_tree.bench.others import Others
 from vllm_adaptive_tree.bench.plan import Cell, Config
+from vllm_adaptive_tree.bench.request_timing import Counters, RequestTiming, measurement, peak_memory
 from vllm_adaptive_tree.bench.rounds import Measurement
+from vllm_adaptive_tree.bench.workloads import prompt_indices
 
 NAME = "bench"
 START_SECONDS = 600.0
@@ -31,13 +31,13 @@ PR_SET_PDEATHSIG = 1  # of Linux
 
 
 class Server:
-    """Raises RuntimeError where the server does not start; what it printed is in `log`."""
+    """Raises RuntimeError if the server fails to start; its output is in `log`."""
 
     def __init__(self, config: Config, setup: Setup, log: Path):
         self.setup, self.name, self.log = setup, config.name, log
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        with socket.socket() as unused:
+            unused.bind(("127.0.0.1", 0))
+            port = unused.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         self.process = self._start(config, port)
         try:
@@ -47,14 +47,15 @@ class Server:
             raise
 
     def measure(self, cell: Cell, number: int) -> Measurement:
-        prompts = load(self.setup.prompts, cell.concurrency, number, self.setup.waves)
-        before, others = self._counters(), Others([*self._family(), os.getpid()])
-        requests, seconds = asyncio.run(self._ask(prompts, cell.concurrency))
-        busy = others.cores()
-        return measurement(requests, seconds, self._counters().since(before), peak_memory(self._family()), busy)
+        prompts = self.setup.prompts
+        chosen = [prompts[index] for index in prompt_indices(cell, number, len(prompts))]
+        before, background = self._counters(), BackgroundLoad([*self._family(), os.getpid()])
+        requests, seconds = asyncio.run(self._ask(chosen, cell.concurrency))
+        cores = background.cores()
+        return measurement(requests, seconds, self._counters().since(before), peak_memory(self._family()), cores)
 
     def close(self) -> None:
-        """The server's whole process group ends, the engine's process with it."""
+        """End the server's whole process group, which includes the engine's process."""
         for signum in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signum)
@@ -87,8 +88,8 @@ class Server:
             )
 
     def _wait(self) -> None:
-        began = time.monotonic()
-        while time.monotonic() - began < START_SECONDS:
+        started = time.monotonic()
+        while time.monotonic() - started < START_SECONDS:
             if self.process.poll() is not None:
                 raise RuntimeError(
                     f"the server of {self.name!r} ended with code {self.process.returncode}; see {self.log}"
@@ -98,23 +99,23 @@ class Server:
             time.sleep(0.5)
         raise RuntimeError(f"the server of {self.name!r} was not ready after {START_SECONDS:.0f} s; see {self.log}")
 
-    async def _ask(self, prompts: Sequence[str], clients: int) -> tuple[list[Arrivals], float]:
-        """Every client asks for the next prompt when it has its answer."""
+    async def _ask(self, prompts: Sequence[str], clients: int) -> tuple[list[RequestTiming], float]:
+        """Every client sends its next prompt when the previous answer is complete."""
         import aiohttp
 
         free = asyncio.Semaphore(clients)
 
-        async def ask(session: Any, prompt: str) -> Arrivals:
+        async def ask(session: Any, prompt: str) -> RequestTiming:
             async with free:
                 return await self._request(session, prompt)
 
         timeout = aiohttp.ClientTimeout(total=None, sock_read=600)
         async with aiohttp.ClientSession(timeout=timeout, read_bufsize=2**20) as session:
-            began = time.perf_counter()
+            started = time.perf_counter()
             requests = await asyncio.gather(*(ask(session, prompt) for prompt in prompts))
-            return requests, time.perf_counter() - began
+            return requests, time.perf_counter() - started
 
-    async def _request(self, session: Any, prompt: str) -> Arrivals:
+    async def _request(self, session: Any, prompt: str) -> RequestTiming:
         body = {
             "model": NAME,
             "prompt": prompt,
@@ -125,7 +126,7 @@ class Server:
             "return_token_ids": True,
             "truncate_prompt_tokens": self.setup.max_model_len - self.setup.max_tokens,
         }
-        arrived = Arrivals()
+        timing = RequestTiming()
         async with session.post(f"{self.url}/v1/completions", json=body) as answer:
             if answer.status != 200:
                 raise RuntimeError(
@@ -138,8 +139,8 @@ class Server:
                         raise RuntimeError(f"the server of {self.name!r} answered {data['error']}")
                     tokens = data["choices"][0].get("token_ids") if data["choices"] else None
                     if tokens:
-                        arrived.add(tokens, time.perf_counter())
-        return arrived
+                        timing.add(tokens, time.perf_counter())
+        return timing
 
     def _counters(self) -> Counters:
         from prometheus_client.parser import text_string_to_metric_families
@@ -154,6 +155,6 @@ class Server:
 
 
 def _end_with_parent() -> None:
-    """Before the server starts: it gets SIGTERM when this process is killed."""
+    """Runs in the child before the server: it gets SIGTERM when this process is killed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,17 +1,18 @@
-"""Medians with bootstrap intervals over rounds, and ratios of rounds that ran side by side."""
+"""Medians over rounds with bootstrap intervals, and ratios of interleaved rounds."""
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import fields
+from typing import Any, NamedTuple
 
 import numpy as np
 
-ENOUGH = 5
-"""Rounds; no ratio is given from fewer."""
+MIN_ROUNDS = 5
+"""No ratio is given from fewer."""
 RESAMPLES = 4000
 SEED = 0
 LOW, HIGH = 0.05, 0.95  # a 90 % interval
 
-Rounds = Mapping[int, float]  # number of the round -> its value
+ByRound = Mapping[int, float]  # number of the round -> its value
 
 
 class Estimate(NamedTuple):
@@ -21,31 +22,37 @@ class Estimate(NamedTuple):
     rounds: int
 
 
-def median(values: Rounds) -> Estimate | None:
-    """None without a value; from fewer rounds than ENOUGH the interval is what was seen."""
+def row_to_json(row: Any) -> dict[str, Any]:
+    """A dataclass with estimates in its fields."""
+    values = {field.name: getattr(row, field.name) for field in fields(row)}
+    return {name: value._asdict() if isinstance(value, Estimate) else value for name, value in values.items()}
+
+
+def median(values: ByRound) -> Estimate | None:
+    """None without a value; from fewer rounds than MIN_ROUNDS the interval is their range."""
     if not values:
         return None
     seen = np.array(list(values.values()), dtype=float)
-    if len(seen) < ENOUGH:
+    if len(seen) < MIN_ROUNDS:
         return Estimate(float(np.median(seen)), float(seen.min()), float(seen.max()), len(seen))
     return _estimate(seen, _medians(seen, SEED))
 
 
-def ratio(above: Rounds, below: Rounds) -> Estimate | None:
-    """Of the rounds that both have, pair by pair; None from fewer than ENOUGH."""
+def ratio(above: ByRound, below: ByRound) -> Estimate | None:
+    """Median of the ratios of rounds with the same number; None from fewer than MIN_ROUNDS."""
     shared = sorted(above.keys() & below.keys())
-    if len(shared) < ENOUGH:
+    if len(shared) < MIN_ROUNDS:
         return None
     pairs = np.array([above[number] / below[number] for number in shared])
     return _estimate(pairs, _medians(pairs, SEED))
 
 
-def ratio_through(above: Rounds, above_base: Rounds, below: Rounds, below_base: Rounds) -> Estimate | None:
-    """Of two that never ran side by side: each against the base of its own rounds, then one by the other."""
+def ratio_through(above: ByRound, above_base: ByRound, below: ByRound, below_base: ByRound) -> Estimate | None:
+    """Ratio of two that never ran side by side: each over the base of its own rounds, then one over the other."""
     ratios = []
     for values, base in ((above, above_base), (below, below_base)):
         shared = sorted(values.keys() & base.keys())
-        if len(shared) < ENOUGH:
+        if len(shared) < MIN_ROUNDS:
             return None
         ratios.append(np.array([values[number] / base[number] for number in shared]))
     resampled = _medians(ratios[0], SEED) / _medians(ratios[1], SEED + 1)
@@ -53,8 +60,8 @@ def ratio_through(above: Rounds, above_base: Rounds, below: Rounds, below_base: 
     return Estimate(value, *_interval(resampled), min(map(len, ratios)))
 
 
-def percentile(values: Sequence[float], share: float) -> float | None:
-    return float(np.quantile(np.array(values), share)) if len(values) else None
+def percentile(values: Sequence[float], quantile: float) -> float | None:
+    return float(np.quantile(np.array(values), quantile)) if len(values) else None
 
 
 def _estimate(seen: np.ndarray, resampled: np.ndarray) -> Estimate:
@@ -67,6 +74,6 @@ def _interval(resampled: np.ndarray) -> tuple[float, float]:
 
 
 def _medians(values: np.ndarray, seed: int) -> np.ndarray:
-    """Of RESAMPLES samples with replacement."""
-    drawn = np.random.default_rng(seed).integers(len(values), size=(RESAMPLES, len(values)))
-    return np.asarray(np.median(values[drawn], axis=1))
+    """Medians of RESAMPLES samples with replacement."""
+    chosen = np.random.default_rng(seed).integers(len(values), size=(RESAMPLES, len(values)))
+    return np.asarray(np.median(values[chosen], axis=1))

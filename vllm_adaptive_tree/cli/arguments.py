@@ -1,9 +1,22 @@
-"""Types of command-line arguments, which explain themselves when they refuse a value."""
+"""Command-line arguments that commands share, and types whose errors say what is expected."""
 
 import argparse
 from pathlib import Path
 
+from vllm_adaptive_tree.bench.environment import DRAFT, PAIR, TARGET
 from vllm_adaptive_tree.bench.prompts import parse
+
+
+def add_pair(parser: argparse.ArgumentParser) -> None:
+    for name, bundled in (("model", TARGET), ("draft", DRAFT)):
+        which = f"a folder or hub name (default: the bundled {Path(bundled).name})"
+        parser.add_argument(f"--{name}", type=_model, default=bundled, help=which)
+    parser.add_argument("--dtype", default="auto", help="as vLLM's (default: the target's own)")
+
+
+def check_lengths(options: argparse.Namespace) -> None:
+    if options.max_tokens >= options.max_model_len:
+        raise ValueError(f"--max-tokens {options.max_tokens} leaves no room for a prompt in --max-model-len")
 
 
 def positive(text: str) -> int:
@@ -38,3 +51,12 @@ def parameters(text: str) -> int:
     if not 1 <= count < 10**13:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of parameters; write 0.5B, 70M or a plain number")
     return int(count)
+
+
+def _model(text: str) -> str:
+    if Path(text).parent == PAIR and not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(
+            "the bundled pair is a package of its own and is not installed: pip install 'vllm-adaptive-tree[demo]', or "
+            "name both models"
+        )
+    return text

@@ -1,4 +1,4 @@
-"""Measure what a method needs to know of a pair of models: Sequoia's vector of chances."""
+"""Measure what a method needs to know about a pair of models: Sequoia's vector of acceptance rates."""
 
 import argparse
 import json
@@ -14,7 +14,7 @@ RULE = "rrsw"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
-    sequoia = what.add_parser("sequoia", help="how often the first, second, .. child is accepted (arXiv 2402.12374)")
+    sequoia = what.add_parser("sequoia", help="acceptance rates of the first, second, .. child (arXiv 2402.12374)")
     collecting.add_arguments(sequoia, what="the vector (JSON)")
     sequoia.add_argument("--children", type=positive, default=16, help="of a node, at most (default: %(default)s)")
 
@@ -28,9 +28,9 @@ def _sequoia(options: argparse.Namespace) -> None:
     job = job_of(options, "sequoia", {}, "static_tree", options.children, tree, rule=RULE)
     rank = collect(job).columns["rank"]
     vector = [float((rank == child).float().mean()) for child in range(options.children)]
-    for child, chance in enumerate(vector, 1):
-        print(f"child {child:2}: {chance:.4f} ± {(chance * (1 - chance) / len(rank)) ** 0.5:.4f}")
+    for child, rate in enumerate(vector, 1):
+        print(f"child {child:2}: {rate:.4f} ± {(rate * (1 - rate) / len(rank)) ** 0.5:.4f}")
     print(f"one of them: {sum(vector):.4f}, of {len(rank):,} positions")
-    measured = {"vector": [round(chance, 5) for chance in vector], "positions": len(rank), **job.arguments()}
+    measured = {"vector": [round(rate, 5) for rate in vector], "positions": len(rank), **job.arguments()}
     atomic_write(options.out, (json.dumps(measured, indent=2) + "\n").encode())
-    print(f"\n{options.out} is written; what it is counted from stays in {job.parts}", file=sys.stderr)
+    print(f"\n{options.out} is written; the examples stay in {job.parts}", file=sys.stderr)

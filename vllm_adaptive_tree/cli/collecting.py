@@ -1,62 +1,52 @@
-"""Decodes prompts with an engine that records what its trees were and what became of them, in parts on disk."""
+"""Collect training examples: decode prompts with an engine that records its verified trees, in parts on disk."""
 
 import argparse
 import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from vllm_adaptive_tree.bench.environment import TARGET, set_environment, shown
 from vllm_adaptive_tree.bench.prompts import PROMPTS
-from vllm_adaptive_tree.cli.arguments import new_file, positive, prompts_file
-from vllm_adaptive_tree.cli.demo import ENVIRONMENT, PAIR, shown
+from vllm_adaptive_tree.cli.arguments import add_pair, check_lengths, new_file, positive, prompts_file
 from vllm_adaptive_tree.gates.parts import Collected, Parts, checksum
 
-SAVE_EVERY = 30.0  # seconds: what a killed run loses at most, and one step
+SAVE_EVERY = 30.0  # seconds; a killed run loses at most these
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(NamedTuple):
+    """What is collected: examples of one kind, from trees of one method."""
+
     kind: str  # of `gates.examples.EXAMPLE_BUILDERS`
-    options: Mapping[str, Any]  # of that kind
+    examples: Mapping[str, Any]  # options of that kind
     speculation: Mapping[str, Any]  # method, nodes, rule and tree
-    model: str
-    draft: str
     prompts: tuple[str, ...]
-    out: Path
-    max_tokens: int
-    temperatures: tuple[float, ...]  # the prompts take them in turn
-    batch: int
-    max_model_len: int
-    dtype: str
+    options: argparse.Namespace  # of the command line
 
     @property
     def parts(self) -> Path:
-        return self.out.with_name(self.out.name + ".parts")
+        out: Path = self.options.out
+        return out.with_name(out.name + ".parts")
 
     def arguments(self) -> dict[str, Any]:
-        """What the examples depend on."""
+        """Everything that the examples depend on."""
         return {
             "kind": self.kind,
-            **self.options,
+            **self.examples,
             **self.speculation,
-            "model": shown(self.model),
-            "draft": shown(self.draft),
+            "model": shown(self.options.model),
+            "draft": shown(self.options.draft),
             "prompts": f"{len(self.prompts)} ({checksum(self.prompts)})",
-            "max_tokens": self.max_tokens,
-            "temperatures": self.temperatures,
-            "max_model_len": self.max_model_len,
-            "dtype": self.dtype,
+            "temperatures": self.options.temperature,
+            **{name: getattr(self.options, name) for name in ("max_tokens", "max_model_len", "dtype")},
         }
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, what: str) -> None:
     parser.add_argument("--out", type=new_file, required=True, metavar="FILE", help=f"{what}; FILE.parts: the examples")
-    pair = "a folder or hub name (default: the bundled %s)"
-    parser.add_argument("--model", default=str(PAIR / "target"), help=pair % "target")
-    parser.add_argument("--draft", default=str(PAIR / "draft"), help=pair % "draft")
+    add_pair(parser)
     parser.add_argument(
         "--prompts",
         type=prompts_file,
@@ -78,7 +68,6 @@ def add_arguments(parser: argparse.ArgumentParser, *, what: str) -> None:
     )
     parser.add_argument("--batch", type=positive, default=8, help="prompts decoded at a time (default: %(default)s)")
     parser.add_argument("--max-model-len", type=positive, default=1024, help="longest text (default: %(default)s)")
-    parser.add_argument("--dtype", default="auto", help="as vLLM's (default: the model's own)")
 
 
 def job_of(
@@ -91,29 +80,15 @@ def job_of(
     prompts: tuple[str, ...] | None = None,
     rule: str = "auto",
 ) -> Job:
-    """What the command line asks for, with trees of a `method`; `examples`: options of the `kind` of examples."""
-    if options.max_tokens >= options.max_model_len:
-        raise ValueError(f"--max-tokens {options.max_tokens} leaves no room for a prompt in --max-model-len")
-    whole = {"budget": None, **tree}  # what a tree brings shall not depend on what it costs here
+    """The job of a command line, with trees of `method`; `examples`: options of this `kind` of examples."""
+    check_lengths(options)
+    whole = {"budget": None, **tree}  # the trees must not depend on what they cost on this machine
     speculation = {"method": method, "num_speculative_tokens": nodes, "rejection_sample_method": rule, "tree": whole}
-    return Job(
-        kind,
-        examples,
-        speculation,
-        options.model,
-        options.draft,
-        options.prompts if prompts is None else prompts,
-        options.out,
-        options.max_tokens,
-        tuple(options.temperature),
-        options.batch,
-        options.max_model_len,
-        options.dtype,
-    )
+    return Job(kind, examples, speculation, options.prompts if prompts is None else prompts, options)
 
 
 def resumable(options: argparse.Namespace, work: Callable[[], None]) -> int:
-    """The exit code of a command whose `work` collects."""
+    """Run `work`, which collects; returns the exit code of the command."""
     try:
         work()
     except (ValueError, OSError) as error:
@@ -140,40 +115,38 @@ def collect(job: Job) -> Collected:
 
 
 def _decode(job: Job, parts: Parts, progress: dict[str, list[int] | None]) -> None:
-    bundled = job.model == str(PAIR / "target")
-    for name, value in ENVIRONMENT.items():
-        if name not in ("HF_HUB_OFFLINE", "OMP_NUM_THREADS") or bundled:
-            os.environ.setdefault(name, value)
+    options = job.options
+    set_environment(options.model, options.draft)
     print("an engine starts ...", file=sys.stderr, flush=True)
     import torch
     from tqdm import tqdm  # type: ignore[import-untyped]
     from vllm import LLM, SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    if bundled:  # OMP_NUM_THREADS came too late for this process
+    if options.model == TARGET:  # OMP_NUM_THREADS came too late for this process
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     nodes = job.speculation["num_speculative_tokens"]
     llm = LLM(
-        job.model,
-        speculative_config={**job.speculation, "model": job.draft},
-        dtype=job.dtype,
+        options.model,
+        speculative_config={**job.speculation, "model": options.draft},
+        dtype=options.dtype,
         enforce_eager=True,
-        max_model_len=job.max_model_len,
-        max_num_seqs=job.batch,
-        max_num_batched_tokens=max(job.max_model_len, (job.batch + 1) * (nodes + 2)),  # every tree in its full size
+        max_model_len=options.max_model_len,
+        max_num_seqs=options.batch,
+        max_num_batched_tokens=max(options.max_model_len, (options.batch + 1) * (nodes + 2)),  # every tree in full
         enable_prefix_caching=False,
         disable_log_stats=True,
         use_tqdm_on_load=False,
     )
-    llm.collective_rpc("record", args=(job.kind, dict(job.options)))
+    llm.collective_rpc("record", args=(job.kind, dict(job.examples)))
     engine, tokenizer = llm.llm_engine, llm.get_tokenizer()
     for number, prompt in enumerate(job.prompts):
         tokens = progress.setdefault(str(number), [])
         if tokens is not None:
-            text = tokenizer.encode(prompt)[-(job.max_model_len - job.max_tokens) :]
+            text = tokenizer.encode(prompt)[-(options.max_model_len - options.max_tokens) :]
             params = SamplingParams(
-                temperature=job.temperatures[number % len(job.temperatures)],
-                max_tokens=job.max_tokens - len(tokens),
+                temperature=options.temperature[number % len(options.temperature)],
+                max_tokens=options.max_tokens - len(tokens),
                 output_kind=RequestOutputKind.DELTA,
                 detokenize=False,
             )
@@ -183,7 +156,7 @@ def _decode(job: Job, parts: Parts, progress: dict[str, list[int] | None]) -> No
         return sum(llm.collective_rpc("save_recorded", args=(str(parts.next_file()), progress)))
 
     saved, trees = time.monotonic(), 0
-    left = sum(job.max_tokens - len(tokens) for tokens in progress.values() if tokens is not None)
+    left = sum(options.max_tokens - len(tokens) for tokens in progress.values() if tokens is not None)
     with tqdm(total=left, desc="decoding", unit="tok", disable=None) as bar:
         try:
             while engine.has_unfinished_requests():
@@ -191,7 +164,7 @@ def _decode(job: Job, parts: Parts, progress: dict[str, list[int] | None]) -> No
                     tokens, new = progress[output.request_id], output.outputs[0].token_ids
                     assert tokens is not None
                     tokens += new
-                    bar.update(job.max_tokens - len(tokens) + len(new) if output.finished else len(new))
+                    bar.update(options.max_tokens - len(tokens) + len(new) if output.finished else len(new))
                     if output.finished:
                         progress[output.request_id] = None
                 if time.monotonic() - saved > SAVE_EVERY:

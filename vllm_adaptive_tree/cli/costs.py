@@ -1,13 +1,14 @@
-"""Costs for `bench --project`: measured here, or the roofline of a data sheet."""
+"""Write a cost file, for `bench --project` and `cost_profile`: measured here, or estimated from a data sheet."""
 
 import argparse
 import json
 import os
 
+from vllm_adaptive_tree.bench.environment import set_environment
 from vllm_adaptive_tree.cli.arguments import new_file, parameters, positive
 from vllm_adaptive_tree.files import atomic_write
 
-MOST = 576  # rows
+MAX_ROWS = 576
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,23 +26,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sheet.add_argument("--step", type=float, default=0.0, help="seconds of a step outside the models (default: 0)")
     for one in (here, sheet):
         one.add_argument("--name", required=True, help="machine and models, and whether measured")
-        one.add_argument("--rows", type=positive, default=MOST, help="highest (default: %(default)s)")
+        one.add_argument("--rows", type=positive, default=MAX_ROWS, help="highest (default: %(default)s)")
         one.add_argument("--out", type=new_file, required=True)
 
 
 def run(options: argparse.Namespace) -> int:
-    from vllm_adaptive_tree.bench.costs import measured, roofline, rows_up_to
+    from vllm_adaptive_tree.bench.costs import measured, roofline
+    from vllm_adaptive_tree.bench.projection import Hardware
+    from vllm_adaptive_tree.budget import Costs
 
     if options.kind == "measure":
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the model is reached into
-        costs = measured(options.model, options.draft, options.dtype, options.rows)
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the model runner is accessed in this process
+        set_environment(options.model, options.draft)
+        found = measured(options.name, options.model, options.draft, options.dtype, options.rows)
     else:
         machine = {"width": options.width, "bandwidth": options.bandwidth, "operations": options.operations}
-        rows = rows_up_to(options.rows)
-        costs = {
-            "verify": roofline(options.target, rows, **machine),
-            "draft": roofline(options.draft, rows, **machine),
-            "step": options.step,
-        }
-    atomic_write(options.out, (json.dumps({"name": options.name, **costs}, indent=1) + "\n").encode())
+        verify, draft = (roofline(count, options.rows, **machine) for count in (options.target, options.draft))
+        found = Hardware(options.name, Costs(verify, draft), options.step)
+    atomic_write(options.out, (json.dumps(found.to_json()) + "\n").encode())
     return 0

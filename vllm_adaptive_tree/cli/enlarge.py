@@ -1,13 +1,13 @@
-"""Write a model of the same function and a larger cost: MLP units are added whose down-projection is zero.
+"""Enlarge a model without changing its function, by MLP units with a zero down-projection.
 
-For measuring: a small trained model has a step that costs next to nothing, which no model in use has.
+For measurements: a step of a small trained model costs next to nothing, unlike that of any model in use.
 """
 
 import argparse
 import sys
 from pathlib import Path
 
-from vllm_adaptive_tree.bench.enlarge import enlarge
+from vllm_adaptive_tree.bench.models import enlarge
 from vllm_adaptive_tree.cli.arguments import parameters
 
 

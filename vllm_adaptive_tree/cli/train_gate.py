@@ -81,7 +81,7 @@ def _c2t(options: argparse.Namespace) -> None:
             "--features out"
         )
     prompts = options.prompts
-    if start is not None:  # the paper's tenth; two is the least: one is held out
+    if start is not None:  # the paper's tenth; at least two, since one is held out
         prompts = prompts[: max(2, len(prompts) // 10)]
     tree = {"top_k": options.top_k, "max_depth": options.max_depth}
     job = job_of(options, "c2t", {"entropy_top": options.entropy_top}, "eagle2", options.nodes, tree, prompts)
@@ -124,7 +124,7 @@ def _mcsd(options: argparse.Namespace) -> None:
 
 @contextmanager
 def _watched() -> Iterator[Watch]:
-    """What follows a training, on one thread: for so small a model more of them cost time."""
+    """A progress bar for a training, which runs on one thread: more would slow so small a model down."""
     import torch
     from tqdm import tqdm  # type: ignore[import-untyped]
 
@@ -142,16 +142,16 @@ def _watched() -> Iterator[Watch]:
 def _finish(
     out: Path, kind: str, threshold: str, job: Job, collected: Collected, trained: Trained, settings: dict[str, Any]
 ) -> None:
-    label, of_a_tree = collected.columns["label"], kind == "c2t"
+    label, per_tree = collected.columns["label"], kind == "c2t"
     print(f"{collected.trees:,} trees, {len(label):,} examples, {label.sum():,.0f} of them positive")
     print(f"held out: {len(trained.label):,} examples, {trained.label.sum():,.0f} positive")
     print(f"a constant: held-out loss {trained.run.constant:.4f}")
     for run in trained.runs:
-        print(_told(run) + "  <- taken" * (run is trained.run))
-    print(f"\n{threshold:>14}  recall  positive rate" + "  nodes of a tree" * of_a_tree)
+        print(_summary(run) + "  <- taken" * (run is trained.run))
+    print(f"\n{threshold:>14}  recall  positive rate" + "  nodes of a tree" * per_tree)
     for value in GRID:
         recall, rate = score(trained.confidence, trained.label, value)
-        nodes = f"  {rate * len(label) / collected.trees:15.1f}" * of_a_tree
+        nodes = f"  {rate * len(label) / collected.trees:15.1f}" * per_tree
         print(f"{value:14}  {recall:6.3f}  {rate:13.4f}{nodes}")
     best, run = trained.best, trained.run
     trained.best.gate.save(
@@ -163,7 +163,7 @@ def _finish(
     print(f"\n{out} is written; the examples stay in {job.parts}", file=sys.stderr)
 
 
-def _told(run: Run) -> str:
+def _summary(run: Run) -> str:
     alive = ", ".join(f"{units} of {of}" for units, of in run.alive)
     text = f"seed {run.seed}: held-out loss {run.best.loss:.4f} at epoch {run.best.number} of {run.epochs[-1].number}, "
     return text + f"{_score(run.best.score)}, {alive} units alive" + (f", FAILED: {run.failed}" if run.failed else "")

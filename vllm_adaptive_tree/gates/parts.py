@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from vllm_adaptive_tree.files import TMP_SUFFIX, atomic_write
+from vllm_adaptive_tree.files import TMP_SUFFIX, atomic_write, claim_folder
 
 MANIFEST = "manifest.json"
 FORMAT = 2
@@ -39,23 +39,9 @@ class Parts:
             ValueError: the folder belongs to a run with other arguments, or was not written by this program.
         """
         manifest, parts = folder / MANIFEST, cls(folder)
-        wanted = json.loads(json.dumps({"format": FORMAT, **arguments}))
         for file in folder.glob(f".*{TMP_SUFFIX}"):  # left by a run that was killed while writing
             file.unlink()
-        if not manifest.exists() and folder.exists() and any(folder.iterdir()):
-            raise ValueError(f"{folder} is not empty and holds no {MANIFEST}; give another --out or delete that folder")
-        if parts.files:
-            found = _manifest(manifest)
-            differing = sorted(key for key in wanted.keys() | found.keys() if wanted.get(key) != found.get(key))
-            if differing:
-                changes = "; ".join(f"{key}: {found.get(key)!r} there, {wanted.get(key)!r} now" for key in differing)
-                raise ValueError(
-                    f"{folder} holds the examples of another run ({changes}); give the same arguments to go on there, "
-                    "another --out, or delete that folder"
-                )
-        else:  # new, or of a run that wrote no examples
-            folder.mkdir(parents=True, exist_ok=True)
-            atomic_write(manifest, (json.dumps(wanted, indent=2) + "\n").encode())
+        claim_folder(manifest, {"format": FORMAT, **arguments}, contents="the examples", replace=not parts.files)
         return parts
 
     @property
@@ -91,15 +77,6 @@ def write_part(file: Path, columns: dict[str, Tensor], *, trees: int, progress: 
 
 def checksum(prompts: Sequence[str]) -> str:
     return hashlib.sha256(json.dumps(list(prompts)).encode()).hexdigest()[:16]
-
-
-def _manifest(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_text())
-        assert isinstance(found, dict)
-        return found
-    except (ValueError, AssertionError) as error:
-        raise ValueError(f"{file} cannot be read ({error}); delete its folder to begin again") from error
 
 
 def _head(file: Path) -> dict[str, Any]:

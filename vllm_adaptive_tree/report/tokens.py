@@ -1,4 +1,4 @@
-"""Which part of a generated text was drafted, told from the tokens that arrived together."""
+"""Coloured text: which tokens were drafted, from the tokens that arrived together."""
 
 from collections.abc import Callable, Sequence
 from itertools import groupby
@@ -17,8 +17,8 @@ class Span(NamedTuple):
 
 
 def pieces(tokens: Sequence[int], decode: Decode) -> list[str]:
-    """The text that each token adds; joined, they are `decode(tokens)`. A character made of several tokens belongs to
-    the one that completes it, the earlier ones get an empty string."""
+    """The text that each token adds; their concatenation is `decode(tokens)`. A character of several tokens belongs to
+    the last of them, the others get an empty string."""
     whole, shown, found = decode(list(tokens)), 0, []
     for end in range(1, len(tokens) + 1):
         text = whole if end == len(tokens) else decode(list(tokens[:end]))

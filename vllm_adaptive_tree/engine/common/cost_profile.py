@@ -23,8 +23,10 @@ FORMAT = 1
 FIRST, EVERY = 10.0, 180.0
 """Seconds of decoding until the first writing, and at most between two: the pauses double. vLLM's server kills its
 workers when it is told to end, unless `--shutdown-timeout` leaves them time, and loses what came after the last one."""
-OURS = b'{"key": ', b'{"verify": '
-"""How a file of ours begins, and one of release 0.1."""
+OURS = b'{"key": ', b'{"name": ', b'{"verify": '
+"""How a profile begins, a file of `vllm-adaptive-tree costs`, and a profile of release 0.1."""
+LABELS = "name", "step"
+"""What `bench --project` reads of a file of `vllm-adaptive-tree costs`, and a profile in its place keeps."""
 LARGEST = 1 << 22
 """Bytes; no profile comes near."""
 WEIGHTS = "*.safetensors", "*.bin", "*.pt"
@@ -121,6 +123,7 @@ class CostProfile:
         self.path, self.key = path, dict(key)
         self.collect: Callable[[], dict[str, Any]] | None = None
         """What to write, once there is something."""
+        self.labels: dict[str, Any] = {}
         self.pause = FIRST
         self.due: float | None = None
         self.warned = False
@@ -142,17 +145,18 @@ class CostProfile:
         return cls(path, key)
 
     def read(self) -> dict[str, Any] | None:
-        """What an engine of the same key has written; None where there is none."""
+        """What an engine of the same key has written, or costs alone, without a key; None where there is neither."""
         try:
             if not self.path.exists():
                 return None
             if not self.path.is_file() or self.path.stat().st_size > LARGEST:
                 raise ValueError("it is no profile")
             data = json.loads(self.path.read_text())
-            if not isinstance(data, dict) or not {"key", "costs", "learnt"} <= data.keys():
+            if not isinstance(data, dict) or "costs" not in data or ("key" in data) != ("learnt" in data):
                 raise ValueError("it is no profile")
-            if data["key"] != self.key:
+            if data.get("key", self.key) != self.key:
                 raise ValueError("it is that of another pair, machine, method or version")
+            self.labels = {label: data[label] for label in LABELS if label in data}
         except (OSError, ValueError, RecursionError) as error:
             self.reject(error)
             return None
@@ -175,7 +179,7 @@ class CostProfile:
         if self.collect is None:
             return
         try:
-            atomic_write(self.path, (json.dumps({"key": self.key, **self.collect()}) + "\n").encode())
+            atomic_write(self.path, (json.dumps({"key": self.key, **self.labels, **self.collect()}) + "\n").encode())
         except OSError as error:
             if not self.warned:
                 logger.warning("cost_profile %s could not be written (%s); decoding goes on", self.path, error)

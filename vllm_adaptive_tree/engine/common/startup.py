@@ -115,8 +115,12 @@ def _new(runner: Any, costs: Costs) -> Learning:
 
 
 def _restored(runner: Any, data: dict[str, Any]) -> Learning:
-    """Raises ValueError where `data` is not what `Learning.to_json` gives; the steering is then as it was."""
-    learning, learnt = _new(runner, Costs.from_json(data["costs"])), data["learnt"]
+    """Raises ValueError where `data` is not what `Learning.to_json` gives; the steering is then as it was. From costs
+    alone all else begins anew."""
+    learning = _new(runner, Costs.from_json(data["costs"]))
+    if "learnt" not in data:
+        return learning
+    learnt = data["learnt"]
     learning.planner.restore(member(learnt, "planner"))
     if learning.temperature is not None:
         learning.temperature.restore(member(learnt, "temperature"))

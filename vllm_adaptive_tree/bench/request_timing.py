@@ -1,14 +1,15 @@
-"""Tokens as they arrive, and the engine's counters: the same for an engine in a process and behind a server."""
+"""Arrival times of tokens, and the engine's counters: the same for an engine in a process and for a server."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from vllm_adaptive_tree.bench.loads import checksum
 from vllm_adaptive_tree.bench.rounds import Measurement
+from vllm_adaptive_tree.bench.workloads import checksum
 
-COUNTED = {  # names as a server's /metrics writes them
+COUNTERS = {  # names as a server's /metrics writes them
     "vllm:spec_decode_num_drafts_total": "drafts",
     "vllm:spec_decode_num_draft_tokens_total": "nodes",
     "vllm:spec_decode_num_accepted_tokens_total": "accepted",
@@ -19,41 +20,47 @@ DEPTHS = "vllm:adaptive_tree_nodes_total"
 
 
 @dataclass(slots=True)
-class Arrivals:
-    """Of one request: its tokens, and when the first and the last of them came."""
+class RequestTiming:
+    """One request: the tokens of each step that brought any, and the times of the first and the last of these steps."""
 
-    tokens: list[int] = field(default_factory=list)
-    steps: int = 0  # that brought tokens
-    head: int = 0  # tokens of the first of them, which is the prefill's
+    steps: list[list[int]] = field(default_factory=list)  # the first one is the prefill's
     first: float = 0.0  # seconds
     last: float = 0.0
 
     def add(self, tokens: Iterable[int], now: float) -> None:
-        self.tokens += tokens
         if not self.steps:
-            self.first, self.head = now, len(self.tokens)
-        self.steps, self.last = self.steps + 1, now
+            self.first = now
+        self.steps.append(list(tokens))
+        self.last = now
+
+    @property
+    def tokens(self) -> list[int]:
+        return list(chain.from_iterable(self.steps))
+
+    @property
+    def num_decoded(self) -> int:
+        """Tokens after the prefill's."""
+        return sum(map(len, self.steps[1:]))
 
     @property
     def time_per_token(self) -> float | None:
-        later = len(self.tokens) - self.head
-        return (self.last - self.first) / later if later else None
+        return (self.last - self.first) / self.num_decoded if self.num_decoded else None
 
 
 class Counters(NamedTuple):
-    """Of an engine, since it started."""
+    """Counts of an engine since it started."""
 
-    counts: dict[str, float]  # by the names in COUNTED
+    counts: dict[str, float]  # by the names in COUNTERS
     phases: dict[str, float]  # seconds
     depths: dict[str, float]  # nodes by depth
 
     @classmethod
     def read(cls, samples: Iterable[tuple[str, Mapping[str, str], float]]) -> Self:
-        """Of (name, labels, value)."""
-        found = cls(dict.fromkeys(COUNTED.values(), 0.0), {}, {})
+        """From samples (name, labels, value)."""
+        found = cls(dict.fromkeys(COUNTERS.values(), 0.0), {}, {})
         for name, labels, value in samples:
-            if name in COUNTED:
-                found.counts[COUNTED[name]] += value
+            if name in COUNTERS:
+                found.counts[COUNTERS[name]] += value
             elif name == PHASE_SECONDS:
                 found.phases[labels["phase"]] = value
             elif name == DEPTHS:
@@ -66,21 +73,22 @@ class Counters(NamedTuple):
 
 
 def measurement(
-    requests: Iterable[Arrivals],
+    requests: Iterable[RequestTiming],
     seconds: float,
     counted: Counters,
     memory: int,
     other_cores: float,
-    swing: Mapping[str, list[float]] | None = None,
+    *,
+    keep_tokens: bool = False,
 ) -> Measurement:
-    requests = [one for one in requests if one.tokens]
+    requests = [one for one in requests if one.steps]
     counts = {name: int(count) for name, count in counted.counts.items()}
     return Measurement(
         seconds=seconds,
         tokens=sum(len(one.tokens) for one in requests),
         time_per_token=[one.time_per_token for one in requests if one.time_per_token is not None],
-        decode_tokens=sum(len(one.tokens) - one.head for one in requests),
-        decode_steps=sum(one.steps - 1 for one in requests),
+        decode_tokens=sum(one.num_decoded for one in requests),
+        decode_steps=sum(len(one.steps) - 1 for one in requests),
         steps=counts["steps"],
         drafts=counts["drafts"],
         nodes=counts["nodes"],
@@ -89,13 +97,13 @@ def measurement(
         other_cores=other_cores,
         phases=counted.phases,
         depths={depth: int(count) for depth, count in counted.depths.items()},
-        outputs=[] if swing else [checksum(one.tokens) for one in requests],
-        swing=dict(swing or {}),
+        outputs=[checksum(one.tokens) for one in requests],
+        token_steps=[one.steps for one in requests] if keep_tokens else [],
     )
 
 
 def peak_memory(processes: Iterable[int]) -> int:
-    """Bytes: the largest resident size that each of the processes has had, added up."""
+    """Bytes: the sum of the processes' peak resident sizes."""
     total = 0
     for process in processes:
         for line in Path(f"/proc/{process}/status").read_text().splitlines():

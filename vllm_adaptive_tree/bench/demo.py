@@ -1,0 +1,229 @@
+"""The demo: a small benchmark that keeps all tokens, compares the texts and shows what was drafted."""
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.text import Text
+
+from vllm_adaptive_tree.bench import tables
+from vllm_adaptive_tree.bench.offline import Offline, Setup
+from vllm_adaptive_tree.bench.plan import BASE, Cell, Config
+from vllm_adaptive_tree.bench.process import EngineProcess
+from vllm_adaptive_tree.bench.progress import Progress
+from vllm_adaptive_tree.bench.results import Row, rows, to_json
+from vllm_adaptive_tree.bench.rounds import Measurement, Round
+from vllm_adaptive_tree.bench.statistics import MIN_ROUNDS
+from vllm_adaptive_tree.bench.workloads import prompt_indices
+from vllm_adaptive_tree.report.tokens import Span, coloured, legend, spans
+
+FLOAT32_TIE = 1e-5
+"""Logits as close as this are a tie in any dtype."""
+NUM_SHOWN = 2
+"""Texts on the console."""
+COLUMNS: tables.Columns[Row] = {  # 80 characters
+    **{name: tables.SPEED[name] for name in ("method", "tokens/step", "nodes/step")},
+    "tokens/s": lambda row: f"{row.tokens_per_second.median:,.0f}",
+    "ratio": tables.SPEED["vs. no speculation"],
+    "identical": tables.SPEED["identical"],
+}
+
+SPEED_NOTE = (
+    "tokens/s: median over rounds, prefill included. ratio: median of the ratios to no speculation, round by round [90 "
+    "% bootstrap interval]. chain: vLLM's own speculation with the same draft."
+)
+
+
+class Difference(NamedTuple):
+    """A text that differs from the one without speculation."""
+
+    load: str
+    config: str
+    prompt: int
+    margin: float  # how far the lower logit of the two tokens is below the best one
+    near_tie: bool
+
+    def __str__(self) -> str:
+        return f"{self.config}, {self.load}, prompt {self.prompt + 1}"
+
+
+class DemoEngine(Offline):
+    keep_tokens = True
+
+    def about(self) -> dict[str, Any]:
+        """Settings that the engine has chosen itself."""
+        import torch
+
+        return {"dtype": str(self.dtype).removeprefix("torch."), "threads": torch.get_num_threads()}
+
+    def read(self, steps: Sequence[list[int]]) -> tuple[str, list[Span]]:
+        """The text of one request, and what was drafted of it; not the last step, which `max_tokens` may have cut."""
+        tokenizer = self.llm.get_tokenizer()
+
+        def decode(tokens: list[int]) -> str:
+            return str(tokenizer.decode(tokens, skip_special_tokens=False))
+
+        return decode(flat(steps)), spans(steps[:-1], decode)
+
+    def margin(self, prompt: int, ours: Sequence[int], theirs: Sequence[int]) -> tuple[float, bool]:
+        """Where two texts of a prompt first differ: how far the lower logit of the two tokens is below the best one,
+        and whether that is a near tie.
+
+        A near tie: at most two steps of the dtype. The last bits depend on the number of rows of a forward.
+        """
+        import torch
+        from vllm import SamplingParams
+
+        at = first_difference(ours, theirs)
+        text = {"prompt_token_ids": [*self.prompts[prompt], *ours[:at]]}
+        output = self.llm.generate([text], SamplingParams(temperature=0.0, max_tokens=1, logprobs=20), use_tqdm=False)
+        logits = {token: entry.logprob for token, entry in output[0].outputs[0].logprobs[0].items()}
+        best = max(logits.values())
+        margin = best - min(logits.get(token, -math.inf) for token in (ours[at], theirs[at]))
+        step = torch.finfo(self.dtype).eps * 2.0 ** (math.frexp(best)[1] - 1)
+        return margin, margin <= max(2 * step, FLOAT32_TIE)
+
+
+def configs(draft: str, *, chain: int, nodes: int) -> list[Config]:
+    def speculation(method: str, tokens: int) -> dict[str, Any]:
+        return {"method": method, "model": draft, "num_speculative_tokens": tokens}
+
+    return [
+        Config(BASE, "base", None),
+        Config(f"chain of {chain}", "chain", speculation("draft_model", chain)),
+        Config(f"OPT-Tree of {nodes}", "method", speculation("opt_tree", nodes)),
+    ]
+
+
+def cells(prompts: int) -> dict[Cell, int]:
+    """Cells and their rounds: one prompt per round, each equally often, and all prompts at a time."""
+    found = {Cell("offline", 1, requests=1): -(-MIN_ROUNDS // prompts) * prompts}
+    return found if prompts == 1 else {**found, Cell("offline", prompts, requests=prompts): MIN_ROUNDS}
+
+
+class Demo:
+    """Rounds of all `configs`, with every token; the first is the reference, the last one's texts are shown."""
+
+    def __init__(self, configs: Sequence[Config], setup: Setup):
+        self.configs, self.setup, self.cells = configs, setup, cells(len(setup.prompts))
+        self.rounds = [
+            Round("demo", cell.name, number, {}) for cell, count in self.cells.items() for number in range(1, count + 1)
+        ]
+        self.texts: dict[str, list[str]] = {}  # by configuration, one per prompt
+        self.spans: list[list[Span]] = []  # of the last configuration, one list per prompt
+        self.differences: list[Difference] = []
+        self.about: dict[str, Any] = {}
+
+    def run(self, *, together: bool, progress: Progress) -> None:
+        """Engines that are alive `together` take turns, others follow each other.
+
+        Raises RuntimeError if an engine fails, or vLLM's counters contradict the tokens that arrived.
+        """
+        progress.start(len(self.rounds) * len(self.configs))
+        for alive in [self.configs] if together else [[one] for one in self.configs]:
+            with ExitStack() as stack:
+                engines = []
+                for config in alive:
+                    progress.write(f"{config.name}: an engine starts ...")
+                    engine = EngineProcess(config, self.setup, None, DemoEngine)
+                    engines.append((config, stack.enter_context(closing(engine))))
+                for cell in self.cells:
+                    for _, engine in engines:
+                        engine.measure(cell, 0)  # warm-up
+                    for one in self.rounds:
+                        for config, engine in engines if one.cell == cell.name else []:
+                            progress.say(f"{config.name}: {cell.title}")
+                            one.measured[config.name] = found = engine.measure(cell, one.number)
+                            check_counters(found, config)
+                            progress.update()
+                for config, engine in engines:
+                    self._read(config.name, engine)
+                    self.about = engine.call("about")
+
+    def steps(self, cell: Cell, config: str) -> dict[int, list[list[list[int]]]]:
+        """Prompt -> the steps [step][token] of its requests, round by round."""
+        found: dict[int, list[list[list[int]]]] = {index: [] for index in range(len(self.setup.prompts))}
+        for one in self.rounds:
+            if one.cell == cell.name:
+                indices = prompt_indices(cell, one.number, len(found))
+                for index, steps in zip(indices, one.measured[config].token_steps, strict=True):
+                    found[index].append(steps)
+        return found
+
+    def _read(self, config: str, engine: EngineProcess) -> None:
+        """Fetch the texts, and the margins of those that differ: per load and prompt the largest one."""
+        first = self.steps(next(iter(self.cells)), config)
+        read = [engine.call("read", requests[0]) for requests in first.values()]
+        self.texts[config], self.spans = [text for text, _ in read], [spans for _, spans in read]
+        for cell in self.cells:
+            for index, requests in self.steps(cell, config).items():
+                reference = map(flat, self.steps(cell, BASE)[index])
+                pairs = zip(map(flat, requests), reference, strict=True)
+                margins = [engine.call("margin", index, *pair) for pair in pairs if pair[0] != pair[1]]
+                if margins:
+                    self.differences.append(Difference(cell.title, config, index, *max(margins)))
+
+    def rows(self) -> list[Row]:
+        return rows(list(self.cells), self.configs, self.rounds)
+
+    def show(self, settings: Mapping[str, Any]) -> None:
+        """Print coloured texts, and the tables."""
+        console, table = Console(highlight=False), self.rows()
+        for index, shown in enumerate(self.spans[:NUM_SHOWN]):
+            console.rule(f"{self.configs[-1].name}, prompt {index + 1}", align="left", style="dim")
+            console.print(Text.assemble((self.setup.prompts[index], "dim"), coloured(shown)), soft_wrap=True)
+            console.print()
+        console.rule(style="dim")
+        console.print(legend(colours=console.color_system is not None and not console.no_color), "\n")
+        tables.show(console, settings, tables.speed(list(self.cells), table, COLUMNS), self.notes(table))
+
+    def notes(self, table: Sequence[Row]) -> list[str]:
+        found = [SPEED_NOTE, tables.TOKENS_NOTE, *tables.warnings(table)]
+        if slower := dict.fromkeys(row.config for row in table if row.to_base and row.to_base.median < 1):
+            found.append(
+                f"Slower than no speculation under some load: {'; '.join(slower)}. Drafting and verifying cost more "
+                "than the steps that they save: on a CPU every verified node is extra work."
+            )
+        if ties := [str(one) for one in self.differences if one.near_tie]:
+            found.append(
+                f"Not identical at near ties: {'; '.join(ties)}. There two tokens are equally likely up to rounding in "
+                f"{self.about['dtype']}, and the number of rows in a forward decides, without speculation too: vLLM's "
+                "text may change with the batch size."
+            )
+        return found
+
+    def to_json(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """All figures and texts."""
+        return {
+            **to_json(settings, self.rows(), [], {}),
+            "prompts": list(self.setup.prompts),
+            "texts": self.texts,
+            "differences": [one._asdict() for one in self.differences],
+            "rounds": [one.to_json() for one in self.rounds],
+        }
+
+
+def check_counters(found: Measurement, config: Config) -> None:
+    """Raises RuntimeError if vLLM's counters contradict the tokens that arrived.
+
+    Accepted tokens are counted before `max_tokens` cuts the last step of a request.
+    """
+    nodes = config.speculation["num_speculative_tokens"] if config.speculation else 0
+    accepted = found.decode_tokens - found.decode_steps
+    cut = sum(nodes + 1 - len(steps[-1]) for steps in found.token_steps)
+    if found.drafts > found.decode_steps or not accepted <= found.accepted <= accepted + cut:
+        raise RuntimeError(
+            f"vLLM counted {found.drafts} drafts and {found.accepted} accepted tokens, but {found.decode_steps} decode "
+            f"steps with {accepted} tokens beyond the first arrived (at most {cut} may have been cut)"
+        )
+
+
+def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int:
+    """Index of the first token that differs; raises StopIteration if none does."""
+    return next(at for at, (one, other) in enumerate(zip(ours, theirs, strict=True)) if one != other)
+
+
+def flat(steps: Sequence[list[int]]) -> list[int]:
+    return [token for step in steps for token in step]

@@ -1,0 +1,31 @@
+"""The bundled pair of models, and the environment in which a measurement's engines start."""
+
+import os
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[1]
+PAIR = PACKAGE / "demo_pair"
+TARGET, DRAFT = str(PAIR / "target"), str(PAIR / "draft")
+ENVIRONMENT = {
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # each engine has a process of its own already
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+
+
+def set_environment(model: str, draft: str, *, enlarged: bool = False, cache: int | None = 1) -> None:
+    """Set what the user has not set; `cache`: GiB for K/V, None: as the engine's arguments say."""
+    settings = dict(ENVIRONMENT)
+    if cache is not None:
+        settings["VLLM_CPU_KVCACHE_SPACE"] = str(cache)
+    if model == TARGET and not enlarged:
+        settings["OMP_NUM_THREADS"] = "1"  # more threads slow a tiny model down
+    if Path(model).is_dir() and Path(draft).is_dir():
+        settings["HF_HUB_OFFLINE"] = "1"
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
+
+
+def shown(model: str) -> str:
+    """A bundled model by its place in the package, any other as given."""
+    return Path(model).relative_to(PACKAGE).as_posix() if Path(model).is_relative_to(PACKAGE) else model
