@@ -12,16 +12,8 @@ from vllm_adaptive_tree.drafters import Rows
 from vllm_adaptive_tree.engine.common.attention import DraftKeys, Reading, TreeRows
 from vllm_adaptive_tree.engine.common.contexts import KeptContexts
 from vllm_adaptive_tree.engine.common.cpu_attention import native_metadata
+from vllm_adaptive_tree.engine.v1.catch_up import CatchUp
 from vllm_adaptive_tree.engine.v1.clock import PhaseClock
-
-
-class CatchUp(NamedTuple):
-    """Tokens of one request that the draft has not kept: those behind `start`, the new root last if there is one."""
-
-    row: int  # of the request in vLLM's batch
-    start: int  # tokens whose K/V the draft has in the cache
-    tokens: list[int]
-    rooted: bool  # the last token is a root from which a tree shall grow; it is read again in the next step
 
 
 class DraftState(NamedTuple):
@@ -50,7 +42,7 @@ class ModelDrafter(DraftModelProposer):
             return Rows(torch.empty(0)), None
         rows, lengths = [item.row for item in accepted], [len(item.tokens) for item in accepted]
         ends = [item.start + length for item, length in zip(accepted, lengths, strict=True)]
-        table = self._block_table()
+        table = self.block_table
         blocks, size = table.block_table, table.block_size
         position = np.concatenate([np.arange(item.start, end) for item, end in zip(accepted, ends, strict=True)])
         row = np.repeat(rows, lengths)
@@ -105,7 +97,8 @@ class ModelDrafter(DraftModelProposer):
         names = self.runner.input_batch.req_ids
         return [*names, *[None] * (rows - len(names))]
 
-    def _block_table(self) -> Any:
+    @property
+    def block_table(self) -> Any:
         """vLLM's BlockTable of the cache group that holds the draft's layers."""
         return self.runner.input_batch.block_table[self.kv_cache_gid]
 
