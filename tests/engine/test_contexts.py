@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm_adaptive_tree.engine.common import contexts
 from vllm_adaptive_tree.engine.common.attention import DraftKeys, TreeRows
-from vllm_adaptive_tree.engine.common.contexts import KeptContexts, PagedContexts
+from vllm_adaptive_tree.engine.common.contexts import PagedContexts
+from vllm_adaptive_tree.engine.v1 import contexts
+from vllm_adaptive_tree.engine.v1.contexts import KeptContexts
 
 HEADS, DIM, LAYERS = 2, 3, ("first", "second")
 

@@ -13,9 +13,10 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
 
 from tests.pure.test_trees import random_tree
 from vllm_adaptive_tree.attention.cpu import gather_context
-from vllm_adaptive_tree.engine.common.cpu_attention import CPUTrees, VerifyMetadata
-from vllm_adaptive_tree.engine.common.scratch import ScratchBlocks
+from vllm_adaptive_tree.engine.common.attention import CPUTreeAttention
+from vllm_adaptive_tree.engine.v1.attention import VerifyMetadata
 from vllm_adaptive_tree.engine.v1.commit import commit
+from vllm_adaptive_tree.engine.v1.scratch import ScratchBlocks
 from vllm_adaptive_tree.engine.v1.verification import Verification
 from vllm_adaptive_tree.trees import TokenTree
 
@@ -153,7 +154,7 @@ class Caches:
             cache = memory[at : at + blocks * pages[name] // 4].view(shape)
             at += blocks * pages[name] // 4
             layer = SimpleNamespace(layer_name=name, isa=ISA, kv_cache=cache, impl=Native())
-            CPUTrees.adopt(layer)
+            CPUTreeAttention.adopt(layer)
             self.layers[name] = layer
             for request, length in enumerate(batch.computed):
                 key, value = torch.randn(2, length, heads, DIM)

@@ -17,9 +17,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.examples.allocated import Allocated
 from vllm_adaptive_tree.config import TreeOptions
+from vllm_adaptive_tree.engine.v2.attention import PagedTreeAttention
 from vllm_adaptive_tree.engine.v2.drafts import Drafts
 from vllm_adaptive_tree.engine.v2.kinds import Kinds
-from vllm_adaptive_tree.engine.v2.paged import PagedTrees
 from vllm_adaptive_tree.engine.v2.returning import Returning
 from vllm_adaptive_tree.engine.v2.speculator import ModelSpeculator
 from vllm_adaptive_tree.engine.v2.verification import Verification
@@ -38,7 +38,7 @@ class Layer:
 
     def __init__(self, name: str, shard: Shard, blocks: int):
         self.layer_name, size = name, shard.model.head_size
-        self.impl: Any = object.__new__(PagedTrees)
+        self.impl: Any = object.__new__(PagedTreeAttention)
         self.impl.head_size, self.impl.scale = size, size**-0.5
         self.kv_cache = torch.zeros(blocks, shard.kv_heads, BLOCK, 2 * size, dtype=torch.bfloat16)
 

@@ -9,11 +9,11 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
 from vllm_adaptive_tree.drafters import Rows
-from vllm_adaptive_tree.engine.common.attention import DraftKeys, Reading, TreeRows
-from vllm_adaptive_tree.engine.common.contexts import KeptContexts
-from vllm_adaptive_tree.engine.common.cpu_attention import native_metadata
+from vllm_adaptive_tree.engine.common.attention import DraftKeys, TreeRows
+from vllm_adaptive_tree.engine.v1.attention import native_metadata
 from vllm_adaptive_tree.engine.v1.catch_up import CatchUp
 from vllm_adaptive_tree.engine.v1.clock import PhaseClock
+from vllm_adaptive_tree.engine.v1.contexts import KeptContexts, Reading
 
 
 class DraftState(NamedTuple):

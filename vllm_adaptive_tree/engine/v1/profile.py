@@ -10,9 +10,9 @@ from vllm.forward_context import set_forward_context
 
 from vllm_adaptive_tree.budget import Costs, Curve
 from vllm_adaptive_tree.budget.curve import profiled_rows
-from vllm_adaptive_tree.engine.common.cpu_attention import native_metadata
 from vllm_adaptive_tree.engine.common.measuring import POINTS, fastest, threshold
 from vllm_adaptive_tree.engine.common.ranks import from_rank_0, number_from_rank_0
+from vllm_adaptive_tree.engine.v1.attention import native_metadata
 from vllm_adaptive_tree.engine.v1.catch_up import CatchUp
 
 ROUNDS = 20

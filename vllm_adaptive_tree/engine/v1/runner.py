@@ -16,17 +16,16 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_adaptive_tree.budget import FREE, Controller, Costs, Sharpening
 from vllm_adaptive_tree.engine import support
-from vllm_adaptive_tree.engine.common import scratch
+from vllm_adaptive_tree.engine.common.attention import CPUTreeAttention
 from vllm_adaptive_tree.engine.common.cost_profile import CostProfile
-from vllm_adaptive_tree.engine.common.cpu_attention import CPUTrees
 from vllm_adaptive_tree.engine.common.kinds import draws_from_target, has_grammar, is_greedy
 from vllm_adaptive_tree.engine.common.metrics import step_figures
 from vllm_adaptive_tree.engine.common.options import tree_options
 from vllm_adaptive_tree.engine.common.ranks import accepted_from_rank_0
-from vllm_adaptive_tree.engine.common.scratch import ScratchBlocks
 from vllm_adaptive_tree.engine.common.startup import check_ranks
 from vllm_adaptive_tree.engine.common.steering import Steering
 from vllm_adaptive_tree.engine.patches import swapped
+from vllm_adaptive_tree.engine.v1 import scratch
 from vllm_adaptive_tree.engine.v1.acceptance import Requests, accept, held
 from vllm_adaptive_tree.engine.v1.budget import BatchBudget
 from vllm_adaptive_tree.engine.v1.clock import PhaseClock
@@ -36,6 +35,7 @@ from vllm_adaptive_tree.engine.v1.drafting_step import DraftingStep
 from vllm_adaptive_tree.engine.v1.drafts import Draft
 from vllm_adaptive_tree.engine.v1.recorder import Recorder
 from vllm_adaptive_tree.engine.v1.scheduling import affordable, scheduled_draft
+from vllm_adaptive_tree.engine.v1.scratch import ScratchBlocks
 from vllm_adaptive_tree.engine.v1.seeds import Seeds, without_discarded
 from vllm_adaptive_tree.engine.v1.target import Target
 from vllm_adaptive_tree.engine.v1.thinking_budget import ThinkingBudgets
@@ -81,7 +81,7 @@ class TreeModelRunner(CPUModelRunner):
         super().load_model(load_dummy_weights)
         for name, layer in self.compilation_config.static_forward_context.items():
             support.check_layer(name, layer)
-            CPUTrees.adopt(layer, drafts=name in self.drafter._draft_attn_layer_names)
+            CPUTreeAttention.adopt(layer, drafts=name in self.drafter._draft_attn_layer_names)
         self.model.compute_logits = self.clock.timed("verify", self.model.compute_logits)
 
     def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:

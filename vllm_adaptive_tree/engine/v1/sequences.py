@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from vllm_adaptive_tree.engine.common.cpu_attention import Round, native_metadata
+from vllm_adaptive_tree.engine.v1.attention import Round, native_metadata
 
 
 class Sequences:

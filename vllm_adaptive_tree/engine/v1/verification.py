@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_adaptive_tree.engine.common.cpu_attention import VerifyMetadata
-from vllm_adaptive_tree.engine.common.scratch import ScratchBlocks
+from vllm_adaptive_tree.engine.v1.attention import VerifyMetadata
+from vllm_adaptive_tree.engine.v1.scratch import ScratchBlocks
 from vllm_adaptive_tree.engine.v1.sequences import Sequences
 from vllm_adaptive_tree.trees import TokenTree, TreeBatch
 from vllm_adaptive_tree.trees.tree_batch import EMPTY

@@ -10,18 +10,18 @@ from vllm.v1.worker.gpu import model_runner
 
 from vllm_adaptive_tree.budget import Controller, Sharpening
 from vllm_adaptive_tree.engine import support
+from vllm_adaptive_tree.engine.common.attention import CPUTreeAttention
 from vllm_adaptive_tree.engine.common.cost_profile import CostProfile
 from vllm_adaptive_tree.engine.common.coverage import Coverage
-from vllm_adaptive_tree.engine.common.cpu_attention import CPUTrees, DenseTrees
 from vllm_adaptive_tree.engine.common.options import tree_options
 from vllm_adaptive_tree.engine.common.startup import check_ranks
 from vllm_adaptive_tree.engine.common.steering import Steering
 from vllm_adaptive_tree.engine.patches import swapped
+from vllm_adaptive_tree.engine.v2.attention import DenseTrees, KernelTrees, PagedTreeAttention
 from vllm_adaptive_tree.engine.v2.budget import SETTLED, BatchBudget
 from vllm_adaptive_tree.engine.v2.compaction import Compaction
 from vllm_adaptive_tree.engine.v2.figures import Figures
 from vllm_adaptive_tree.engine.v2.kinds import Kinds
-from vllm_adaptive_tree.engine.v2.paged import KernelTrees, PagedTrees
 from vllm_adaptive_tree.engine.v2.sampler import TreeSampler
 from vllm_adaptive_tree.engine.v2.speculator import ModelSpeculator
 from vllm_adaptive_tree.engine.v2.unread import Unread
@@ -99,7 +99,7 @@ class TreeModelRunnerV2(ModelRunner):
         super().load_model(*args, **kwargs)
         for name, layer in self.compilation_config.static_forward_context.items():
             support.check_layer(name, layer)
-            trees = CPUTrees if self.device.type == "cpu" else PagedTrees
+            trees = CPUTreeAttention if self.device.type == "cpu" else PagedTreeAttention
             trees.adopt(layer, drafts=name in self.speculator.draft_attn_layer_names)
         if self.batch_sharder is not None or self.sampler.return_sampling_mask:
             raise ValueError("return_sampling_mask and a sampler sharded over ranks are not supported beside trees")

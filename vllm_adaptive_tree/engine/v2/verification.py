@@ -8,9 +8,8 @@ from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_adaptive_tree.attention.cpu import context_bias
-from vllm_adaptive_tree.engine.common.cpu_attention import DenseTrees
+from vllm_adaptive_tree.engine.v2.attention import DenseTrees, KernelTrees
 from vllm_adaptive_tree.engine.v2.drafts import Drafts, Laws
-from vllm_adaptive_tree.engine.v2.paged import KernelTrees
 from vllm_adaptive_tree.trees import TreeBatch
 from vllm_adaptive_tree.trees.ancestor_mask import ancestor_mask
 from vllm_adaptive_tree.trees.orders import depth_first, permuted

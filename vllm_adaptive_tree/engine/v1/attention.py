@@ -1,18 +1,16 @@
-"""Tree attention inside vLLM's CPU backend: verification reads branches with the native kernel, or uses a mask."""
+"""Verification by vLLM's CPU attention: every branch of a tree is a causal sequence for its native kernel."""
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
 
-from vllm_adaptive_tree.attention.cpu import attend, gather_context
-from vllm_adaptive_tree.engine.common.attention import TreeAttention
-from vllm_adaptive_tree.engine.common.scratch import ScratchBlocks
+from vllm_adaptive_tree.engine.common.attention import TreeMetadata
+from vllm_adaptive_tree.engine.v1.scratch import ScratchBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +28,7 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True)
-class VerifyMetadata:
+class VerifyMetadata(TreeMetadata):
     """A verification: every tree is cut into its branches, each a causal sequence for vLLM's native kernel.
 
     The first branch stands in the request's own slots. Another one has scratch blocks in the place of those that it
@@ -43,62 +41,22 @@ class VerifyMetadata:
     saved: dict[str, tuple[Tensor, Tensor]]  # layer -> key, value [paths, Hkv, D]
     scratch: ScratchBlocks
 
-
-@dataclass(frozen=True, slots=True)
-class DenseTrees:
-    """A verification without a look at the host: vLLM's kernel reads every row as part of a chain, then the rows of the
-    trees are computed again over a gathered context, with a mask."""
-
-    native: CPUAttentionMetadata
-    rows: Tensor  # [Q, T] int64: rows of the flat batch, each tree's root first; padded with the root's
-    block_table: Tensor  # [Q, B]
-    bias: Tensor  # [Q, T, B * block_size + T] float32
-    saved: dict[str, tuple[Tensor, Tensor]]  # layer -> key, value of all rows
-
-
-class CPUTrees(TreeAttention):
-    """Before vLLM's CPU attention."""
-
-    def _verify(
-        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, step: VerifyMetadata, out: Tensor
+    def attend(
+        self, impl: Any, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, out: Tensor
     ) -> Tensor:
-        keys, values = key.index_select(0, step.written), value.index_select(0, step.written)
-        step.saved[layer.layer_name] = keys, values
-        queries = query.index_select(0, step.rows)
+        keys, values = key.index_select(0, self.written), value.index_select(0, self.written)
+        self.saved[layer.layer_name] = keys, values
+        queries = query.index_select(0, self.rows)
         results = torch.empty_like(queries)
-        cache, first = step.scratch.seen_from(layer.layer_name, kv_cache)
-        for turn in step.rounds:
+        cache, first = self.scratch.seen_from(layer.layer_name, kv_cache)
+        for turn in self.rounds:
             for source, start, end in turn.copies:
                 cache[first + start : first + end] = cache[source]
             slots = torch.add(turn.slots, turn.slot_step, alpha=first)
-            layer.impl.do_kv_cache_update(layer, keys[turn.written], values[turn.written], cache, slots)
+            impl.do_kv_cache_update(layer, keys[turn.written], values[turn.written], cache, slots)
             native = replace(turn.native, block_table=torch.add(turn.native.block_table, turn.block_step, alpha=first))
-            super().forward(layer, queries[turn.rows], key, value, cache, native, results[turn.rows])
-        return out.index_copy_(0, step.rows, results)
-
-    def _dense(
-        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, step: DenseTrees, out: Tensor
-    ) -> Tensor:
-        step.saved[layer.layer_name] = key, value
-        super().forward(layer, query, key, value, kv_cache, step.native, out)
-        context = self.gather(layer, kv_cache, step.block_table)
-        keys, values = (
-            torch.cat([old, new[step.rows].transpose(1, 2).float()], 2)
-            for old, new in zip(context, (key, value), strict=True)
-        )
-        result = attend(query[step.rows], keys, values, step.bias, self.scale)
-        out[step.rows] = result.to(out.dtype)  # padding writes its root's result again
-        return out
-
-    def gather(self, layer: Any, kv_cache: Tensor, block_table: Tensor) -> tuple[Tensor, Tensor]:
-        """As `gather_context`."""
-        return gather_context(kv_cache, block_table, layer.isa)
-
-    ways: ClassVar[Mapping[type, Callable[..., Tensor]]] = {
-        **TreeAttention.ways,
-        VerifyMetadata: _verify,
-        DenseTrees: _dense,
-    }
+            impl.forward(layer, queries[turn.rows], key, value, cache, native, results[turn.rows])
+        return out.index_copy_(0, self.rows, results)
 
 
 def native_metadata(builder: Any, lengths: list[int], seq_lens: list[int], block_table: Tensor, slots: Tensor) -> Any:
