@@ -35,7 +35,7 @@ def roofline(
 def measured(model: str, draft: str, dtype: str, most: int) -> dict[str, Any]:
     """Seconds of a target forward and of a draft level by rows, behind an empty context; and the rest of a step."""
     from vllm_adaptive_tree.engine.common.measuring import POINTS, fastest
-    from vllm_adaptive_tree.engine.v1.profile import draft_level, target_forward
+    from vllm_adaptive_tree.engine.v1.startup_costs import draft_level, target_forward
 
     speculation = {"method": "opt_tree", "model": draft, "num_speculative_tokens": 16, "tree": {"threshold": 0}}
     setup = Setup(model, dtype, False, 1024, 32, most, TOKENS, 1.0, standard())

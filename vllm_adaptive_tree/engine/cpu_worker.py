@@ -6,7 +6,7 @@ from typing import Any
 from vllm.v1.worker import cpu_worker
 
 from vllm_adaptive_tree.amx import allow_amx
-from vllm_adaptive_tree.engine.common.startup import keep, settle
+from vllm_adaptive_tree.engine.common.startup import finish_startup, save_profile
 from vllm_adaptive_tree.engine.installation import here
 from vllm_adaptive_tree.engine.patches import swapped
 from vllm_adaptive_tree.engine.v1.recorder import Recorder
@@ -34,16 +34,16 @@ class TreeWorker(cpu_worker.CPUWorker):
     def compile_or_warm_up_model(self) -> Any:
         times = super().compile_or_warm_up_model()
         if self.use_v2_model_runner:
-            from vllm_adaptive_tree.engine.v2 import profile as measures
+            from vllm_adaptive_tree.engine.v2 import startup_costs as measures
         else:
-            from vllm_adaptive_tree.engine.v1 import profile as measures  # type: ignore[no-redef]
-        settle(self.model_runner, self.rank, measures)
+            from vllm_adaptive_tree.engine.v1 import startup_costs as measures  # type: ignore[no-redef]
+        finish_startup(self.model_runner, self.rank, measures)
         if not self.use_v2_model_runner:
             self.model_runner.clock.take()  # of the warm-up
         return times
 
     def shutdown(self) -> None:
-        keep(self)
+        save_profile(self)
         super().shutdown()
 
     # -- for `LLM.collective_rpc`: plain values only, so that it reaches engines in other processes

@@ -28,7 +28,7 @@ LABELS = ["model_name", "engine"]
 """Of every metric of `PrometheusStatLogger`; it keeps their values, and not their names."""
 
 
-def step_figures(
+def step_stats(
     seconds: Mapping[str, float], depths: Iterable[int], expected: float, observed: float, *, dead: int
 ) -> CUDAGraphStat:
     """For `ModelRunnerOutput.cudagraph_stats`: `seconds` of every phase since the last call, how many nodes of each of

@@ -16,28 +16,28 @@ from vllm_adaptive_tree.engine.v1.scratch import ScratchBlocks
 @dataclass(frozen=True, slots=True)
 class Round:
     """Sequences that attend together: plain rows and first branches over the request's own blocks, other branches over
-    scratch blocks, which are counted from 0 here."""
+    scratch blocks, numbered from 0 here."""
 
     rows: slice  # of `VerifyMetadata.rows`: those that attend
-    written: slice  # of `VerifyMetadata.written`: those whose K/V it writes
+    written: slice  # of `VerifyMetadata.written`: those with K/V to write
     copies: list[tuple[int, int, int]]  # a block of the context, and the scratch blocks [start, end) that begin as it
     slots: Tensor  # [written] int64
-    slot_step: Tensor  # [written] int64: added per block in front of the scratch blocks
+    slot_step: Tensor  # [written] int64: added per block before the scratch blocks
     block_step: Tensor  # [sequences, B] int32: the same for the block table
     native: CPUAttentionMetadata
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyMetadata(TreeMetadata):
-    """A verification: every tree is cut into its branches, each a causal sequence for vLLM's native kernel.
+    """Every tree is cut into its branches, each a causal sequence for vLLM's native kernel.
 
-    The first branch stands in the request's own slots. Another one has scratch blocks in the place of those that it
-    does not share with the first, so one call of the kernel reads them all; commit needs its K/V again.
+    The first branch is in the request's own slots. The others have scratch blocks in place of those that they do not
+    share with the first, so one call of the kernel reads them all; commit needs their K/V again.
     """
 
-    rounds: list[Round]  # mostly one; more where the branches of a batch outnumber the scratch blocks
+    rounds: list[Round]  # mostly one; more if the branches of a batch outnumber the scratch blocks
     rows: Tensor  # [all] int64: rows of the flat batch, round after round
-    written: Tensor  # [paths] int64: rows of the flat batch, a node once for every branch that leads through it
+    written: Tensor  # [paths] int64: rows of the flat batch, a node once for every branch through it
     saved: dict[str, tuple[Tensor, Tensor]]  # layer -> key, value [paths, Hkv, D]
     scratch: ScratchBlocks
 

@@ -1,4 +1,4 @@
-"""An independent draft model as a drafter: it catches up on accepted tokens in the paged cache, then grows trees."""
+"""An independent draft model: it catches up on accepted tokens in the paged cache, then reads trees level by level."""
 
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ class ModelDrafter(DraftModelProposer):
         self.contexts = KeptContexts()
 
     def catch_up(self, accepted: list[CatchUp], target_hidden: Tensor | None = None) -> tuple[Rows, DraftState | None]:
-        """Read what was accepted since the last step, and the new roots.
+        """Read the tokens accepted since the last step, and the new roots.
 
         Returns:
             the rows of the rooted requests, in their order, and the state of their trees (None without roots).
@@ -87,13 +87,13 @@ class ModelDrafter(DraftModelProposer):
             num_tokens=len(tokens),
             slot_mapping={} if slots is None else dict.fromkeys(layers, slots),
         ):
-            # A node may lie beyond the draft's last position; that costs its quality and nothing else.
+            # A node may be beyond the draft's last position, which costs quality only.
             positions = positions.clamp(max=self.draft_model_config.max_model_len - 1)
             hidden: Tensor = self.model(input_ids=tokens.int(), positions=positions)
         return hidden
 
     def _requests(self, rows: int) -> list[str | None]:
-        """Of the batch, by row; None in a row, up to so many, that no request has."""
+        """The names of the batch by row; None for rows up to `rows` without a request."""
         names = self.runner.input_batch.req_ids
         return [*names, *[None] * (rows - len(names))]
 
@@ -104,7 +104,7 @@ class ModelDrafter(DraftModelProposer):
 
 
 class TimedDrafter:
-    """The drafter, its forwards counted as "draft" and taken off the surrounding "tree"."""
+    """The drafter, with its forwards counted as "draft" and subtracted from the surrounding "tree"."""
 
     def __init__(self, drafter: ModelDrafter, clock: PhaseClock, hidden: list[Any]):
         self.drafter, self.clock, self.hidden = drafter, clock, hidden
@@ -116,13 +116,13 @@ class TimedDrafter:
             result = self.drafter.grow(tokens, parent, state)
         self.levels.append(self.clock.seconds["draft"] - before)
         self.clock.seconds["tree"] -= self.levels[-1]
-        if self.hidden:  # a recorder has begun it with the root's
+        if self.hidden:  # a recorder has put the root's there
             self.hidden.append(result[0].hidden)
         return result
 
 
 def _spread(rows: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
-    """[M, X] -> [R, W, X], zero where there is no node."""
+    """[M, X] -> [R, W, X], zero without a node."""
     if len(places) == shape.numel():
         return rows.unflatten(0, shape)
     return rows.new_zeros(shape.numel(), rows.shape[1]).index_copy_(0, places, rows).unflatten(0, shape)

@@ -9,9 +9,9 @@ from torch import Tensor
 from vllm_adaptive_tree.acceptance import RULES
 from vllm_adaptive_tree.drafters import Rows
 from vllm_adaptive_tree.engine.common.coverage import Coverage
-from vllm_adaptive_tree.engine.common.kinds import has_grammar, is_greedy
+from vllm_adaptive_tree.engine.common.node_quota import nodes_per_request
 from vllm_adaptive_tree.engine.common.ranks import agree, proposal_from_rank_0
-from vllm_adaptive_tree.engine.common.share import nodes_per_request
+from vllm_adaptive_tree.engine.common.request_flags import has_grammar, is_greedy
 from vllm_adaptive_tree.engine.v1.catch_up import new_tokens, without_gaps
 from vllm_adaptive_tree.engine.v1.drafter import TimedDrafter
 from vllm_adaptive_tree.engine.v1.drafts import Draft, to_drafts

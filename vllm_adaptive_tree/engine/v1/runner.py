@@ -15,21 +15,19 @@ from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_adaptive_tree.budget import FREE, Controller, Costs, Sharpening
-from vllm_adaptive_tree.engine import support
+from vllm_adaptive_tree.engine import checks
 from vllm_adaptive_tree.engine.common.attention import CPUTreeAttention
 from vllm_adaptive_tree.engine.common.cost_profile import CostProfile
-from vllm_adaptive_tree.engine.common.kinds import draws_from_target, has_grammar, is_greedy
-from vllm_adaptive_tree.engine.common.metrics import step_figures
-from vllm_adaptive_tree.engine.common.options import tree_options
+from vllm_adaptive_tree.engine.common.metrics import step_stats
 from vllm_adaptive_tree.engine.common.ranks import accepted_from_rank_0
-from vllm_adaptive_tree.engine.common.startup import check_ranks
+from vllm_adaptive_tree.engine.common.request_flags import draws_from_target, has_grammar, is_greedy
+from vllm_adaptive_tree.engine.common.startup import check_ranks, tree_options
 from vllm_adaptive_tree.engine.common.steering import Steering
 from vllm_adaptive_tree.engine.patches import swapped
 from vllm_adaptive_tree.engine.v1 import scratch
 from vllm_adaptive_tree.engine.v1.acceptance import Requests, accept, held
 from vllm_adaptive_tree.engine.v1.budget import BatchBudget
 from vllm_adaptive_tree.engine.v1.clock import PhaseClock
-from vllm_adaptive_tree.engine.v1.commit import commit
 from vllm_adaptive_tree.engine.v1.drafter import ModelDrafter
 from vllm_adaptive_tree.engine.v1.drafting_step import DraftingStep
 from vllm_adaptive_tree.engine.v1.drafts import Draft
@@ -54,12 +52,12 @@ class TreeModelRunner(CPUModelRunner):
         self.options = tree_options(vllm_config)
         self.pair = resolve(self.options)
         self.proposer = self.pair.proposer.for_cpu()
-        support.check_hidden_size(self.proposer, self.speculative_config.draft_model_config.get_hidden_size())
+        checks.check_hidden_size(self.proposer, self.speculative_config.draft_model_config.get_hidden_size())
         # Draft after bookkeeping, from token lists; vLLM's padded drafting is for its own chains.
         self.speculative_config.disable_padded_drafter_batch = True
         self.drafts: dict[str, Draft] = {}  # drafted, not yet scheduled
         self.scheduled: dict[int, Draft] = {}  # of this step, by row
-        self.judged: dict[int, Draft] = {}  # the same with what a grammar has refused: to the budget, not accepted
+        self.judged: dict[int, Draft] = {}  # with those that a grammar has rejected: not accepted, to the budget
         self.seeds = Seeds(vllm_config.model_config.seed)
         self.steering = Steering(self.proposer, self.options.tree.steered)
         self.cuts_drawn = self.proposer.kind != "one_hot"
@@ -80,23 +78,23 @@ class TreeModelRunner(CPUModelRunner):
     def load_model(self, load_dummy_weights: bool = False) -> None:
         super().load_model(load_dummy_weights)
         for name, layer in self.compilation_config.static_forward_context.items():
-            support.check_layer(name, layer)
+            checks.check_layer(name, layer)
             CPUTreeAttention.adopt(layer, drafts=name in self.drafter._draft_attn_layer_names)
         self.model.compute_logits = self.clock.timed("verify", self.model.compute_logits)
 
     def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         longest = self.num_spec_tokens // self.cache_config.block_size + 1  # blocks of a branch
         self.scratch = ScratchBlocks(scratch.COUNT + longest)
-        super().initialize_kv_cache(self.scratch.behind(kv_cache_config), *args, **kwargs)
+        super().initialize_kv_cache(self.scratch.extended(kv_cache_config), *args, **kwargs)
         self.input_batch.thinking_budget_state_holder = ThinkingBudgets.of(self.vllm_config, self.device)
         self.drafting = DraftingStep(self)
         for name, layer in self.compilation_config.static_forward_context.items():
-            support.check_packing(name, layer)
+            checks.check_packing(name, layer)
 
     # -- requests that leave
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
-        """vLLM drops its own here, in steps without a token too. A name may come back in the same step."""
+        """vLLM drops its own state here, in steps without a token too. A name may come back in the same step."""
         finished = scheduler_output.finished_req_ids
         for request in (*finished, *(scheduler_output.preempted_req_ids or ())):
             self.drafts.pop(request, None)
@@ -168,7 +166,7 @@ class TreeModelRunner(CPUModelRunner):
         self.scheduled, self.judged, self.initial = {}, {}, None
         if sampling and step is not None:
             counts = (0.0, 0.0) if self.budget is None else self.budget.controller.take()
-            output.cudagraph_stats = step_figures(
+            output.cudagraph_stats = step_stats(
                 self.clock.take(), chain.from_iterable(step.depths.values()), *counts, dead=self.drafting.dead
             )
             self.drafting.dead = 0
@@ -189,7 +187,7 @@ class TreeModelRunner(CPUModelRunner):
             if self.initial is not None:
                 tokens = tokens.masked_fill(held(tokens), -1)
         with self.clock.phase("commit"):
-            commit(step, nodes, self.compilation_config.static_forward_context)
+            step.commit(nodes, self.compilation_config.static_forward_context)
         if self.budget is not None:
             self.budget.verified(self.judged, tokens, nodes)
         if self.recorder is not None:
@@ -197,7 +195,7 @@ class TreeModelRunner(CPUModelRunner):
         return SamplerOutput(sampled_token_ids=tokens.int(), logprobs_tensors=logprobs)
 
     def _limits(self, step: Verification) -> list[int]:
-        """Stop at the token that reaches `min_tokens`: the sampler lifts its ban on stop tokens between steps only."""
+        """The most tokens to emit: up to `min_tokens`, since the sampler lifts its ban on stop tokens between steps."""
         states = [self.requests[request] for request in self.input_batch.req_ids]
         missing = [state.sampling_params.min_tokens - len(state.output_token_ids) for state in states]
         return [tokens if tokens > 0 else step.levels + 1 for tokens in missing]
@@ -206,7 +204,7 @@ class TreeModelRunner(CPUModelRunner):
         states = [self.requests[request] for request in self.input_batch.req_ids]
         sampling = [state.sampling_params for state in states]
         return Requests(
-            own=torch.tensor([draws_from_target(one, self.pair, self.options) for one in sampling]),
+            from_target=torch.tensor([draws_from_target(one, self.pair, self.options) for one in sampling]),
             greedy=torch.tensor([is_greedy(one) for one in sampling]),
             seed=self.seeds.of(states),
             position=torch.tensor(step.computed),
@@ -228,7 +226,7 @@ class TreeModelRunner(CPUModelRunner):
 
 
 def _all_processors(vllm_config: Any, *args: Any) -> Any:
-    """The processors of plain decoding, min_p and logit_bias among them; vLLM drops those beside speculation."""
+    """The processors of plain decoding, min_p and logit_bias among them; vLLM drops those with speculation."""
     plain = copy.copy(vllm_config)
     plain.speculative_config = None
     return build_logitsprocs(plain, *args)

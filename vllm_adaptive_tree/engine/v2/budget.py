@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vllm_adaptive_tree.acceptance import Accepted
 from vllm_adaptive_tree.budget import Controller, Sharpening
-from vllm_adaptive_tree.engine.v2.returning import Returning
+from vllm_adaptive_tree.engine.v2.readback import AsyncReadback
 from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE
 from vllm_adaptive_tree.trees import TreeBatch
 
@@ -35,7 +35,7 @@ class BatchBudget:
         """Fits the draft temperature of greedy requests."""
         self.live = True
         """Whether costs follow the steps; ranks that must agree on every number keep to those of the start."""
-        self.returning = Returning()
+        self.returning = AsyncReadback()
         self.value = self.depth = torch.zeros(0, 1)  # [R, N] of an earlier step
         self.greedy = torch.zeros(0, dtype=torch.bool)  # [R]: whose trees those were
         self.rests = False

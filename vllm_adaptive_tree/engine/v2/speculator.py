@@ -10,26 +10,26 @@ from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneAR
 from vllm_adaptive_tree.drafters import Rows
 from vllm_adaptive_tree.engine.common.attention import DraftKeys, TreeRows
 from vllm_adaptive_tree.engine.common.contexts import PagedContexts
+from vllm_adaptive_tree.engine.v2.catch_up import CatchUpSpeculator
 from vllm_adaptive_tree.engine.v2.drafting import TreeDrafting
-from vllm_adaptive_tree.engine.v2.resting import Resting
 
 
-class ModelSpeculator(Resting, TreeDrafting, StandaloneARSpeculator):
-    """Satisfies `drafters.Drafter`. The draft's K/V of accepted tokens and of the root stand in the paged cache, the
-    nodes' beside it."""
+class ModelSpeculator(CatchUpSpeculator, TreeDrafting, StandaloneARSpeculator):
+    """Satisfies `drafters.Drafter`. The draft's K/V of accepted tokens and of the root is in the paged cache, that of
+    nodes outside it."""
 
     roots: Rows
     longest = 0
     """Rows of a request in the first forward, at most."""
 
     def sample_draft(self, hidden_states: Tensor, *rest: Any, **_: Any) -> Tensor:
-        """vLLM asks for the first token of a chain; what it says there is the law at the root."""
+        """vLLM asks for the first token of a chain; its logits are those of the root."""
         logits = self.compute_draft_logits(hidden_states, 0)
         self.roots = Rows(logits[:, None], hidden_states[:, None])
         return logits.argmax(-1)
 
     def _build_attn_metadata(self, *args: Any, query_start_loc_np: np.ndarray, **kwargs: Any) -> Any:
-        """Of a compacted step the host knows the sum of all rows alone, and backends ask it for the longest query."""
+        """If nodes are selected, the host knows only the sum of all rows, and backends ask it for the longest query."""
         if self.budget is not None:
             query_start_loc_np = query_start_loc_np.copy()
             query_start_loc_np[1:] = np.maximum(query_start_loc_np[1:], min(self.longest, query_start_loc_np[-1]))
