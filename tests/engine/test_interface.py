@@ -244,7 +244,7 @@ def test_budget_that_just_fits() -> None:
 def test_routed_experts_are_refused() -> None:
     config = build(tree(24))
     config.aux_output_config.enable_return_routed_experts = True
-    with pytest.raises(ValueError, match="enable_return_routed_experts is not supported beside a tree method"):
+    with pytest.raises(ValueError, match="enable_return_routed_experts is not supported with a tree method"):
         checks.check_config(config, tree_options(config))
 
 

@@ -119,7 +119,7 @@ def test_a_size_that_does_not_fit_is_refused(engine_arguments: dict[str, dict[st
     arguments = engine_arguments["TP 8"]
     with pytest.raises(ValueError, match="divisible by tensor parallel size"):
         built({**arguments, "tensor_parallel_size": 12})
-    with pytest.raises(ValueError, match="data_parallel_size=2 is not supported beside a tree method"):
+    with pytest.raises(ValueError, match="data_parallel_size=2 is not supported with a tree method"):
         built({**arguments, "data_parallel_size": 2})
 
 

@@ -46,20 +46,20 @@ class TreeWorker(cpu_worker.CPUWorker):
         save_profile(self)
         super().shutdown()
 
-    # -- for `LLM.collective_rpc`: plain values only, so that it reaches engines in other processes
+    # -- for `LLM.collective_rpc`, also of engines in other processes: plain values only
 
     def installation(self) -> dict[str, str]:
         """The node of this rank, and what is installed there."""
         return here()
 
     def record(self, kind: str, options: dict[str, Any]) -> None:
-        """Begin to collect examples of a kind of `gates.examples.EXAMPLE_BUILDERS`, on rank 0."""
+        """Start collecting examples of a kind of `gates.examples.EXAMPLE_BUILDERS`, on rank 0."""
         if self.use_v2_model_runner:
             raise ValueError("examples are recorded on Model Runner V1; unset VLLM_USE_V2_MODEL_RUNNER")
         if self.rank == 0:
             self.model_runner.recorder = Recorder(kind, options)
 
     def save_recorded(self, file: str, progress: dict[str, list[int] | None]) -> int:
-        """Write what was recorded since the last call; the number of trees."""
+        """Write what was recorded since the last call; returns the number of trees."""
         recorder = self.model_runner.recorder
         return 0 if recorder is None else recorder.save(Path(file), progress)

@@ -25,7 +25,7 @@ WORKER = "vllm_adaptive_tree.engine.cpu_worker.TreeWorker"
 GPU_WORKER = "vllm_adaptive_tree.engine.gpu_worker.TreeGPUWorker"
 
 HEAD_NAMES = ("eagle-", "eagle3", "dflash", "dspark")
-"""Substrings of a draft's path from which vLLM concludes that it is a head, whatever `method` says."""
+"""Substrings of a draft's path that make vLLM take it for a head, whatever `method` says."""
 
 
 def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: Any, **kwargs: Any) -> Any:
@@ -52,7 +52,7 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
             "model": path,
             "method": "draft_model",
             "num_speculative_tokens": options.num_speculative_tokens,
-            # One size for every batch of Model Runner V1, which shares places out itself; with a schedule vLLM pads no
+            # One size for every batch of Model Runner V1, which allocates slots itself; with a schedule vLLM pads no
             # resumed or cached request with draft tokens -1.
             "num_speculative_tokens_per_batch_size": [(1, 1, options.num_speculative_tokens)],
         }
@@ -96,7 +96,7 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
 
 @contextlib.contextmanager
 def _neutral_path(model: str, revision: str | None) -> Iterator[str]:
-    """A name for the draft under which vLLM does not mistake a plain model for a head while the config is built."""
+    """A path of the draft that vLLM does not take for a head while the config is built."""
     if not any(name in model.lower() for name in HEAD_NAMES):
         yield model
         return

@@ -73,12 +73,10 @@ def accept(
         nonlocal level
         if by_target:
             output = target.draw(node, active)
-        elif forced is None:
-            output = target.draw_by(rule.choice(node), node, active)
         else:
-            token = forced.tokens[:, level].clamp(min=0)
-            repeat = lambda p, draw: torch.where(own, draw(), token)  # noqa: E731
-            output = target.draw_by(repeat, node, active, greedy=pair.init_width > 1)
+            token = None if forced is None else forced.tokens[:, level].clamp(min=0)
+            choose = rule.choice(node) if token is None else lambda p, draw: torch.where(own, draw(), token)
+            output = target.draw_by(choose, node, active, greedy=pair.init_width > 1)
         if output.logprobs_tensors is not None:
             logprobs.append(output.logprobs_tensors)
         level += 1
@@ -94,7 +92,7 @@ def accept(
 
 
 def _along(best: list[int], first: list[int], step: Verification, limit: list[int]) -> Accepted:
-    """The walk of a batch whose samples are all known: `best` at every row, `first`: the row of each root, [R]."""
+    """The walk of a batch with known samples: `best` at every row, `first`: the row of each root, [R]."""
     paths = []
     for request, (root, most) in enumerate(zip(first, limit, strict=True)):
         tree = step.trees.get(request)

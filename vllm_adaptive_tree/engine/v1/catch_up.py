@@ -10,7 +10,7 @@ class CatchUp(NamedTuple):
     """Tokens of one request from position `start` on, the new root last if there is one."""
 
     row: int  # of the request in vLLM's batch
-    start: int  # tokens whose K/V the draft has in the cache
+    start: int  # the draft's K/V is in the cache up to here
     tokens: list[int]
     rooted: bool  # a tree shall grow from the last token, which is read again in the next step
 

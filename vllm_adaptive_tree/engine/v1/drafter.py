@@ -30,13 +30,12 @@ class ModelDrafter(DraftModelProposer):
         self.runner = runner
         self.contexts = KeptContexts()
 
-    def catch_up(self, accepted: list[CatchUp], target_hidden: Tensor | None = None) -> tuple[Rows, DraftState | None]:
+    def catch_up(self, accepted: list[CatchUp]) -> tuple[Rows, DraftState | None]:
         """Read the tokens accepted since the last step, and the new roots.
 
         Returns:
             the rows of the rooted requests, in their order, and the state of their trees (None without roots).
         """
-        assert target_hidden is None, "an independent draft model does not read the target's hidden states"
         tokens = [token for item in accepted for token in item.tokens]
         if not tokens:
             return Rows(torch.empty(0)), None
@@ -49,7 +48,8 @@ class ModelDrafter(DraftModelProposer):
         slots = blocks.np[row, position // size].astype(np.int64) * size + position % size
         builder, slot_mapping = self.draft_attn_groups[0].get_metadata_builder(0), torch.from_numpy(slots)
         metadata = native_metadata(builder, lengths, ends, blocks.cpu[rows], slot_mapping)
-        self.contexts.follow(self._requests(1 + max(rows)))
+        names = self.runner.input_batch.req_ids
+        self.contexts.follow([*names, *[None] * (1 + max(rows) - len(names))])  # at start-up no request has a row
         spans = [(item.row, item.start, end) for item, end in zip(accepted, ends, strict=True)]
         places = self.contexts.places(row, position, spans)
         if places is not None:
@@ -91,11 +91,6 @@ class ModelDrafter(DraftModelProposer):
             positions = positions.clamp(max=self.draft_model_config.max_model_len - 1)
             hidden: Tensor = self.model(input_ids=tokens.int(), positions=positions)
         return hidden
-
-    def _requests(self, rows: int) -> list[str | None]:
-        """The names of the batch by row; None for rows up to `rows` without a request."""
-        names = self.runner.input_batch.req_ids
-        return [*names, *[None] * (rows - len(names))]
 
     @property
     def block_table(self) -> Any:

@@ -10,7 +10,7 @@ from vllm_adaptive_tree.acceptance import RULES
 from vllm_adaptive_tree.drafters import Rows
 from vllm_adaptive_tree.engine.common.coverage import Coverage
 from vllm_adaptive_tree.engine.common.node_quota import nodes_per_request
-from vllm_adaptive_tree.engine.common.ranks import agree, proposal_from_rank_0
+from vllm_adaptive_tree.engine.common.ranks import proposal_from_rank_0, sync_frontier
 from vllm_adaptive_tree.engine.common.request_flags import has_grammar, is_greedy
 from vllm_adaptive_tree.engine.v1.catch_up import new_tokens, without_gaps
 from vllm_adaptive_tree.engine.v1.drafter import TimedDrafter
@@ -57,7 +57,11 @@ class DraftingStep:
         drafter = TimedDrafter(runner.drafter, runner.clock, [rows.hidden] if reads_hidden else [])
         with runner.clock.phase("tree"):
             proposal, drafts = self._trees(drafter, rows, state, nodes, request, others)
-            proposal, drafts = self._chains_for_grammars(names, proposal, drafts)
+            grammar = [has_grammar(runner.requests[name].sampling_params) for name in names]
+            if any(grammar):
+                tree = proposal.tree.first_paths(torch.tensor(grammar), runner.proposer.max_depth)
+                proposal = proposal._replace(tree=tree)
+                drafts = [one.first_path() if chain else one for one, chain in zip(drafts, grammar, strict=True)]
         with runner.clock.phase("tree"):  # once more: the budget reads what the trees have cost
             if budget is not None:
                 pairs = zip(request.greedy.tolist(), rows.logits[:, 0], strict=True)
@@ -68,7 +72,7 @@ class DraftingStep:
         return dict(zip(names, drafts, strict=True))
 
     def _request(self, names: list[str], position: Tensor) -> Request:
-        """What the proposer has to know of these requests, whose roots are at `position` [R]."""
+        """These requests as the proposer sees them, with roots at `position` [R]."""
         runner, states = self.runner, [self.runner.requests[name] for name in names]
         greedy = [is_greedy(one.sampling_params) for one in states]
         wanted = [0.0 if none else one.sampling_params.temperature for one, none in zip(states, greedy, strict=True)]
@@ -94,7 +98,7 @@ class DraftingStep:
             state,
             nodes=nodes,
             request=request,
-            agree=agree if budget is None else budget.limited(agree, len(request.greedy), others),
+            agree=sync_frontier if budget is None else budget.limited(sync_frontier, len(request.greedy), others),
             keep=levels.append if keep else lambda _: None,
             lost=dead.append,
         )
@@ -104,14 +108,3 @@ class DraftingStep:
         if budget is None or not budget.shortened:
             runner.steering.grown(sum(len(draft.tree) for draft in drafts), nodes * len(drafts))
         return proposal, drafts
-
-    def _chains_for_grammars(
-        self, names: list[str], proposal: Proposal, drafts: list[Draft]
-    ) -> tuple[Proposal, list[Draft]]:
-        """The first path alone of every request with a grammar, which reads draft tokens in a row only."""
-        grammar = [has_grammar(self.runner.requests[name].sampling_params) for name in names]
-        if not any(grammar):
-            return proposal, drafts
-        tree = proposal.tree.first_paths(torch.tensor(grammar), self.runner.proposer.max_depth)
-        drafts = [one.first_path() if chain else one for one, chain in zip(drafts, grammar, strict=True)]
-        return proposal._replace(tree=tree), drafts

@@ -61,7 +61,7 @@ class TreeModelRunner(CPUModelRunner):
         self.seeds = Seeds(vllm_config.model_config.seed)
         self.steering = Steering(self.proposer, self.options.tree.steered)
         self.cuts_drawn = self.proposer.kind != "one_hot"
-        """Whether the budget cuts trees of drawn children."""
+        """Whether the budget cuts trees of sampled children."""
         self.profile: CostProfile | None = None
         self.step: Verification | None = None
         self.initial: Tensor | None = None  # [R, W] tokens of the next first layer, by row
@@ -80,7 +80,7 @@ class TreeModelRunner(CPUModelRunner):
         for name, layer in self.compilation_config.static_forward_context.items():
             checks.check_layer(name, layer)
             CPUTreeAttention.adopt(layer, drafts=name in self.drafter._draft_attn_layer_names)
-        self.model.compute_logits = self.clock.timed("verify", self.model.compute_logits)
+        self.model.compute_logits = self.clock.phase("verify")(self.model.compute_logits)
 
     def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         longest = self.num_spec_tokens // self.cache_config.block_size + 1  # blocks of a branch

@@ -18,7 +18,7 @@ class Verification:
     """The trees of one step, by their request's row in vLLM's batch; on the host."""
 
     def __init__(self, trees: dict[int, TokenTree], row_start: list[int], row_count: list[int], computed: list[int]):
-        """`row_start`, `row_count`, `computed` (tokens whose K/V is in the cache): one entry per request."""
+        """`row_start`, `row_count`, `computed` (tokens with K/V in the cache): one entry per request."""
         self.trees = trees
         self.row_start, self.row_count, self.computed = row_start, row_count, computed
         self.depths = {request: tree.depths for request, tree in trees.items()}
@@ -100,7 +100,7 @@ class Verification:
             nodes: [requests, D + 1] accepted nodes of every request, -1 pads.
             layers: vLLM's static forward context, layer name -> Attention.
         """
-        homes = {}  # row of an accepted node -> row whose slot is its final one
+        homes = {}  # row of an accepted node -> row that has its final slot
         for request, branches in self.branching.items():
             for place, node in enumerate(nodes[request].tolist()):
                 if node >= 0 and branches[0][place : place + 1] != [node]:

@@ -165,16 +165,10 @@ class TreeModelRunnerV2(ModelRunner):
                     continue
                 native = metadata[name]
                 if id(native) not in own:
-                    own[id(native)] = self._trees(native, group.kv_cache_spec.block_size, input_batch)
+                    own[id(native)] = self.step.metadata(native, group.kv_cache_spec.block_size, input_batch)
                 metadata[name], self.slots[name] = own[id(native)], slots
         self.metadata = metadata
         return metadata
-
-    def _trees(self, native: Any, block_size: int, batch: Any) -> DenseTrees | KernelTrees:
-        assert self.step is not None
-        if self.device.type == "cpu":
-            return self.step.dense(native, block_size, int(batch.seq_lens_cpu_upper_bound[: batch.num_reqs].max()))
-        return self.step.for_kernel(native, batch.query_start_loc, batch.num_draft_tokens)
 
     def sample(self, hidden_states: Tensor, input_batch: Any, grammar_output: Any) -> Any:
         sampled = super().sample(hidden_states, input_batch, grammar_output)

@@ -42,7 +42,12 @@ class ModelSpeculator(CatchUpSpeculator, TreeDrafting, StandaloneARSpeculator):
 
     def begin(self, batch: Any) -> tuple[Tensor, Any]:
         root = self.expanded_positions[self.last_token_indices[: batch.num_reqs]]
-        return root, (self._keys(batch, root), root, torch.zeros_like(root)[:, None])
+        block_size = self.kv_cache_config.kv_cache_groups[self.group].kv_cache_spec.block_size
+        longest = 1 + int(batch.seq_lens_cpu_upper_bound[: batch.num_reqs].max())
+        blocks = -(-min(longest, self.max_model_len) // block_size)
+        table = self.block_tables.input_block_tables[self.group][: batch.num_reqs, :blocks]
+        keys = DraftKeys(PagedContexts(table, block_size), root + 1)
+        return root, (keys, root, torch.zeros_like(root)[:, None])
 
     def grow(self, tokens: Tensor, parent: Tensor, state: Any) -> tuple[Rows, Any]:
         """Read one level, `tokens` and `parent` [R, W] as in `Frontier`; unused columns cost their row too."""
@@ -56,11 +61,3 @@ class ModelSpeculator(CatchUpSpeculator, TreeDrafting, StandaloneARSpeculator):
         hidden = self._run_model(tokens.clamp(min=0).flatten().int(), positions, metadata, {}, None)
         logits = self.compute_draft_logits(hidden, 0).unflatten(0, tokens.shape)
         return Rows(logits, hidden.unflatten(0, tokens.shape)), (keys, root, torch.cat([depth, new], 1))
-
-    def _keys(self, batch: Any, root: Tensor) -> DraftKeys:
-        group = self.group
-        block_size = self.kv_cache_config.kv_cache_groups[group].kv_cache_spec.block_size
-        longest = 1 + int(batch.seq_lens_cpu_upper_bound[: batch.num_reqs].max())
-        blocks = -(-min(longest, self.max_model_len) // block_size)
-        table = self.block_tables.input_block_tables[group][: batch.num_reqs, :blocks]
-        return DraftKeys(PagedContexts(table, block_size), root + 1)

@@ -73,11 +73,17 @@ class Verification(NamedTuple):
         """The same rows without trees: nothing is accepted."""
         return self._replace(tree=self.tree.cut(torch.zeros_like(self.root)))
 
+    def metadata(self, native: Any, block_size: int, batch: Any) -> DenseTrees | KernelTrees:
+        """Of one attention group of the target's layers; `native`: vLLM's for the whole batch."""
+        if self.first.device.type == "cpu":
+            return self.dense(native, block_size, int(batch.seq_lens_cpu_upper_bound[: batch.num_reqs].max()))
+        return self.for_kernel(native, batch.query_start_loc, batch.num_draft_tokens)
+
     def for_kernel(self, native: Any, row_start: Tensor, total: int) -> KernelTrees:
-        """Attention metadata of one group of the target's layers, on a GPU.
+        """On a GPU.
 
         Args:
-            native: what vLLM built for the whole batch, in which requests with draft tokens come first.
+            native: vLLM's, for a batch in which requests with draft tokens come first.
             row_start: [R + 1] int32.
             total: nodes of all requests, on the host.
         """
@@ -92,12 +98,7 @@ class Verification(NamedTuple):
         )
 
     def dense(self, native: Any, block_size: int, longest: int) -> DenseTrees:
-        """The same on a CPU.
-
-        Args:
-            native: what vLLM built for the whole batch.
-            longest: no request has more tokens in the cache, on the host.
-        """
+        """On a CPU; `longest`: no request has more tokens in the cache, on the host."""
         device = self.first.device
         requests = async_tensor_h2d(np.flatnonzero(self.scheduled), device=device)
         nodes = int(self.scheduled.max())
