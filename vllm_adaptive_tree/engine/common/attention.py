@@ -1,6 +1,5 @@
 """Tree attention in vLLM's attention layers: what replaces their implementation, and the metadata of a draft level."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,31 +9,6 @@ from torch.nn.functional import pad
 from vllm_adaptive_tree.attention.cpu import attend, context_bias, gather_context
 from vllm_adaptive_tree.engine.common.contexts import Contexts, finite
 from vllm_adaptive_tree.trees import SlicedMask
-
-
-@dataclass(frozen=True, slots=True)
-class TreeRows:
-    """The rows of a draft forward over nodes of trees, and their places in the padded [R, T]."""
-
-    places: Tensor  # [M] int64: r * T + t, increasing
-    shape: tuple[int, int]  # R, T
-
-    @property
-    def full(self) -> bool:
-        """Every place is used: row after row, without padding."""
-        return len(self.places) == self.shape[0] * self.shape[1]
-
-    def pad(self, flat: Tensor) -> Tensor:
-        """[tokens, H, D] -> [R, T, H, D]; unused places hold zeros."""
-        if not self.full:
-            padded = flat.new_zeros(self.shape[0] * self.shape[1], *flat.shape[1:])
-            flat = padded.index_copy_(0, self.places, flat)
-        return flat.unflatten(0, self.shape)
-
-    def unpad(self, padded: Tensor) -> Tensor:
-        """[R, T, H, D] -> [M, H, D]."""
-        flat = padded.flatten(0, 1)
-        return flat if self.full else flat.index_select(0, self.places)
 
 
 class TreeMetadata:
@@ -63,15 +37,20 @@ class DraftKeys(TreeMetadata):
         # [R, 1 + S, S]: root or node, its ancestors; the root has a row, which sees none, and no column
         self.seen = torch.zeros(len(length), 1, 0, dtype=torch.bool, device=length.device)
         self.bias = torch.empty(0)
-        self.trees: TreeRows
+        self.shape = torch.Size((len(length), 0))  # R, W of this level
+        self.places: Tensor | None = None
         self.level = 1  # that comes next; the root is level 0
         self.sliced: SlicedMask | None = None  # of the shape that all trees have, while every level is read in full
 
-    def open_level(self, trees: TreeRows, parent: Tensor) -> None:
-        """Prepare the next forward: W new nodes a request below `parent` [R, W], counted as in `Frontier`."""
+    def open_level(self, parent: Tensor, places: Tensor | None = None) -> None:
+        """Prepare the next forward: W new nodes a request below `parent` [R, W], counted as in `Frontier`.
+
+        `places` [M] int64, increasing: r * W + w of the nodes that have a row in the forward; None: all.
+        """
         requests, before, columns = self.seen.shape
         width = parent.shape[1]
-        self.trees = trees
+        self.shape = parent.shape
+        self.places = None if places is None or len(places) == parent.numel() else places
         if self.sliced is not None and self.sliced.ends[self.level] != before + width:
             self.sliced = None
         if self.sliced is not None:
@@ -91,16 +70,23 @@ class DraftKeys(TreeMetadata):
         self, impl: Any, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, out: Tensor
     ) -> Tensor:
         keys, values = self.read(layer, kv_cache, key, value)
-        return out.copy_(self.trees.unpad(attend(self.trees.pad(query), keys, values, self.bias, impl.scale)))
+        found = attend(self.pad(query), keys, values, self.bias, impl.scale).flatten(0, 1)
+        return out.copy_(found if self.places is None else found.index_select(0, self.places))
+
+    def pad(self, rows: Tensor) -> Tensor:
+        """[M, ..] -> [R, W, ..], zero without a row."""
+        if self.places is not None:
+            rows = rows.new_zeros(self.shape.numel(), *rows.shape[1:]).index_copy_(0, self.places, rows)
+        return rows.unflatten(0, self.shape)
 
     def read(self, layer: Any, kv_cache: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         end = self.seen.shape[2]
-        start = end - self.trees.shape[1]
+        start = end - self.shape[1]
         opened = self.scratch.get(layer.layer_name)
         if opened is None:
             opened = self.scratch[layer.layer_name] = self.contexts.open(layer, kv_cache)
         for whole, new in zip(opened, (key, value), strict=True):
-            whole[:, :, start:end] = finite(self.trees.pad(new).transpose(1, 2))
+            whole[:, :, start:end] = finite(self.pad(new).transpose(1, 2))
         return opened
 
     def _widen(self, room: int) -> None:

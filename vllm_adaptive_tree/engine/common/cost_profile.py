@@ -44,18 +44,14 @@ def check_folder(file: str | None) -> None:
             pass
         if path.exists() and not path.is_file():
             raise OSError("it is no file")
-        foreign = path.exists() and not _is_ours(path)
+        if path.exists() and not _is_ours(path):
+            raise OSError("it exists and is no cost profile, so it is not replaced")
     except (OSError, RuntimeError) as error:  # RuntimeError: no home directory
         raise ValueError(
             f"speculative_config['tree']['cost_profile']: {file!r} cannot be written "
-            f"({getattr(error, 'strerror', None) or error}); name a file in a folder that exists and may be written, "
-            "'auto' for one in vLLM's cache folder, or null for none"
+            f"({getattr(error, 'strerror', None) or error}); name another file in a folder that exists and may be "
+            "written, 'auto' for one in vLLM's cache folder, or null for none"
         ) from error
-    if foreign:
-        raise ValueError(
-            f"speculative_config['tree']['cost_profile']: {file!r} exists and is no cost profile, so it is not "
-            "replaced; name another file, or remove it"
-        )
 
 
 def _is_ours(path: Path) -> bool:

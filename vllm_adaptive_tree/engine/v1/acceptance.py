@@ -14,7 +14,6 @@ from vllm_adaptive_tree.engine.v1.verification import Verification
 from vllm_adaptive_tree.methods import Pair
 from vllm_adaptive_tree.proposers.children import draw_children
 from vllm_adaptive_tree.rng import CounterRNG
-from vllm_adaptive_tree.trees import TreeBatch
 
 
 class Requests(NamedTuple):
@@ -46,8 +45,8 @@ def accept(
     """
     if pair.init_width == 1 and (best := target.best()) is not None:
         return Outcome(_along(best, target.first.tolist(), step, limit), None, None)
-    tree, requests, most = step.batch(), known(), torch.tensor(limit)
-    rule = _Rule(pair, tree, max((one.max_fanout for one in step.trees.values()), default=1), target, drafts, requests)
+    rule, most = _Rule(pair, target, step, drafts, known()), torch.tensor(limit)
+    tree, requests = rule.tree, rule.requests
     by_target, own, forced = bool(requests.from_target.all()), requests.from_target, None
     if pair.init_width > 1:  # the longest of several walks; the walk below repeats it
         initial = torch.tensor([drafts[r].initial if r in drafts else 0 for r in range(len(own))])
@@ -115,17 +114,9 @@ def held(tokens: Tensor) -> Tensor:
 class _Rule:
     """The rule of the pair as a draw at the nodes of one step."""
 
-    def __init__(
-        self,
-        pair: Pair,
-        tree: TreeBatch,
-        max_fanout: int,
-        target: Target,
-        drafts: dict[int, Draft],
-        requests: Requests,
-    ):
-        self.pair, self.tree, self.max_fanout, self.target = pair, tree, max_fanout, target
-        self.drafts, self.requests = drafts, requests
+    def __init__(self, pair: Pair, target: Target, step: Verification, drafts: dict[int, Draft], requests: Requests):
+        self.pair, self.target, self.drafts, self.requests = pair, target, drafts, requests
+        self.tree, self.max_fanout = step.batch(), max((one.max_fanout for one in step.trees.values()), default=1)
         self.rng = CounterRNG(requests.seed, requests.position, purpose=1)
 
     def draft_probs(self, node: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ class CatchUp(NamedTuple):
     row: int  # of the request in vLLM's batch
     start: int  # the draft's K/V is in the cache up to here
     tokens: list[int]
-    rooted: bool  # a tree shall grow from the last token, which is read again in the next step
+    has_root: bool  # a tree shall grow from the last token, which is read again in the next step
 
 
 def new_tokens(runner: Any, scheduled: Mapping[str, int], sampled: Sequence[bool], nodes: int) -> list[CatchUp]:
@@ -25,10 +25,10 @@ def new_tokens(runner: Any, scheduled: Mapping[str, int], sampled: Sequence[bool
         end = int(batch.num_tokens_no_spec[row]) if sampled[row] else start + scheduled[name]
         max_tokens = state.sampling_params.max_tokens
         finishing = max_tokens is not None and max_tokens - len(state.output_token_ids) <= 1
-        rooted = sampled[row] and nodes > 0 and not finishing and end < min(limit, runner.max_model_len)
-        end = min(end if rooted or not sampled[row] else end - 1, limit)
+        has_root = sampled[row] and nodes > 0 and not finishing and end < min(limit, runner.max_model_len)
+        end = min(end if has_root or not sampled[row] else end - 1, limit)
         if end > start:
-            found.append(CatchUp(row, start, batch.token_ids_cpu[row, start:end].tolist(), rooted))
+            found.append(CatchUp(row, start, batch.token_ids_cpu[row, start:end].tolist(), has_root))
     return found
 
 
@@ -47,9 +47,9 @@ def without_gaps(
             continue
         if start < item.start or end - start > room:
             read = runner.input_batch.token_ids_cpu[item.row, start : min(end, start + room)].tolist()
-            item = CatchUp(item.row, start, read, item.rooted and len(read) == end - start)
+            item = CatchUp(item.row, start, read, item.has_root and len(read) == end - start)
         room -= len(item.tokens)
         if item.tokens:
             items.append(item)
-            coverage.read(table, start, start + len(item.tokens) - item.rooted)
+            coverage.read(table, start, start + len(item.tokens) - item.has_root)
     return items

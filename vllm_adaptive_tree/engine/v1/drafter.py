@@ -9,7 +9,7 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
 from vllm_adaptive_tree.drafters import Rows
-from vllm_adaptive_tree.engine.common.attention import DraftKeys, TreeRows
+from vllm_adaptive_tree.engine.common.attention import DraftKeys
 from vllm_adaptive_tree.engine.v1.attention import native_metadata
 from vllm_adaptive_tree.engine.v1.catch_up import CatchUp
 from vllm_adaptive_tree.engine.v1.clock import PhaseClock
@@ -34,7 +34,7 @@ class ModelDrafter(DraftModelProposer):
         """Read the tokens accepted since the last step, and the new roots.
 
         Returns:
-            the rows of the rooted requests, in their order, and the state of their trees (None without roots).
+            the rows of the roots, in the order of their requests, and the state of their trees (None without roots).
         """
         tokens = [token for item in accepted for token in item.tokens]
         if not tokens:
@@ -55,7 +55,7 @@ class ModelDrafter(DraftModelProposer):
         if places is not None:
             metadata = Reading(metadata, self.contexts, places)
         hidden = self._forward(torch.tensor(tokens), torch.from_numpy(position), slot_mapping, metadata)
-        rooted = [index for index, item in enumerate(accepted) if item.rooted]
+        rooted = [index for index, item in enumerate(accepted) if item.has_root]
         if not rooted:
             return Rows(torch.empty(0)), None
         last = np.cumsum(lengths)[rooted] - 1
@@ -71,11 +71,11 @@ class ModelDrafter(DraftModelProposer):
         """Read one level, `tokens` and `parent` [R, W] as in `Frontier`; only real nodes cost a row."""
         depth = state.depth.gather(1, parent) + 1
         places = (tokens >= 0).flatten().nonzero().flatten()
-        state.keys.open_level(TreeRows(places, (tokens.shape[0], tokens.shape[1])), parent)
+        state.keys.open_level(parent, places)
         positions = (state.root_position[:, None] + depth).flatten()[places]
         hidden = self._forward(tokens.flatten()[places], positions, None, state.keys)
         logits = self.model.compute_logits(hidden)  # [M, V]
-        rows = Rows(*(_spread(rows, places, tokens.shape) for rows in (logits, hidden)))
+        rows = Rows(state.keys.pad(logits), state.keys.pad(hidden))
         return rows, state._replace(depth=torch.cat([state.depth, depth], 1))
 
     def _forward(self, tokens: Tensor, positions: Tensor, slots: Tensor | None, metadata: Any) -> Tensor:
@@ -114,10 +114,3 @@ class TimedDrafter:
         if self.hidden:  # a recorder has put the root's there
             self.hidden.append(result[0].hidden)
         return result
-
-
-def _spread(rows: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
-    """[M, X] -> [R, W, X], zero without a node."""
-    if len(places) == shape.numel():
-        return rows.unflatten(0, shape)
-    return rows.new_zeros(shape.numel(), rows.shape[1]).index_copy_(0, places, rows).unflatten(0, shape)

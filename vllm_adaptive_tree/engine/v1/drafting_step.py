@@ -47,9 +47,9 @@ class DraftingStep:
             rows, state = runner.drafter.catch_up(items)
         if state is None:
             return {}
-        rooted = [item for item in items if item.rooted]
+        rooted = [item for item in items if item.has_root]
         names = [names[item.row] for item in rooted]
-        others = sum(item.rooted for item in news) - len(rooted)
+        others = sum(item.has_root for item in news) - len(rooted)
         request = self._request(names, torch.tensor([item.start + len(item.tokens) - 1 for item in rooted]))
         if runner.initial is not None:
             request = request._replace(initial=runner.initial[[item.row for item in rooted]])

@@ -50,7 +50,7 @@ def measured_costs(runner: Any, nodes: int) -> Costs:
 
 
 def draft_level(drafter: Any, nodes: int) -> Callable[[], Tensor]:
-    _, state = drafter.catch_up([CatchUp(row=0, start=0, tokens=[0], rooted=True)])
+    _, state = drafter.catch_up([CatchUp(row=0, start=0, tokens=[0], has_root=True)])
     level = torch.zeros(1, nodes, dtype=torch.int64)
     return lambda: drafter.grow(level, level, state)[0].logits
 

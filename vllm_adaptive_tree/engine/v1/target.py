@@ -57,24 +57,18 @@ class Target:
         return self._sample(self.sampler, node, active)
 
     def draw_by(self, choose: Choose, node: Tensor, active: Tensor, *, greedy: bool = False) -> Any:
-        """The same, but `choose` gives the tokens of random requests; with `greedy` of the others too."""
-        sampler = copy.copy(self.sampler)
+        """The same, but `choose` gives the tokens of random requests; with `greedy` of the others too, with the
+        argmax as vLLM's own sample."""
+        sampler, changed = copy.copy(self.sampler), {}
         if greedy:
-            choose = self._best_for_greedy(choose)
+            own = self.sampling.temperature
+            own = torch.zeros(len(self.first)) if own is None else own
+            best, of_all = own < GREEDY, choose
+            choose = lambda p, draw: of_all(p, lambda: torch.where(best, p.argmax(-1), draw()))  # noqa: E731
+            changed = {"temperature": own.masked_fill(best, 1.0), "all_greedy": False, "all_random": True}
         chooser = _Chooser(choose, self.sampler.topk_topp_sampler)
         sampler._modules = {**self.sampler._modules, "topk_topp_sampler": chooser}
-        return self._sample(sampler, node, active, **(self._all_random() if greedy else {}))
-
-    def _best_for_greedy(self, choose: Choose) -> Choose:
-        own = self.sampling.temperature
-        best = torch.ones(len(self.first), dtype=torch.bool) if own is None else own < GREEDY
-        return lambda p, draw: choose(p, lambda: torch.where(best, p.argmax(-1), draw()))
-
-    def _all_random(self) -> dict[str, Any]:
-        """Changes to the sampling metadata after which no request is greedy."""
-        own = self.sampling.temperature
-        temperature = torch.ones(len(self.first)) if own is None else torch.where(own < GREEDY, 1.0, own)
-        return {"temperature": temperature, "all_greedy": False, "all_random": True}
+        return self._sample(sampler, node, active, **changed)
 
     def probs(self, node: Tensor, active: Tensor, *, greedy: bool = False) -> Tensor:
         """p [R, V] of the next token after `node` [R], for random requests; with `greedy` for the others too, at

@@ -22,7 +22,6 @@ class CatchUpSpeculator(StandaloneARSpeculator):
     """[requests, length]: vLLM's, by its index of the request."""
     backlog: DraftBacklog | None = None
     """If a budget may skip drafting."""
-    late: np.ndarray | None = None
 
     @property
     def group(self) -> int:

@@ -146,7 +146,7 @@ class TreeModelRunnerV2(ModelRunner):
         self.step = None
         if input_batch.num_draft_tokens:
             step = Verification.of(self.speculator.drafts, input_batch)
-            self.step = step if step.rooted(input_batch) else step.plain
+            self.step = step if step.reads_only_roots(input_batch) else step.plain
             self.step.write_rows(input_batch.positions, input_batch.input_ids)
             input_batch.input_ids.clamp_(min=0)
         self.rejection_sampler.step = self.step
@@ -156,7 +156,7 @@ class TreeModelRunnerV2(ModelRunner):
         self, input_batch: Any, mode: Any, block_tables: Any, slot_mappings: Any, *rest: Any, **kwargs: Any
     ) -> Any:
         metadata = self.native_metadata(input_batch, mode, block_tables, slot_mappings, *rest, **kwargs)
-        if self.step is None or not self.step.rooted(input_batch):
+        if self.step is None or not self.step.reads_only_roots(input_batch):
             return metadata
         own: dict[int, DenseTrees | KernelTrees] = {}
         for group, slots in zip(self.kv_cache_config.kv_cache_groups, slot_mappings, strict=True):

@@ -8,7 +8,7 @@ from torch import Tensor
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
 from vllm_adaptive_tree.drafters import Rows
-from vllm_adaptive_tree.engine.common.attention import DraftKeys, TreeRows
+from vllm_adaptive_tree.engine.common.attention import DraftKeys
 from vllm_adaptive_tree.engine.common.contexts import PagedContexts
 from vllm_adaptive_tree.engine.v2.catch_up import CatchUpSpeculator
 from vllm_adaptive_tree.engine.v2.drafting import TreeDrafting
@@ -54,8 +54,7 @@ class ModelSpeculator(CatchUpSpeculator, TreeDrafting, StandaloneARSpeculator):
         self.forwards += 1
         keys, root, depth = state
         new = depth.gather(1, parent) + 1
-        places = torch.arange(tokens.numel(), device=self.device)
-        keys.open_level(TreeRows(places, (tokens.shape[0], tokens.shape[1])), parent)
+        keys.open_level(parent)
         positions = (root[:, None] + new).clamp(max=self.max_model_len - 1).flatten()
         metadata = dict.fromkeys(self.draft_attn_layer_names, keys)
         hidden = self._run_model(tokens.clamp(min=0).flatten().int(), positions, metadata, {}, None)

@@ -62,7 +62,7 @@ class Verification(NamedTuple):
         old = rows[self.first][:, None]
         rows[place] = torch.where(where, new.to(rows.dtype), old)
 
-    def rooted(self, batch: Any) -> bool:
+    def reads_only_roots(self, batch: Any) -> bool:
         """Whether every request with draft tokens has nothing but its root before them; else it is still reading its
         prompt, and its draft tokens are placeholders."""
         others = batch.num_scheduled_tokens - self.scheduled
