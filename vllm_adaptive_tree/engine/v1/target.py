@@ -96,12 +96,10 @@ class Target:
         return sampler(self.logits[rows], sampling)
 
     def _path(self, request: int, node: int) -> list[int]:
-        path: list[int] = []
-        while node >= 0:
-            tree = self.step.trees[request]
-            path.append(tree.tokens[node])
-            node = tree.parents[node]
-        return path[::-1]
+        if node < 0:
+            return []
+        tree = self.step.trees[request]
+        return [tree.tokens[one] for one in tree.path_to(node)]
 
     def close(self) -> None:
         for history, length in zip(self.sampling.output_token_ids, self.written, strict=False):
