@@ -5,7 +5,7 @@ import torch
 from vllm import _custom_ops as ops
 
 from vllm_adaptive_tree.attention.cpu import gather_context
-from vllm_adaptive_tree.engine.common.attention import DraftKeys, TreeRows
+from vllm_adaptive_tree.engine.common.attention import DraftKeys
 from vllm_adaptive_tree.engine.common.contexts import PagedContexts
 from vllm_adaptive_tree.trees import Shape, SlicedMask
 
@@ -48,9 +48,8 @@ def test_a_sliced_mask_is_the_one_built_level_by_level(cut: bool) -> None:
             paths = paths[:-1]
             inner = [path for path in inner if path[:1] != (2,)]
         parent = torch.tensor([[inner.index(path[:-1]) for path in paths]] * 2)
-        rows = TreeRows(torch.arange(2 * len(paths)), (2, len(paths)))
         for keys in (built, sliced):
-            keys.open_level(rows, parent)
+            keys.open_level(parent)
         assert torch.equal(built.seen, sliced.seen)
         assert torch.equal(built.bias, sliced.bias)
     assert (sliced.sliced is None) == cut, "a level that is not read in full ends it"

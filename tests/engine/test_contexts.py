@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm_adaptive_tree.engine.common import contexts
-from vllm_adaptive_tree.engine.common.attention import DraftKeys, TreeRows
-from vllm_adaptive_tree.engine.common.contexts import KeptContexts, PagedContexts
+from vllm_adaptive_tree.engine.common.attention import DraftKeys
+from vllm_adaptive_tree.engine.common.contexts import PagedContexts
+from vllm_adaptive_tree.engine.v1 import contexts
+from vllm_adaptive_tree.engine.v1.contexts import KeptContexts
 
 HEADS, DIM, LAYERS = 2, 3, ("first", "second")
 
@@ -54,8 +55,7 @@ def check(kept: KeptContexts, caches: list[Cache], items: list[tuple[int, str, i
     state = DraftKeys(kept.of(rows, ends, table), torch.tensor(ends))
     nodes = 0
     for width in widths:
-        shape = len(items), width
-        state.open_level(TreeRows(torch.arange(len(items) * width), shape), torch.zeros(shape, dtype=torch.int64))
+        state.open_level(torch.zeros(len(items), width, dtype=torch.int64))
         for cache in caches:
             new = torch.arange(nodes, nodes + width).float().repeat(len(items))[:, None, None].expand(-1, HEADS, DIM)
             key, value = state.read(cache, None, new, -new)
@@ -169,7 +169,7 @@ def test_what_is_kept_is_finite() -> None:
     kept.follow(["0"])
     state = DraftKeys(kept.of([0], [4], torch.tensor([[0]])), torch.tensor([4]))
     new = torch.full((2, HEADS, DIM), torch.nan)
-    state.open_level(TreeRows(torch.arange(2), (1, 2)), torch.zeros(1, 2, dtype=torch.int64))
+    state.open_level(torch.zeros(1, 2, dtype=torch.int64))
     state.read(cache, None, new, new)
     places = kept.places(np.zeros(2, dtype=int), np.arange(4, 6), [(0, 4, 6)])
     assert places is not None

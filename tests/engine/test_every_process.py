@@ -19,7 +19,7 @@ from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from tests.engine.engines import DRAFT, PROMPTS, TARGET, V2, Engines, generate, tree
-from vllm_adaptive_tree.engine.common.metrics import NODES, step_figures
+from vllm_adaptive_tree.engine.common.metrics import NODES, step_stats
 from vllm_adaptive_tree.engine.mark import Mark
 from vllm_adaptive_tree.engine.names import MARK
 from vllm_adaptive_tree.versions import window
@@ -296,7 +296,7 @@ def test_a_front_end_that_is_given_the_configuration(stock: list[list[int]], tmp
 
 def figures(**changes: Any) -> SchedulerStats:
     """Statistics of a step as they arrive from an engine in another process."""
-    sent = SchedulerStats(cudagraph_stats=step_figures({"verify": 0.25}, [1, 1, 2], 1.5, 2.0, dead=3), **changes)
+    sent = SchedulerStats(cudagraph_stats=step_stats({"verify": 0.25}, [1, 1, 2], 1.5, 2.0, dead=3), **changes)
     arrived = MsgpackDecoder(SchedulerStats).decode(MsgpackEncoder().encode(sent))
     assert isinstance(arrived, SchedulerStats)
     return arrived

@@ -15,7 +15,7 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from tests.engine.engines import DRAFT, PROMPTS, TARGET, V2, Engines, metric
 from tests.engine.test_law import chi_square
-from vllm_adaptive_tree.engine.common import kinds
+from vllm_adaptive_tree.engine.common import request_flags
 
 PROMPT = PROMPTS[1]
 # Of what the draft says behind " objects" more than half is refused, and of the rest the target likes another part.
@@ -107,5 +107,5 @@ def test_every_kind_of_children(engines: Engines, exact: dict[tuple[int, ...], f
 def test_a_rule_s_own_draws_are_caught(
     engines: Engines, exact: dict[tuple[int, ...], float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kinds, "has_grammar", lambda sampling: False)  # to `draws_from_target` alone
+    monkeypatch.setattr(request_flags, "has_grammar", lambda sampling: False)  # to `draws_from_target` alone
     assert p_value(engines, exact, config("without_replacement")) < SURE

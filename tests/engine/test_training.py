@@ -18,8 +18,8 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from tests.engine.engines import DRAFT, PROMPTS, TARGET, Engines, assert_identical, generate, runner_of, tree
 from vllm_adaptive_tree.cli.main import main
-from vllm_adaptive_tree.engine import support, translate
-from vllm_adaptive_tree.engine.common.options import tree_options
+from vllm_adaptive_tree.engine import checks, translate
+from vllm_adaptive_tree.engine.common.startup import tree_options
 from vllm_adaptive_tree.gates import training
 from vllm_adaptive_tree.gates.examples import EXAMPLE_BUILDERS, Verified
 from vllm_adaptive_tree.gates.parts import Parts
@@ -216,11 +216,11 @@ def test_the_bundled_gates_decide(
 
 def test_type_1_is_refused_beside_another_draft(engines: Engines) -> None:
     proposer = resolve(tree_options(config_of({**tree(20, stop="type1"), "method": "mcsd"}))).proposer
-    support.check_hidden_size(proposer, 128)
+    checks.check_hidden_size(proposer, 128)
     with pytest.raises(
         ValueError, match=r"reads hidden states of 128, the draft's have 64; train one .*train-gate mcsd"
     ):
-        support.check_hidden_size(proposer, 64)
+        checks.check_hidden_size(proposer, 64)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from tests.engine.engines import (
 from tests.pure.test_no_host_sync import NoHostSync
 from vllm_adaptive_tree.budget import Plan
 from vllm_adaptive_tree.budget.acceptance_model import INFORMATION
-from vllm_adaptive_tree.engine.v2 import fused
+from vllm_adaptive_tree.engine.v2 import kernel_dispatch
 from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE
 
 pytestmark = pytest.mark.skipif(not V2, reason="MODEL_RUNNER=v2")
@@ -283,7 +283,7 @@ def test_kernels_of_draws_and_rules(
     kernels = {name: Launches(getattr(module, name)) for module, name in KERNELS}
     for module, name in KERNELS:
         monkeypatch.setattr(module, name, kernels[name])
-    monkeypatch.setattr(fused, "compiles", lambda device: True)
+    monkeypatch.setattr(kernel_dispatch, "compiles", lambda device: True)
     found = generate(llm, BATCH, [*sampled, greedy])
     assert [list(one.token_ids) for one in found] == [list(one.token_ids) for one in expected]
     assert kernels["_sample"].count > 20

@@ -13,9 +13,9 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
 
 from tests.oracles.trees import random_tree
 from vllm_adaptive_tree.attention.cpu import gather_context
-from vllm_adaptive_tree.engine.common.cpu_attention import CPUTrees, VerifyMetadata
-from vllm_adaptive_tree.engine.common.scratch import ScratchBlocks
-from vllm_adaptive_tree.engine.v1.commit import commit
+from vllm_adaptive_tree.engine.common.attention import CPUTreeAttention
+from vllm_adaptive_tree.engine.v1.attention import VerifyMetadata
+from vllm_adaptive_tree.engine.v1.scratch import ScratchBlocks
 from vllm_adaptive_tree.engine.v1.verification import Verification
 from vllm_adaptive_tree.trees import TokenTree
 
@@ -142,7 +142,7 @@ class Caches:
         pages = {name: heads * BLOCK * 2 * DIM * 4 for name, heads in LAYERS.items()}
         size = blocks * sum(pages.values())
         config = SimpleNamespace(kv_cache_tensors=[SimpleNamespace(size=size, block_stride=p) for p in pages.values()])
-        longer = scratch.behind(config)
+        longer = scratch.extended(config)
         assert {tensor.size for tensor in config.kv_cache_tensors} == {size}, "the scheduler's stays as it is"
         (whole,) = {tensor.size for tensor in longer.kv_cache_tensors}
         memory, at = torch.randn(whole // 4), 0
@@ -153,7 +153,7 @@ class Caches:
             cache = memory[at : at + blocks * pages[name] // 4].view(shape)
             at += blocks * pages[name] // 4
             layer = SimpleNamespace(layer_name=name, isa=ISA, kv_cache=cache, impl=Native())
-            CPUTrees.adopt(layer)
+            CPUTreeAttention.adopt(layer)
             self.layers[name] = layer
             for request, length in enumerate(batch.computed):
                 key, value = torch.randn(2, length, heads, DIM)
@@ -207,7 +207,7 @@ def test_every_row_sees_its_path_and_commit_puts_it_in_place(seed: int, blocks: 
     random = Random(seed)
     paths = [[] if r not in batch.trees else random_path(batch.trees[r], random) for r in range(len(batch.computed))]
     nodes = torch.tensor([[*path, *[-1] * (13 - len(path))] for path in paths])
-    commit(step, nodes, caches.layers)
+    step.commit(nodes, caches.layers)
     for name in LAYERS:
         for request, length in enumerate(batch.computed):
             start = batch.starts[request]

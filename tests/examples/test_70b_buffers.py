@@ -17,10 +17,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.examples.allocated import Allocated
 from vllm_adaptive_tree.config import TreeOptions
+from vllm_adaptive_tree.engine.common.request_flags import RequestFlags
+from vllm_adaptive_tree.engine.v2.attention import PagedTreeAttention
 from vllm_adaptive_tree.engine.v2.drafts import Drafts
-from vllm_adaptive_tree.engine.v2.kinds import Kinds
-from vllm_adaptive_tree.engine.v2.paged import PagedTrees
-from vllm_adaptive_tree.engine.v2.returning import Returning
+from vllm_adaptive_tree.engine.v2.readback import AsyncReadback
 from vllm_adaptive_tree.engine.v2.speculator import ModelSpeculator
 from vllm_adaptive_tree.engine.v2.verification import Verification
 from vllm_adaptive_tree.methods import resolve
@@ -38,7 +38,7 @@ class Layer:
 
     def __init__(self, name: str, shard: Shard, blocks: int):
         self.layer_name, size = name, shard.model.head_size
-        self.impl: Any = object.__new__(PagedTrees)
+        self.impl: Any = object.__new__(PagedTreeAttention)
         self.impl.head_size, self.impl.scale = size, size**-0.5
         self.kv_cache = torch.zeros(blocks, shard.kv_heads, BLOCK, 2 * size, dtype=torch.bfloat16)
 
@@ -51,9 +51,9 @@ class Speculator(ModelSpeculator):
         self.options, _ = TreeOptions.parse({**spec, "tree": {"threshold": 0, "max_depth": load.depth}})
         self.pair = resolve(self.options)
         self.shard, self.load = shard, load
-        self.kinds, self.budget = Kinds(load.requests, self.pair, self.options), None
+        self.flags, self.budget = RequestFlags(load.requests, self.pair, self.options), None
         self.steering = SimpleNamespace(steered=SimpleNamespace(fill=False))
-        self.returning, self.late, self.device = Returning(), None, torch.device("cpu")
+        self.readback, self.late, self.device = AsyncReadback(), None, torch.device("cpu")
         self.follows, self.random, self.forwards = True, 1.0, 0
         self.num_speculative_steps, self.max_model_len = load.nodes, load.context
         self.drafts = Drafts(load.requests, load.nodes, self.device)

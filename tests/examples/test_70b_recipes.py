@@ -22,8 +22,8 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_adaptive_tree.config import TreeOptions
-from vllm_adaptive_tree.engine import support
-from vllm_adaptive_tree.engine.common.options import tree_options
+from vllm_adaptive_tree.engine import checks
+from vllm_adaptive_tree.engine.common.startup import tree_options
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "70b"
@@ -119,7 +119,7 @@ def test_a_size_that_does_not_fit_is_refused(engine_arguments: dict[str, dict[st
     arguments = engine_arguments["TP 8"]
     with pytest.raises(ValueError, match="divisible by tensor parallel size"):
         built({**arguments, "tensor_parallel_size": 12})
-    with pytest.raises(ValueError, match="data_parallel_size=2 is not supported beside a tree method"):
+    with pytest.raises(ValueError, match="data_parallel_size=2 is not supported with a tree method"):
         built({**arguments, "data_parallel_size": 2})
 
 
@@ -137,7 +137,7 @@ def test_engines_keep_to_the_memory_of_their_estimate(engine_arguments: dict[str
 def test_serve_takes_the_application(by_ray: dict[str, Any]) -> None:
     assert application("serve.yaml") == application("kuberay.yaml")
     assert application("serve.yaml")["import_path"] == "ray.serve.llm:build_openai_app"
-    assert by_ray["environment"] == {support.UNTESTED: "1"}
+    assert by_ray["environment"] == {checks.UNTESTED: "1"}
     assert by_ray["strategy"] == "STRICT_PACK"
     assert [bundle["GPU"] for bundle in by_ray["bundles"]] == [1] * 4
 
@@ -193,7 +193,7 @@ def test_the_readme_says_whether_gpus_are_refused(monkeypatch: pytest.MonkeyPatc
             return True
         return False
 
-    monkeypatch.delenv(support.UNTESTED, raising=False)
+    monkeypatch.delenv(checks.UNTESTED, raising=False)
     monkeypatch.setattr(flash_attn, "get_flash_attn_version", lambda *_, **__: 3)
     impl = flash_attn.FlashAttentionImpl(8, 128, 128**-0.5, 1, None, None, "auto")
     layer = object.__new__(Attention)
@@ -201,13 +201,13 @@ def test_the_readme_says_whether_gpus_are_refused(monkeypatch: pytest.MonkeyPatc
         impl=impl, attn_type=AttentionType.DECODER, kv_sharing_target_layer_name=None, head_size=128, head_size_v=128
     )
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: False)
-    untold = refused(support.check_arguments, argparse.Namespace(additional_config={}))
-    monkeypatch.setenv(support.UNTESTED, "1")
-    assert not refused(support.check_arguments, argparse.Namespace(additional_config={}))
+    untold = refused(checks.check_arguments, argparse.Namespace(additional_config={}))
+    monkeypatch.setenv(checks.UNTESTED, "1")
+    assert not refused(checks.check_arguments, argparse.Namespace(additional_config={}))
     text = " ".join(README.split())
-    assert untold == (f"unless `{support.UNTESTED}=1` is set" in text)
-    assert refused(support.check_layer, "layer", layer) == ("its layer check stops the engine" in text)
-    assert all(f"export {support.UNTESTED}=1" in block for block in README.split("```") if "vllm serve" in block)
+    assert untold == (f"unless `{checks.UNTESTED}=1` is set" in text)
+    assert refused(checks.check_layer, "layer", layer) == ("its layer check stops the engine" in text)
+    assert all(f"export {checks.UNTESTED}=1" in block for block in README.split("```") if "vllm serve" in block)
 
 
 def test_the_shapes_are_the_published_ones() -> None:

@@ -28,7 +28,7 @@ def roofline(weights: float, most: int, *, width: float, bandwidth: float, opera
 def measured(name: str, model: str, draft: str, dtype: str, most: int) -> Hardware:
     """Costs of forwards of up to `most` rows on this machine, and seconds of a step outside the models."""
     from vllm_adaptive_tree.engine.common.measuring import POINTS, fastest
-    from vllm_adaptive_tree.engine.v1.profile import draft_level, measured_costs, target_forward
+    from vllm_adaptive_tree.engine.v1.startup_costs import draft_level, measured_costs, target_forward
 
     speculation = {"method": "opt_tree", "model": draft, "num_speculative_tokens": NODES, "tree": {"threshold": 0}}
     setup = Setup(model, dtype, False, 32, most, TOKENS, standard_library())

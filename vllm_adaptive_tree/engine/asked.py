@@ -1,4 +1,4 @@
-"""Whose method a user asks for: ours, vLLM's, or nobody's."""
+"""Which method a user asks for: one of ours, one of vLLM's, or an unknown one."""
 
 import difflib
 from collections.abc import Callable
@@ -12,10 +12,10 @@ from vllm_adaptive_tree.proposers import PROPOSERS
 
 
 def create_engine_config(args: Any, original: Callable[..., Any], *rest: Any, **kwargs: Any) -> Any:
-    """What the wrapped `EngineArgs.create_engine_config` does; `original` is vLLM's, `args` an EngineArgs.
+    """The wrapped `EngineArgs.create_engine_config`; `original` is vLLM's, `args` an EngineArgs.
 
     Raises:
-        ValueError: for a tree method that this release cannot serve as asked, and for a method that nobody knows.
+        ValueError: for a tree method that this release cannot serve as asked, and for an unknown method.
         RuntimeError: for a tree method in a vLLM that this release does not support.
     """
     asked: Any = getattr(args, "speculative_config", None)
@@ -34,7 +34,7 @@ def create_engine_config(args: Any, original: Callable[..., Any], *rest: Any, **
 
 
 def _refused_method(error: ValidationError) -> str | None:
-    """The method that is no method of vLLM's, if that is what is wrong with `SpeculativeConfig`."""
+    """The method, if `SpeculativeConfig` is invalid because vLLM does not have that method."""
     for one in error.errors() if error.title == "SpeculativeConfig" else ():
         if one["loc"] == ("method",) and isinstance(one["input"], str):
             return one["input"]
@@ -56,6 +56,6 @@ def _unknown(method: str) -> str:
 def _methods_of_vllm() -> tuple[str, ...]:
     try:
         from vllm.config.speculative import SpeculativeMethod
-    except ImportError:  # outside the supported window it may be elsewhere
+    except ImportError:  # outside the supported window it may have moved
         return ()
     return get_args(SpeculativeMethod)

@@ -1,4 +1,4 @@
-"""What a draft's checkpoint holds, by the names of its tensors; no weight is read."""
+"""The tensor names of a draft's checkpoint, and what they say about it; no weight is read."""
 
 import json
 import pickle
@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 PREFIXES = ("model.", "module.")
-OF_HEADS = {
+HEAD_MODULES = {
     "fc": "an EAGLE or DFlash head: joins token and target state",
     "midlayer": "an EAGLE-3 head",
     "d2t": "an EAGLE-3 head: a vocabulary of its own",
@@ -20,25 +20,25 @@ OF_HEADS = {
     "lm_heads": "Medusa heads",
     "speculator": "an MLP speculator",
 }
-"""Modules that an independent model has not at its top level."""
+"""Modules that an independent model does not have at its top level."""
 EMBEDDINGS = ("emb", "wte")
 """Substrings of the names of token embeddings, in every family of models."""
 
 
 def tensor_names(model: str, revision: str | None = None) -> set[str] | None:
-    """Names of all tensors of a local folder or a hub model; None where they cannot be told without its weights."""
+    """Names of all tensors of a local folder or a hub model; None if they cannot be read without its weights."""
     folder = Path(model) if Path(model).is_dir() else _cached(model, revision)
     names = None if folder is None else _in_folder(folder)
     return names or (None if Path(model).is_dir() else _on_hub(model, revision))
 
 
 def why_a_head(names: Iterable[str]) -> str | None:
-    """What shows that tensors of these names are no model that drafts by itself; None if nothing does."""
+    """Why a checkpoint with tensors of these names cannot be an independent model; None if it can."""
     names = sorted(names)
     for name in names:
         module = _without_prefix(name).partition(".")[0]
-        if module in OF_HEADS or module.isdecimal():
-            return f"tensor {name!r}, as {OF_HEADS.get(module, 'Medusa heads')}"
+        if module in HEAD_MODULES or module.isdecimal():
+            return f"tensor {name!r}, as {HEAD_MODULES.get(module, 'Medusa heads')}"
     if names and not any(part in name for name in names for part in EMBEDDINGS):
         return f"no token embedding among its tensors ({', '.join(names[:3])}, ...)"
     return None
@@ -52,38 +52,27 @@ def _without_prefix(name: str) -> str:
 
 def _in_folder(folder: Path) -> set[str]:
     """Names in the files that vLLM would load: safetensors before pickles, an index before the files that it lists."""
-    for pattern, read in (("*.safetensors", _of_safetensors), ("pytorch_model*.bin", _of_pickle)):
-        if indices := sorted(folder.glob(f"{pattern}.index.json")):
-            return {name for index in indices for name in _of_index(index)}
-        if files := sorted(folder.glob(pattern)):
-            return {name for file in files for name in read(file)}
+    for pattern in ("*.safetensors", "pytorch_model*.bin"):
+        if files := sorted(folder.glob(f"{pattern}.index.json")) or sorted(folder.glob(pattern)):
+            return {name for file in files for name in _in_file(file)}
     return set()
 
 
-def _of_index(file: Path) -> set[str]:
+def _in_file(file: Path) -> Iterable[str]:
+    """Empty if the file cannot be read, or a pickle is older than torch 1.6: vLLM's loader says what is wrong."""
     try:
-        return set(json.loads(file.read_text())["weight_map"])
-    except (OSError, ValueError, KeyError, TypeError):  # vLLM's loader says what is wrong
-        return set()
-
-
-def _of_safetensors(file: Path) -> set[str]:
-    try:
-        with safe_open(file, framework="pt") as opened:
-            return set(opened.keys())
-    except SafetensorError:  # vLLM's loader says what is wrong
-        return set()
-
-
-def _of_pickle(file: Path) -> set[str]:
-    try:
+        if file.suffix == ".json":
+            return set(json.loads(file.read_text())["weight_map"])
+        if file.suffix == ".safetensors":
+            with safe_open(file, framework="pt") as opened:
+                return set(opened.keys())
         return set(torch.load(file, map_location="meta", mmap=True, weights_only=True))
-    except (RuntimeError, ValueError, pickle.UnpicklingError):  # written before torch 1.6, or no checkpoint
-        return set()
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError, pickle.UnpicklingError):
+        return ()
 
 
 def _cached(model: str, revision: str | None) -> Path | None:
-    """The folder of what is cached of a hub model; asks nobody."""
+    """The folder of a cached hub model; no network."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -94,7 +83,7 @@ def _cached(model: str, revision: str | None) -> Path | None:
 
 
 def _on_hub(model: str, revision: str | None) -> set[str] | None:
-    """Of a model that is not cached: the hub tells the headers of safetensors by themselves."""
+    """Of a model that is not cached: the hub serves the headers of safetensors by themselves."""
     import huggingface_hub
 
     if huggingface_hub.constants.HF_HUB_OFFLINE:

@@ -6,7 +6,7 @@ from typing import Any
 from vllm.v1.worker import cpu_worker
 
 from vllm_adaptive_tree.amx import allow_amx
-from vllm_adaptive_tree.engine.common.startup import keep, settle
+from vllm_adaptive_tree.engine.common.startup import finish_startup, save_profile
 from vllm_adaptive_tree.engine.installation import here
 from vllm_adaptive_tree.engine.patches import swapped
 from vllm_adaptive_tree.engine.v1.recorder import Recorder
@@ -34,32 +34,32 @@ class TreeWorker(cpu_worker.CPUWorker):
     def compile_or_warm_up_model(self) -> Any:
         times = super().compile_or_warm_up_model()
         if self.use_v2_model_runner:
-            from vllm_adaptive_tree.engine.v2 import profile as measures
+            from vllm_adaptive_tree.engine.v2 import startup_costs as measures
         else:
-            from vllm_adaptive_tree.engine.v1 import profile as measures  # type: ignore[no-redef]
-        settle(self.model_runner, self.rank, measures)
+            from vllm_adaptive_tree.engine.v1 import startup_costs as measures  # type: ignore[no-redef]
+        finish_startup(self.model_runner, self.rank, measures)
         if not self.use_v2_model_runner:
             self.model_runner.clock.take()  # of the warm-up
         return times
 
     def shutdown(self) -> None:
-        keep(self)
+        save_profile(self)
         super().shutdown()
 
-    # -- for `LLM.collective_rpc`: plain values only, so that it reaches engines in other processes
+    # -- for `LLM.collective_rpc`, also of engines in other processes: plain values only
 
     def installation(self) -> dict[str, str]:
         """The node of this rank, and what is installed there."""
         return here()
 
     def record(self, kind: str, options: dict[str, Any]) -> None:
-        """Begin to collect examples of a kind of `gates.examples.EXAMPLE_BUILDERS`, on rank 0."""
+        """Start collecting examples of a kind of `gates.examples.EXAMPLE_BUILDERS`, on rank 0."""
         if self.use_v2_model_runner:
             raise ValueError("examples are recorded on Model Runner V1; unset VLLM_USE_V2_MODEL_RUNNER")
         if self.rank == 0:
             self.model_runner.recorder = Recorder(kind, options)
 
     def save_recorded(self, file: str, progress: dict[str, list[int] | None]) -> int:
-        """Write what was recorded since the last call; the number of trees."""
+        """Write what was recorded since the last call; returns the number of trees."""
         recorder = self.model_runner.recorder
         return 0 if recorder is None else recorder.save(Path(file), progress)

@@ -4,9 +4,9 @@ from typing import Any
 
 from vllm.v1.worker import gpu_worker
 
-from vllm_adaptive_tree.engine.common.startup import keep, settle
+from vllm_adaptive_tree.engine.common.startup import finish_startup, save_profile
 from vllm_adaptive_tree.engine.installation import here
-from vllm_adaptive_tree.engine.v2 import profile
+from vllm_adaptive_tree.engine.v2 import startup_costs
 from vllm_adaptive_tree.engine.v2.runner import TreeModelRunnerV2
 
 
@@ -16,11 +16,11 @@ class TreeGPUWorker(gpu_worker.Worker):
 
     def compile_or_warm_up_model(self) -> Any:
         times = super().compile_or_warm_up_model()
-        settle(self.model_runner, self.rank, profile)
+        finish_startup(self.model_runner, self.rank, startup_costs)
         return times
 
     def shutdown(self) -> None:
-        keep(self)
+        save_profile(self)
         super().shutdown()
 
     def installation(self) -> dict[str, str]:

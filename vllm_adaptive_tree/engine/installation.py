@@ -1,8 +1,8 @@
-"""What is installed on this node, and whether it is what another node has.
+"""What is installed on this node, and whether another node has the same.
 
-The text of this file travels in every configuration of a tree method (`mark.Mark`) and runs where one is unpickled, on
-nodes too that lack this package, or have another version of it. So it imports the standard library only, and all else
-where that may fail.
+The text of this file travels in every configuration of a tree method (`mark.Mark`) and runs where one is unpickled,
+also on nodes without this package or with another version of it. So it imports the standard library only, and anything
+else inside a `try`.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ PACKAGES = {"vllm-adaptive-tree": "vllm_adaptive_tree", "vllm": "vllm", "torch":
 """Distribution -> module."""
 OURS = "vllm_adaptive_tree"
 NODE = "node"
-"""Where an installation keeps the name of its node."""
+"""The key of the node's name in an installation."""
 
 
 def here() -> dict[str, str]:
@@ -28,13 +28,13 @@ def here() -> dict[str, str]:
         try:
             module = importlib.import_module(name)
             found[distribution] = f"{module.__version__}{f' (source {_source(module)})' if name == OURS else ''}"
-        except Exception as error:  # whatever stands under that name
+        except Exception as error:  # any module may have that name
             found[distribution] = f"missing ({type(error).__name__}: {error})"
     return found
 
 
 def node() -> str:
-    """The name of this machine, its address, and Ray's name for it where there is one."""
+    """The name of this machine, its address, and Ray's name for it if there is one."""
     host, ray = socket.gethostname(), sys.modules.get("ray")
     try:
         if ray is not None and ray.is_initialized():
@@ -45,7 +45,7 @@ def node() -> str:
 
 
 def difference(found: Mapping[str, str], wanted: Mapping[str, str]) -> str | None:
-    """What of `found` is not as in `wanted`; None where everything is."""
+    """How `found` differs from `wanted`; None if it does not."""
     names = [name for name in wanted if name != NODE and found.get(name) != wanted[name]]
     if not names:
         return None
@@ -55,7 +55,7 @@ def difference(found: Mapping[str, str], wanted: Mapping[str, str]) -> str | Non
 
 
 def arrive(wanted: Mapping[str, str]) -> Any:
-    """A configuration of a tree method has come to this process; `wanted` is installed where it comes from.
+    """Called when a configuration of a tree method reaches this process; `wanted`: the installation it comes from.
 
     Raises:
         RuntimeError: something else is installed here; names the node, and what to do.

@@ -1,4 +1,4 @@
-"""What marks a SpeculativeConfig as that of a tree method, in every process that it reaches."""
+"""The mark on the SpeculativeConfig of a tree method, which works in every process that it reaches."""
 
 import inspect
 from dataclasses import dataclass
@@ -12,15 +12,15 @@ ARRIVE = "exec(source, space) or space['arrive'](wanted)"
 
 @dataclass(frozen=True)
 class Mark:
-    """Unpickled or copied, it first compares what is installed with what was installed where it was pickled, and
-    installs what the process needs: a front end may be given a finished configuration and never load a plugin.
+    """Unpickled or copied, it compares what is installed with what was installed where it was pickled, and installs our
+    patches: a front end may be given a finished configuration and never load a plugin.
 
     Raises:
         RuntimeError: unpickled on a node without this package, or with other versions; names the node.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
-        text = inspect.getsource(installation)  # by name, a node without this package could not say what it lacks
+        text = inspect.getsource(installation)  # by name, a node without this package would raise an ImportError
         return eval, (ARRIVE, {"source": text, "space": {}, "wanted": installation.here()})
 
 

@@ -1,7 +1,7 @@
-"""By which names this project is known inside vLLM's objects."""
+"""Names of ours inside vLLM's objects."""
 
 CONFIG_KEY = "adaptive_tree"
-"""Where our options travel in vLLM's `additional_config`: to every process, and into the compilation hash."""
+"""The key of our options in vLLM's `additional_config`, which reaches every process and the compilation hash."""
 
 MARK = "_adaptive_tree"
-"""On a wrapped function: it is ours. On a SpeculativeConfig: a `mark.Mark`, it came from a tree method."""
+"""The attribute of a wrapped function (True), and of the SpeculativeConfig of a tree method (a `mark.Mark`)."""

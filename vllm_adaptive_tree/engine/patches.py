@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import Any
 
 from vllm_adaptive_tree.engine.names import MARK
-from vllm_adaptive_tree.engine.version_gate import require_supported_vllm
+from vllm_adaptive_tree.versions import is_supported, window
 
 
 def install() -> None:
@@ -16,15 +16,22 @@ def install() -> None:
     Raises:
         RuntimeError: outside the supported window, or where vLLM lacks something that a tree method needs.
     """
-    require_supported_vllm()
+    import vllm
+
+    if not is_supported(vllm.__version__):
+        raise RuntimeError(
+            f"vllm-adaptive-tree supports vLLM {window()}, and this is vLLM {vllm.__version__}. Install "
+            f"'vllm-adaptive-tree[cuda]' or 'vllm-adaptive-tree[cpu]' for a matching one, or remove the tree method "
+            "from speculative_config."
+        )
     with missing_symbols_named():
         patch_validate_spec_decode()
         patch_prometheus_logger()
 
 
 def patch_validate_spec_decode() -> None:
-    """Wrap `SamplingParams._validate_spec_decode`: min_p and logit_bias stay refused beside vLLM's own methods, and are
-    let through beside ours, whose walk samples every token with vLLM's whole sampler."""
+    """Wrap `SamplingParams._validate_spec_decode`: min_p and logit_bias stay refused with vLLM's own methods, and are
+    accepted with ours, whose walk samples every token with vLLM's whole sampler."""
     from vllm.sampling_params import SamplingParams
 
     original = SamplingParams._validate_spec_decode
@@ -41,7 +48,7 @@ def patch_validate_spec_decode() -> None:
 
 
 def patch_prometheus_logger() -> None:
-    """Wrap `PrometheusStatLogger`: beside its own metrics it has those of our steps, of its own classes."""
+    """Wrap `PrometheusStatLogger`: it also gets the metrics of our steps, of its own classes."""
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 
     from vllm_adaptive_tree.engine.common.metrics import add_tree_metrics, record_tree_metrics
@@ -69,7 +76,7 @@ def patch_prometheus_logger() -> None:
 
 @contextmanager
 def missing_symbols_named() -> Iterator[None]:
-    """Where vLLM lacks a symbol: RuntimeError that names it."""
+    """If vLLM lacks a symbol, raise a RuntimeError that names it."""
     try:
         yield
     except (ImportError, AttributeError) as error:
@@ -83,7 +90,7 @@ def missing_symbols_named() -> Iterator[None]:
 
 @contextmanager
 def swapped(module: ModuleType, name: str, value: Any) -> Iterator[None]:
-    """`module.name` is `value` inside the block: where vLLM builds a class inline, it builds ours."""
+    """`module.name` is `value` inside the block: if vLLM instantiates a class by name, it instantiates ours."""
     original = getattr(module, name)
     setattr(module, name, value)
     try:

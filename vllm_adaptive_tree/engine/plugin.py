@@ -2,11 +2,11 @@
 
 import logging
 
-logger = logging.getLogger(f"vllm.{__name__}")  # a release that we do not know may have no `init_logger`
+logger = logging.getLogger(f"vllm.{__name__}")  # an unknown release may have no `init_logger`
 
 
 def register() -> None:
-    """Let vLLM recognise our methods: one wrapped function. Until a method is asked for, nothing else changes.
+    """Let vLLM recognise our methods: one wrapped function. Nothing else changes until a method is asked for.
 
     Never raises: vLLM catches nothing here, and this runs for users who have not asked for us. Outside the supported
     window nothing of vLLM is imported beyond its version.

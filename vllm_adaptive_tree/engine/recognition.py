@@ -10,7 +10,7 @@ from vllm_adaptive_tree.engine.names import MARK
 def patch_create_engine_config() -> None:
     """Wrap `EngineArgs.create_engine_config`: a tree method becomes a configuration that stock vLLM accepts.
 
-    Later hooks are too late: `worker_cls` is read before `create_speculative_config` runs, and pydantic refuses our
+    Later hooks are too late: `worker_cls` is read before `create_speculative_config` runs, and pydantic rejects our
     method names and keys.
     """
     from vllm.engine.arg_utils import EngineArgs
@@ -19,8 +19,8 @@ def patch_create_engine_config() -> None:
 
 
 def refuse_tree_methods() -> None:
-    """The same outside the supported window, where a tree method is refused with the version to install; imports
-    nothing, and does nothing where `EngineArgs` is not as we know it."""
+    """The same outside the supported window, to refuse tree methods with the version to install; imports nothing, and
+    does nothing if `EngineArgs` has changed."""
     args = getattr(sys.modules.get("vllm.engine.arg_utils"), "EngineArgs", None)
     if isinstance(args, type) and callable(vars(args).get("create_engine_config")):
         _wrap_create_engine_config(args)

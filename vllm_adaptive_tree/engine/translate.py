@@ -12,9 +12,9 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from vllm_adaptive_tree.config import TreeOptions
-from vllm_adaptive_tree.engine import support
+from vllm_adaptive_tree.engine import checks
 from vllm_adaptive_tree.engine.common.cost_profile import check_folder
-from vllm_adaptive_tree.engine.common.share import schedule
+from vllm_adaptive_tree.engine.common.node_quota import schedule
 from vllm_adaptive_tree.engine.mark import installed
 from vllm_adaptive_tree.engine.names import CONFIG_KEY, MARK
 from vllm_adaptive_tree.methods import fitting, resolve
@@ -25,7 +25,7 @@ WORKER = "vllm_adaptive_tree.engine.cpu_worker.TreeWorker"
 GPU_WORKER = "vllm_adaptive_tree.engine.gpu_worker.TreeGPUWorker"
 
 HEAD_NAMES = ("eagle-", "eagle3", "dflash", "dspark")
-"""Substrings of a draft's path from which vLLM concludes that it is a head, whatever `method` says."""
+"""Substrings of a draft's path that make vLLM take it for a head, whatever `method` says."""
 
 
 def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: Any, **kwargs: Any) -> Any:
@@ -39,9 +39,9 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
     options, vllm_keys = TreeOptions.parse(args.speculative_config)
     pair = resolve(options)
     options = fitting(options, pair.proposer)
-    support.check_arguments(args)
+    checks.check_arguments(args)
     check_folder(options.tree.cost_profile)
-    support.check_draft(args, vllm_keys["model"], vllm_keys.get("revision"))
+    checks.check_draft(args, vllm_keys["model"], vllm_keys.get("revision"))
 
     args = copy.copy(args)
     args.worker_cls = WORKER if current_platform.is_cpu() else GPU_WORKER
@@ -52,7 +52,7 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
             "model": path,
             "method": "draft_model",
             "num_speculative_tokens": options.num_speculative_tokens,
-            # One size for every batch of Model Runner V1, which shares places out itself; with a schedule vLLM pads no
+            # One size for every batch of Model Runner V1, which allocates slots itself; with a schedule vLLM pads no
             # resumed or cached request with draft tokens -1.
             "num_speculative_tokens_per_batch_size": [(1, 1, options.num_speculative_tokens)],
         }
@@ -60,7 +60,7 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
         config.speculative_config.model = vllm_keys["model"]
         config.speculative_config.draft_model_config.model = vllm_keys["model"]
     setattr(config.speculative_config, MARK, mark)
-    support.check_config(config, options)
+    checks.check_config(config, options)
     if config.use_v2_model_runner:
         scheduler = config.scheduler_config
         config.speculative_config.num_speculative_tokens_per_batch_size = schedule(
@@ -96,7 +96,7 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
 
 @contextlib.contextmanager
 def _neutral_path(model: str, revision: str | None) -> Iterator[str]:
-    """A name for the draft under which vLLM does not mistake a plain model for a head while the config is built."""
+    """A path of the draft that vLLM does not take for a head while the config is built."""
     if not any(name in model.lower() for name in HEAD_NAMES):
         yield model
         return

@@ -1,1 +1,1 @@
-"""What both adapters stand on."""
+"""What both adapters share."""

@@ -1,76 +1,56 @@
-"""Tree attention inside a backend of vLLM: what both adapters' layers have in common, and the drafting of trees."""
+"""Tree attention in vLLM's attention layers: what replaces their implementation, and the metadata of a draft level."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from vllm_adaptive_tree.attention.cpu import attend, context_bias
-from vllm_adaptive_tree.engine.common.contexts import KeptContexts, OpenContexts, PagedContexts, finite
+from vllm_adaptive_tree.attention.cpu import attend, context_bias, gather_context
+from vllm_adaptive_tree.engine.common.contexts import Contexts, finite
 from vllm_adaptive_tree.trees import SlicedMask
 
 
-@dataclass(frozen=True, slots=True)
-class TreeRows:
-    """The rows of a draft forward over nodes of trees, and where each stands in the padded [R, T]."""
+class TreeMetadata:
+    """Attention metadata of ours. It attends itself, in place of the backend."""
 
-    places: Tensor  # [M] int64: r * T + t, increasing
-    shape: tuple[int, int]  # R, T
+    __slots__ = ()
 
-    @property
-    def full(self) -> bool:
-        """Every place is used: row after row, without padding."""
-        return len(self.places) == self.shape[0] * self.shape[1]
-
-    def pad(self, flat: Tensor) -> Tensor:
-        """[tokens, H, D] -> [R, T, H, D]; unused places hold zeros."""
-        if not self.full:
-            padded = flat.new_zeros(self.shape[0] * self.shape[1], *flat.shape[1:])
-            flat = padded.index_copy_(0, self.places, flat)
-        return flat.unflatten(0, self.shape)
-
-    def unpad(self, padded: Tensor) -> Tensor:
-        """[R, T, H, D] -> [M, H, D]."""
-        flat = padded.flatten(0, 1)
-        return flat if self.full else flat.index_select(0, self.places)
+    def attend(
+        self, impl: Any, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, out: Tensor
+    ) -> Tensor:
+        """As `AttentionImpl.forward`; `impl` is the layer's, a `TreeAttention`."""
+        raise NotImplementedError
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """A draft forward over tokens of the batch, by vLLM's own attention; what it reads is kept for later levels."""
+class DraftKeys(TreeMetadata):
+    """The metadata of a draft forward over one level: keys and values of the nodes read so far, then the context.
 
-    native: Any
-    contexts: KeptContexts
-    places: Tensor  # [tokens] int64
-
-
-class DraftKeys:
-    """Keys of a tree that is being drafted: every node read so far, in front of the context. Also the metadata of a
-    draft forward over one level.
-
-    Nodes never enter the paged cache; accepted tokens are fed again when the draft catches up.
+    Nodes never enter the paged cache; accepted tokens are read again when the draft catches up.
     """
 
-    def __init__(self, contexts: PagedContexts | OpenContexts, length: Tensor):
+    def __init__(self, contexts: Contexts, length: Tensor):
         """`length` [R] of each context, the root included, which is the last token."""
         self.contexts, self.room = contexts, contexts.room
-        self.behind = context_bias(length, contexts.width)  # [R, 1, width]
+        self.context_bias = context_bias(length, contexts.width)  # [R, 1, width]
         self.scratch: dict[str, tuple[Tensor, Tensor]] = {}  # layer -> key, value [R, Hkv, room + width, D]
         # [R, 1 + S, S]: root or node, its ancestors; the root has a row, which sees none, and no column
         self.seen = torch.zeros(len(length), 1, 0, dtype=torch.bool, device=length.device)
         self.bias = torch.empty(0)
-        self.trees: TreeRows
+        self.shape = torch.Size((len(length), 0))  # R, W of this level
+        self.places: Tensor | None = None
         self.level = 1  # that comes next; the root is level 0
         self.sliced: SlicedMask | None = None  # of the shape that all trees have, while every level is read in full
 
-    def open_level(self, trees: TreeRows, parent: Tensor) -> None:
-        """Prepare the next forward: W new nodes a request below `parent` [R, W], counted as in `Frontier`."""
+    def open_level(self, parent: Tensor, places: Tensor | None = None) -> None:
+        """Prepare the next forward: W new nodes a request below `parent` [R, W], counted as in `Frontier`.
+
+        `places` [M] int64, increasing: r * W + w of the nodes that have a row in the forward; None: all.
+        """
         requests, before, columns = self.seen.shape
         width = parent.shape[1]
-        self.trees = trees
+        self.shape = parent.shape
+        self.places = None if places is None or len(places) == parent.numel() else places
         if self.sliced is not None and self.sliced.ends[self.level] != before + width:
             self.sliced = None
         if self.sliced is not None:
@@ -84,16 +64,29 @@ class DraftKeys:
         if nodes > self.room:
             self._widen(2 * nodes)
         tree = torch.where(pad(self.seen[:, before:], (0, self.room - nodes)), 0.0, -torch.inf)
-        self.bias = torch.cat([tree, self.behind.expand(-1, width, -1)], 2)  # [R, W, room + width]
+        self.bias = torch.cat([tree, self.context_bias.expand(-1, width, -1)], 2)  # [R, W, room + width]
+
+    def attend(
+        self, impl: Any, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, out: Tensor
+    ) -> Tensor:
+        keys, values = self.read(layer, kv_cache, key, value)
+        found = attend(self.pad(query), keys, values, self.bias, impl.scale).flatten(0, 1)
+        return out.copy_(found if self.places is None else found.index_select(0, self.places))
+
+    def pad(self, rows: Tensor) -> Tensor:
+        """[M, ..] -> [R, W, ..], zero without a row."""
+        if self.places is not None:
+            rows = rows.new_zeros(self.shape.numel(), *rows.shape[1:]).index_copy_(0, self.places, rows)
+        return rows.unflatten(0, self.shape)
 
     def read(self, layer: Any, kv_cache: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         end = self.seen.shape[2]
-        start = end - self.trees.shape[1]
+        start = end - self.shape[1]
         opened = self.scratch.get(layer.layer_name)
         if opened is None:
             opened = self.scratch[layer.layer_name] = self.contexts.open(layer, kv_cache)
         for whole, new in zip(opened, (key, value), strict=True):
-            whole[:, :, start:end] = finite(self.trees.pad(new).transpose(1, 2))
+            whole[:, :, start:end] = finite(self.pad(new).transpose(1, 2))
         return opened
 
     def _widen(self, room: int) -> None:
@@ -107,8 +100,8 @@ class DraftKeys:
 
 
 class FiniteCache:
-    """Goes before the implementation of a draft's layer: a node that it could not read leaves nothing in a block that
-    would spoil what the next owner of the block reads, masked or not."""
+    """Goes before the implementation of a draft's layer: a NaN in the K/V of a dead row must not stay in a block, where
+    it would spoil what the next owner of the block reads, masked or not."""
 
     def do_kv_cache_update(self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
         super().do_kv_cache_update(layer, finite(key), finite(value), kv_cache, slots)  # type: ignore[misc]
@@ -121,8 +114,8 @@ class TreeAttention:
 
     @classmethod
     def adopt(cls, layer: Any, *, drafts: bool = False) -> None:
-        """Put such an implementation in the place of the layer's own; for one engine's layers only. `drafts`: the layer
-        is the draft's."""
+        """Replace the implementation of one layer; other layers of its class keep theirs. `drafts`: the layer is the
+        draft's."""
         own = type(layer.impl)
         bases = (FiniteCache, cls, own) if drafts else (cls, own)
         impl: Any = object.__new__(type(f"Tree{own.__name__}", bases, {}))
@@ -141,29 +134,20 @@ class TreeAttention:
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        way = self.ways.get(type(attn_metadata))
-        if way is not None:
-            return way(self, layer, query, key, value, kv_cache, attn_metadata, output)
+        if isinstance(attn_metadata, TreeMetadata):
+            return attn_metadata.attend(self, layer, query, key, value, kv_cache, output)
         scales = (output_scale, output_block_scale)
         return super().forward(  # type: ignore[misc]
             layer, query, key, value, kv_cache, attn_metadata, output, *scales
         )
 
-    def _draft(
-        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, step: DraftKeys, out: Tensor
-    ) -> Tensor:
-        keys, values = step.read(layer, kv_cache, key, value)
-        return out.copy_(step.trees.unpad(attend(step.trees.pad(query), keys, values, step.bias, self.scale)))
-
-    def _read(
-        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, step: Reading, out: Tensor
-    ) -> Tensor:
-        step.contexts.write(layer.layer_name, step.places, key, value)
-        return self.forward(layer, query, key, value, kv_cache, step.native, out)
-
     def gather(self, layer: Any, kv_cache: Tensor, block_table: Tensor) -> tuple[Tensor, Tensor]:
         """The blocks [R, B] of R requests, to float32: key and value, [R, Hkv, B * block_size, head_size]."""
         raise NotImplementedError
 
-    ways: ClassVar[Mapping[type, Callable[..., Tensor]]] = {DraftKeys: _draft, Reading: _read}
-    """How to attend, by our metadata."""
+
+class CPUTreeAttention(TreeAttention):
+    """Before vLLM's CPU attention."""
+
+    def gather(self, layer: Any, kv_cache: Tensor, block_table: Tensor) -> tuple[Tensor, Tensor]:
+        return gather_context(kv_cache, block_table, layer.isa)

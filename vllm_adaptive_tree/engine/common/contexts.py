@@ -1,19 +1,13 @@
-"""Where the levels of a drafted tree find their contexts: kept from step to step, or collected in each."""
+"""The contexts that the levels of a drafted tree attend to."""
 
-from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 ROOM = 32
-"""Columns for the nodes of a tree, in front of its context."""
-ROWS, TOKENS = 8, 256
-"""Memory grows by so many."""
-SPARE = 4
-"""It shrinks where it is so many times what the batch needs, and holds more than `LARGE` tokens."""
-LARGE = 1 << 14
+"""Columns for the nodes of a tree, before its context."""
 
 
 def finite(keys: Tensor) -> Tensor:
@@ -21,8 +15,20 @@ def finite(keys: Tensor) -> Tensor:
     return torch.nan_to_num(keys, nan=0.0, posinf=0.0, neginf=0.0)
 
 
+class Contexts(Protocol):
+    """The contexts of R trees in one step."""
+
+    room: int
+    """Columns for nodes, before the context."""
+    width: int
+    """Columns of the context: those of the longest one, or more."""
+
+    def open(self, layer: Any, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+        """Key and value [R, Hkv, room + width, D] float32 of a layer; the room holds finite numbers."""
+
+
 class PagedContexts:
-    """Copied out of the paged cache in this step."""
+    """Copied out of the paged cache in each step."""
 
     room = ROOM
 
@@ -32,115 +38,6 @@ class PagedContexts:
         self.width = block_table.shape[1] * block_size
 
     def open(self, layer: Any, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-        """Key and value [R, Hkv, room + width, D] float32 of a layer, zero in the room."""
-        key, value = layer.impl.gather(layer, kv_cache, self.block_table)
-        return tuple(torch.nn.functional.pad(part, (0, 0, self.room, 0)) for part in (key, value))  # type: ignore[return-value]
-
-
-class KeptContexts:
-    """What the draft has read of the requests of the batch, a row for each, in vLLM's order.
-
-    Nothing is kept before the first tree with a second level. What a row lacks then, or after a prefix hit, is copied
-    out of the paged cache once. The keys of a tree's nodes stand in front, for one step.
-    """
-
-    def __init__(self) -> None:
-        self.room, self.rows, self.tokens = ROOM, 0, 0
-        self.requests: list[str | None] = []
-        self.length: list[int] = []  # leading tokens of each that are kept
-        self.layers: dict[str, Tensor] = {}  # [2, rows, room + tokens, Hkv, D] float32: keys, values
-
-    def follow(self, requests: Sequence[str | None]) -> None:
-        """These are the rows of the batch now."""
-        if self.requests == requests:
-            return
-        before = {name: row for row, name in enumerate(self.requests) if name is not None}
-        old = [before.get(name) if name is not None else None for name in requests]
-        length = [0 if row is None else self.length[row] for row in old]
-        self._fit(max(len(requests), len(self.requests)), self.tokens)
-        moved = [(row, then) for row, then in enumerate(old) if then is not None and then != row]
-        if moved:
-            to, of = (list(side) for side in zip(*moved, strict=True))
-            for whole in self.layers.values():
-                whole[:, to] = whole[:, of]
-        self.requests, self.length = list(requests), length
-
-    def forget(self, requests: Collection[str]) -> None:
-        """They have ended; another one may have their name."""
-        for row, name in enumerate(self.requests):
-            if name in requests:
-                self.requests[row], self.length[row] = None, 0
-
-    def places(self, row: np.ndarray, position: np.ndarray, spans: Sequence[tuple[int, int, int]]) -> Tensor | None:
-        """Where the tokens [T] of the next forward go, int64; None: nowhere yet.
-
-        Args:
-            row, position: [T] of each token.
-            spans: row, first position and end of each request.
-        """
-        if not self.layers:
-            return None
-        self._fit(len(self.requests), max(*self.length, *(end for _, _, end in spans)))
-        for one, start, end in spans:
-            self.length[one] = end if start <= self.length[one] else 0
-        return torch.from_numpy(row * (self.room + self.tokens) + self.room + position)
-
-    def write(self, layer: str, places: Tensor, key: Tensor, value: Tensor) -> None:
-        """key, value [T or more, Hkv, D] of the tokens at `places`."""
-        for whole, new in zip(self.layers[layer], (key, value), strict=True):
-            whole.flatten(0, 1).index_copy_(0, places, finite(new[: len(places)].float()))
-
-    def of(self, rows: list[int], ends: list[int], block_table: Tensor) -> "OpenContexts":
-        """The contexts of these rows for one step, each as long as `ends`; `block_table`: [R, blocks]."""
-        return OpenContexts(self, rows, ends, block_table)
-
-    def _fit(self, rows: int, tokens: int, room: int = 0) -> None:
-        """Room for so many rows and tokens, and not much more."""
-        rows, tokens = -(-rows // ROWS) * ROWS, -(-tokens // TOKENS) * TOKENS
-        held, room = self.rows * self.tokens, max(room, self.room)
-        if not (held > LARGE and held > SPARE * rows * tokens):
-            rows, tokens = max(rows, self.rows), max(tokens, self.tokens)
-        if (rows, tokens, room) == (self.rows, self.tokens, self.room):
-            return
-        some, few = min(rows, self.rows), min(tokens, self.tokens)
-        for name, old in self.layers.items():
-            whole = self.layers[name] = old.new_zeros(2, rows, room + tokens, *old.shape[3:])
-            whole[:, :some, room : room + few] = old[:, :some, self.room : self.room + few]
-        self.rows, self.tokens, self.room = rows, tokens, room
-
-
-class OpenContexts:
-    """Some rows of `KeptContexts`, for the levels of one step."""
-
-    def __init__(self, kept: KeptContexts, rows: list[int], ends: list[int], block_table: Tensor):
-        self.kept, self.rows, self.ends, self.block_table = kept, rows, ends, block_table
-        self.width = -(-max(ends) // 16) * 16
-        self.lacking = [at for at, (row, end) in enumerate(zip(rows, ends, strict=True)) if kept.length[row] < end]
-
-    @property
-    def room(self) -> int:
-        return self.kept.room
-
-    @room.setter
-    def room(self, room: int) -> None:
-        """For the next step."""
-        self.kept._fit(self.kept.rows, self.kept.tokens, room)
-
-    def open(self, layer: Any, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-        """As `PagedContexts.open`; where they stand, or a copy if rows lie in between. Old nodes fill the room."""
-        kept, name = self.kept, layer.layer_name
-        if self.lacking:
-            parts = layer.impl.gather(layer, kv_cache, self.block_table[self.lacking])
-            if name not in kept.layers:
-                kept._fit(len(kept.requests), max(self.ends))
-                _, heads, _, dim = parts[0].shape
-                kept.layers[name] = parts[0].new_zeros(2, kept.rows, kept.room + kept.tokens, heads, dim)
-            for at, key, value in zip(self.lacking, *parts, strict=True):
-                row, end = self.rows[at], self.ends[at]
-                kept.length[row] = end
-                for whole, part in zip(kept.layers[name], (key, value), strict=True):
-                    whole[row, kept.room : kept.room + end] = part[:, :end].transpose(0, 1)
-        whole = kept.layers[name][:, :, : kept.room + self.width]
-        whole = whole[:, : len(self.rows)] if self.rows == list(range(len(self.rows))) else whole[:, self.rows]
-        key, value = whole.transpose(2, 3).unbind()
+        """As `Contexts.open`; the room holds zeros."""
+        key, value = (pad(part, (0, 0, self.room, 0)) for part in layer.impl.gather(layer, kv_cache, self.block_table))
         return key, value

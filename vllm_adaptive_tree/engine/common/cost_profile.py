@@ -1,4 +1,4 @@
-"""What `budget: "auto"` has measured and learnt, in a file, from process to process."""
+"""The file that carries what `budget: "auto"` has measured and learnt from process to process."""
 
 import hashlib
 import json
@@ -21,23 +21,23 @@ from vllm_adaptive_tree.version import __version__
 
 FORMAT = 1
 FIRST, EVERY = 10.0, 180.0
-"""Seconds of decoding until the first writing, and at most between two: the pauses double. vLLM's server kills its
-workers when it is told to end, unless `--shutdown-timeout` leaves them time, and loses what came after the last one."""
+"""Seconds of decoding until the first write, and at most between two; intervals double. vLLM's server kills its workers
+when it is stopped, unless `--shutdown-timeout` leaves them time, and loses what came after the last write."""
 OURS = b'{"key": ', b'{"name": ', b'{"verify": '
-"""How a profile begins, a file of `vllm-adaptive-tree costs`, and a profile of release 0.1."""
+"""First bytes of a profile, of a file of `vllm-adaptive-tree costs`, and of a profile of release 0.1."""
 LABELS = "name", "step"
 """What `bench --project` reads of a file of `vllm-adaptive-tree costs`, and a profile in its place keeps."""
 LARGEST = 1 << 22
-"""Bytes; no profile comes near."""
+"""Bytes; a profile has far fewer."""
 WEIGHTS = "*.safetensors", "*.bin", "*.pt"
 LEARNT = "gate", "vector"
-"""Options that name a file, whose content counts."""
+"""Options that name a file; its content is part of the key."""
 
 logger = init_logger(f"vllm.{__name__}")
 
 
 def check_folder(file: str | None) -> None:
-    """Raises ValueError where a file that `cost_profile` names could not be written later, or is something else."""
+    """Raises ValueError if the file that `cost_profile` names could not be written later, or is something else."""
     if file in (None, "auto"):
         return
     try:
@@ -46,29 +46,25 @@ def check_folder(file: str | None) -> None:
             pass
         if path.exists() and not path.is_file():
             raise OSError("it is no file")
-        foreign = path.exists() and not _is_ours(path)
-    except (OSError, RuntimeError) as error:  # RuntimeError: nobody's home
+        if path.exists() and not _is_ours(path):
+            raise OSError("it exists and is no cost profile, so it is not replaced")
+    except (OSError, RuntimeError) as error:  # RuntimeError: no home directory
         raise ValueError(
             f"speculative_config['tree']['cost_profile']: {file!r} cannot be written "
-            f"({getattr(error, 'strerror', None) or error}); name a file in a folder that exists and may be written, "
-            "'auto' for one in vLLM's cache folder, or null for none"
+            f"({getattr(error, 'strerror', None) or error}); name another file in a folder that exists and may be "
+            "written, 'auto' for one in vLLM's cache folder, or null for none"
         ) from error
-    if foreign:
-        raise ValueError(
-            f"speculative_config['tree']['cost_profile']: {file!r} is there and no cost profile, so it is not "
-            "replaced; name another file, or remove it"
-        )
 
 
 def _is_ours(path: Path) -> bool:
-    """Or empty, or torn: whatever begins as a profile does."""
+    """Also if it is empty or truncated: whatever begins as a profile does."""
     with path.open("rb") as opened:
         begins = opened.read(max(map(len, OURS)))
     return any(begins.startswith(ours[: len(begins)]) for ours in OURS)
 
 
 def key_of(config: Any, options: TreeOptions) -> dict[str, Any]:
-    """Everything that makes the figures another pair's, machine's or method's; `config` is vLLM's."""
+    """Everything that the numbers depend on: models, machine, method, versions; `config` is vLLM's."""
     given = asdict(options)
     given["tree"] = {name: value for name, value in given["tree"].items() if name != "cost_profile"}
     parallel, compilation = config.parallel_config, config.compilation_config
@@ -92,7 +88,7 @@ def key_of(config: Any, options: TreeOptions) -> dict[str, Any]:
 
 
 def _identity(model: Any) -> list[Any]:
-    """A model: where it is from, what it is, and for a folder which weights are there now."""
+    """A model: its path, its configuration, and for a folder the weights that are there now."""
     folder = Path(model.model)
     files = sorted(file for pattern in WEIGHTS for file in folder.glob(pattern)) if folder.is_dir() else []
     weights = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
@@ -117,7 +113,7 @@ def _processor() -> str:
 
 
 class CostProfile:
-    """One file. Whatever is found in it, the engine starts; whatever happens to it later, the engine runs on."""
+    """One file. The engine starts whatever is in it, and runs on whatever happens to it later."""
 
     def __init__(self, path: Path, key: Mapping[str, Any]):
         self.path, self.key = path, dict(key)
@@ -130,8 +126,8 @@ class CostProfile:
 
     @classmethod
     def of(cls, file: str, key: Mapping[str, Any]) -> "CostProfile | None":
-        """The one that `cost_profile` asks for; None where vLLM's cache folder cannot be written. Raises ValueError
-        where a named one cannot."""
+        """The one that `cost_profile` asks for; None if vLLM's cache folder cannot be written. Raises ValueError if a
+        named file cannot."""
         check_folder(file)
         if file != "auto":
             return cls(Path(file).expanduser(), key)
@@ -140,7 +136,7 @@ class CostProfile:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            logger.warning("%s cannot be made (%s): nothing is kept of what the tree budget learns", path.parent, error)
+            logger.warning("%s cannot be created (%s): what the tree budget learns is not saved", path.parent, error)
             return None
         return cls(path, key)
 
@@ -155,7 +151,7 @@ class CostProfile:
             if not isinstance(data, dict) or "costs" not in data or ("key" in data) != ("learnt" in data):
                 raise ValueError("it is no profile")
             if data.get("key", self.key) != self.key:
-                raise ValueError("it is that of another pair, machine, method or version")
+                raise ValueError("it belongs to another pair, machine, method or version")
             self.labels = {label: data[label] for label in LABELS if label in data}
         except (OSError, ValueError, RecursionError) as error:
             self.reject(error)
@@ -166,7 +162,7 @@ class CostProfile:
         logger.warning("cost_profile %s is ignored and replaced: %s", self.path, error)
 
     def tick(self) -> None:
-        """After every step: a look at the clock."""
+        """Called after every step; writes if it is time."""
         now = time.monotonic()
         if self.due is None:
             self.due = now + self.pause

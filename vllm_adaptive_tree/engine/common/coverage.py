@@ -8,8 +8,8 @@ import numpy as np
 class Coverage:
     """How far the draft's keys and values reach into each block of the cache.
 
-    Target and draft share their blocks' numbers. A draft that pauses leaves gaps; blocks outlive requests through
-    prefix hits and change hands, so what is covered is a fact of the block and not of the request.
+    Target and draft share block numbers. A draft that skips steps leaves gaps. Blocks outlive requests through prefix
+    hits and change hands, so coverage is a property of the block and not of the request.
     """
 
     def __init__(self, blocks: int, block_size: int):
@@ -17,7 +17,7 @@ class Coverage:
         self.block_size = block_size
 
     def renew(self, blocks: Sequence[int] | np.ndarray | slice) -> None:
-        """These count as read, until something is skipped there: for who does not tell of every read."""
+        """Count these as read until something is skipped there, for callers that do not report every read."""
         self.filled[blocks] = self.block_size
 
     def reach(self, table: np.ndarray, end: int) -> int:
@@ -30,7 +30,7 @@ class Coverage:
         return min(end, int(gaps[0]) * self.block_size + int(filled[gaps[0]]))
 
     def read(self, table: np.ndarray, start: int, end: int) -> None:
-        """The draft has read the tokens from `start` on, up to `end`; what stood behind is gone."""
+        """The draft has read the tokens from `start` to `end`; K/V after that is invalid."""
         self._fill(table, start, end, end)
 
     def skipped(self, table: np.ndarray, start: int, end: int) -> None:
@@ -39,7 +39,7 @@ class Coverage:
 
     def _fill(self, table: np.ndarray, start: int, end: int, covered: int) -> None:
         first, last = start // self.block_size, -(-end // self.block_size)
-        blocks = table[first:last].tolist()  # mostly one: quicker by itself than as an array
+        blocks = table[first:last].tolist()  # mostly one: faster than as an array
         for place, block in enumerate(blocks, first):
             filled = min(max(covered - place * self.block_size, 0), self.block_size)
             # the first block keeps what it had before `start`

@@ -4,19 +4,24 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-LOWEST, HIGHEST = 0.05, 0.9
-"""Of a measured threshold."""
+import torch
+
+from vllm_adaptive_tree.engine.common.ranks import from_rank_0
+
+MIN_THRESHOLD, MAX_THRESHOLD = 0.05, 0.9
 
 POINTS = 2
-"""Of a curve, at least: measured however long they take."""
+"""Points of a curve that are measured, however long they take."""
+MAX_ROWS = 256
+"""Of a measured verification."""
 
 Prepare = Callable[[], Callable[[], Any]]
 """Returns the forward to time; what it does itself is not timed."""
 
 
 def threshold(ratio: float) -> float:
-    """OPT-Tree's mu, from what a draft level costs in target forwards (arXiv 2406.17276)."""
-    return min(max(ratio, LOWEST), HIGHEST)
+    """OPT-Tree's mu from the cost of a draft level in target forwards (arXiv 2406.17276), clamped."""
+    return min(max(ratio, MIN_THRESHOLD), MAX_THRESHOLD)
 
 
 def fastest(
@@ -28,11 +33,12 @@ def fastest(
     late: Callable[[bool], bool] = lambda late: late,
     timed: Callable[[Callable[[], Any]], float] | None = None,
 ) -> list[float]:
-    """The least seconds of each forward over `rounds` rounds, each of which runs all of them once: whatever slows the
-    machine for a while slows all alike, and one quiet round is enough. A first round, not counted, warms up.
+    """The smallest time in seconds of each forward over `rounds` rounds. Each round runs all of them once, so whatever
+    slows the machine for a while slows all alike, and one quiet round is enough. A warm-up round is not counted.
 
-    After `seconds` the warming round ends, and what it has not come to is left out (the first `least` are always kept),
-    or no further round begins. `late` makes all ranks agree on that. `timed` runs a forward and returns its seconds.
+    After `seconds` the warm-up round ends, and the forwards that it has not come to are left out (the first `least` are
+    always kept), or no further round begins. `late` makes all ranks agree on that. `timed` runs a forward and returns
+    its seconds.
     """
     timed, started = timed or _timed, time.perf_counter()
     kept: list[Prepare] = []
@@ -49,7 +55,26 @@ def fastest(
     return found
 
 
-def _timed(forward: Callable[[], Any]) -> float:
+def fastest_on_rank_0(
+    forwards: Sequence[Prepare], *, rounds: int, seconds: float, least: int, device: torch.device
+) -> list[float]:
+    """As `fastest`, with the device idle before and after each forward; every rank runs them, rank 0's seconds
+    count."""
+
+    def timed(forward: Callable[[], Any]) -> float:
+        return _timed(forward, lambda: None if device.type == "cpu" else torch.accelerator.synchronize())
+
+    def late(late: bool) -> bool:
+        return bool(from_rank_0(torch.tensor(late, dtype=torch.int64, device=device)))
+
+    found = fastest(forwards, rounds=rounds, seconds=seconds, least=least, late=late, timed=timed)
+    agreed: list[float] = from_rank_0(torch.tensor(found, dtype=torch.float64, device=device)).tolist()
+    return agreed
+
+
+def _timed(forward: Callable[[], Any], wait: Callable[[], Any] = lambda: None) -> float:
+    wait()
     started = time.perf_counter()
     forward()
+    wait()
     return time.perf_counter() - started

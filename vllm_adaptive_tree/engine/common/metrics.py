@@ -1,8 +1,8 @@
-"""Figures of every step, from the worker to `/metrics` and `LLM.get_metrics()`.
+"""Statistics of every step, from the worker to `/metrics` and `LLM.get_metrics()`.
 
-They travel in `cudagraph_stats`, which the scheduler hands on from `ModelRunnerOutput` to `SchedulerStats` unread, and
-at which no reader of vLLM's looks without `cudagraph_metrics`; a tree method refuses that. So a front end without our
-patches ignores them. Between processes vLLM decodes the slot by its types, and text is the one that takes everything.
+They travel as text in `cudagraph_stats`: the scheduler passes it on from `ModelRunnerOutput` to `SchedulerStats`
+unread, and vLLM's own readers look at it only with `cudagraph_metrics`, which a tree method refuses. So a front end
+without our patches ignores them. Between processes vLLM decodes the slot by its types; text holds everything.
 """
 
 import json
@@ -20,23 +20,36 @@ logger = init_logger(f"vllm.{__name__}")
 KEY = "adaptive_tree"
 SECONDS = "vllm:adaptive_tree_phase_seconds"
 NODES = "vllm:adaptive_tree_nodes"
-EXPECTED = "vllm:adaptive_tree_expected_tokens"
-OBSERVED = "vllm:adaptive_tree_observed_tokens"
-DEAD = "vllm:adaptive_tree_dead_draft_rows"
+COUNTERS = {  # key of the statistics -> metric, description
+    "expected": (
+        "vllm:adaptive_tree_expected_tokens",
+        "Verified draft nodes that the budget expected to be accepted, if there is a budget.",
+    ),
+    "observed": ("vllm:adaptive_tree_observed_tokens", "Those that were accepted, if there is a budget."),
+    "dead": (
+        "vllm:adaptive_tree_dead_draft_rows",
+        "Rows of draft logits that give no distribution (NaN, +Inf, or all -Inf); nothing is drafted there.",
+    ),
+}
 BUCKETS = [0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0]
 LABELS = ["model_name", "engine"]
-"""Of every metric of `PrometheusStatLogger`; it keeps their values, and not their names."""
+"""Of every metric of `PrometheusStatLogger`, which keeps only their values."""
 
 
-def step_figures(
+def step_stats(
     seconds: Mapping[str, float], depths: Iterable[int], expected: float, observed: float, *, dead: int
 ) -> CUDAGraphStat:
-    """For `ModelRunnerOutput.cudagraph_stats`: `seconds` of every phase since the last call, how many nodes of each of
-    the `depths` were verified, how many of them the budget expected to be accepted and saw accepted, and how many rows
-    of the draft were `dead`."""
+    """For `ModelRunnerOutput.cudagraph_stats`.
+
+    Args:
+        seconds: of every phase since the last call.
+        depths: of the verified nodes.
+        expected, observed: nodes that the budget expected to be accepted, and those that were.
+        dead: draft rows without a distribution.
+    """
     nodes = {str(depth): count for depth, count in Counter(depths).items()}
-    figures = {"seconds": dict(seconds), "nodes": nodes, "expected": expected, "observed": observed, "dead": dead}
-    return CUDAGraphStat(0, 0, 0, runtime_mode=json.dumps({KEY: figures}))
+    stats = {"seconds": dict(seconds), "nodes": nodes, "expected": expected, "observed": observed, "dead": dead}
+    return CUDAGraphStat(0, 0, 0, runtime_mode=json.dumps({KEY: stats}))
 
 
 class TreeProm:
@@ -57,44 +70,36 @@ class TreeProm:
             documentation="Draft nodes verified, by depth in the tree (1: below the root).",
             labelnames=[*labelnames, "depth"],
         )
-        self.expected, self.observed, self.dead = (
-            metric_types[PromCounter](name=name, documentation=what, labelnames=labelnames)
-            for name, what in (
-                (EXPECTED, "Verified draft nodes that the budget expected to be accepted, where there is a budget."),
-                (OBSERVED, "Those that were accepted, where there is a budget."),
-                (
-                    DEAD,
-                    "Rows of draft logits that give no law (NaN, +Inf, or -Inf throughout); nothing is drafted there.",
-                ),
-            )
-        )
+        self.counters = {
+            key: metric_types[PromCounter](name=name, documentation=what, labelnames=labelnames)
+            for key, (name, what) in COUNTERS.items()
+        }
 
     def observe(self, stat: CUDAGraphStat, engine_idx: int = 0) -> None:
         labels = self.per_engine_labelvalues[engine_idx]
-        figures = json.loads(stat.runtime_mode)[KEY]
-        for phase, seconds in figures["seconds"].items():
+        stats = json.loads(stat.runtime_mode)[KEY]
+        for phase, seconds in stats["seconds"].items():
             self.seconds.labels(*labels, phase).observe(seconds)
-        for depth, count in figures["nodes"].items():
+        for depth, count in stats["nodes"].items():
             self.nodes.labels(*labels, depth).inc(count)
-        self.expected.labels(*labels).inc(figures["expected"])
-        self.observed.labels(*labels).inc(figures["observed"])
-        self.dead.labels(*labels).inc(figures["dead"])
+        for key, counter in self.counters.items():
+            counter.labels(*labels).inc(stats[key])
 
 
 def add_tree_metrics(stat_logger: Any) -> None:
-    """Give a `PrometheusStatLogger` our metrics too, of its own classes: Ray's logger has Ray's."""
+    """Add our metrics to a `PrometheusStatLogger`, of its own classes: Ray's logger has Ray's."""
     types = {PromCounter: stat_logger._counter_cls, Histogram: stat_logger._histogram_cls}
     stat_logger.tree_prom = TreeProm(types, LABELS, stat_logger.per_engine_labelvalues)
 
 
 def record_tree_metrics(stat_logger: Any, scheduler_stats: Any, engine_idx: int) -> None:
-    """Record a step's figures, if it has any. An exception here would end the server, so there is a warning, and an end
-    of these metrics, instead."""
+    """Record a step's statistics, if it has any. An exception here would end the server, so after one these metrics
+    stop with a warning."""
     prom = getattr(stat_logger, "tree_prom", None)
     if prom is None or scheduler_stats is None or scheduler_stats.cudagraph_stats is None:
         return
     try:
         prom.observe(scheduler_stats.cudagraph_stats, engine_idx)
     except Exception:
-        logger.exception("The figures of a step cannot be read; vllm:adaptive_tree_* stay as they are from here on")
+        logger.exception("The statistics of a step cannot be read; vllm:adaptive_tree_* stay as they are from here on")
         stat_logger.tree_prom = None

@@ -1,4 +1,4 @@
-"""Tensor-parallel ranks agree by construction: rank 0 decides, the others read its decision."""
+"""Tensor-parallel ranks agree by construction: rank 0 decides and broadcasts its decision."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ def object_from_rank_0(decision: Any) -> Any:
 
 
 def objects_of_all(mine: Any) -> list[Any]:
-    """What each rank passes, by rank; anything that can be pickled."""
+    """The argument of each rank, by rank; anything that can be pickled."""
     group = get_tp_group()
     every: list[Any] = [mine] * group.world_size
     if group.world_size > 1:
@@ -41,8 +41,8 @@ def objects_of_all(mine: Any) -> list[Any]:
     return every
 
 
-def agree(frontier: Frontier, growing: Tensor) -> tuple[Frontier, bool]:
-    """Every rank grows rank 0's frontier, cut behind its last used column; stop when no tree grows."""
+def sync_frontier(frontier: Frontier, growing: Tensor) -> tuple[Frontier, bool]:
+    """Rank 0's frontier on every rank, cut after its last used column; and whether a tree grows."""
     if get_tp_group().world_size > 1:
         tokens, parent = from_rank_0(torch.stack(frontier))
         frontier = Frontier(tokens, parent)
@@ -66,5 +66,5 @@ def proposal_from_rank_0(proposal: Proposal) -> Proposal:
         return proposal
     tree = proposal.tree
     columns = from_rank_0(torch.cat([tree.tokens, tree.parent, proposal.read, proposal.num_planned], 1))
-    tokens, parent, read, drawn = columns.split([tree.tokens.shape[1]] * 3 + [proposal.num_planned.shape[1]], 1)
-    return Proposal(tree._replace(tokens=tokens, parent=parent), read, drawn)
+    tokens, parent, read, planned = columns.split([tree.tokens.shape[1]] * 3 + [proposal.num_planned.shape[1]], 1)
+    return Proposal(tree._replace(tokens=tokens, parent=parent), read, planned)

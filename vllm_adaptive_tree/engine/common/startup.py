@@ -1,4 +1,4 @@
-"""What a worker settles before and after its models are loaded, the same for both model runners."""
+"""What a worker checks before its models are loaded, and measures or reads after that; for both model runners."""
 
 from typing import Any, NamedTuple, Protocol
 
@@ -6,18 +6,19 @@ from vllm.logger import init_logger
 
 from vllm_adaptive_tree.budget import Costs, DraftTemperature, Planner
 from vllm_adaptive_tree.budget.reading import member
+from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.engine.common.cost_profile import LEARNT, CostProfile, digest, key_of
-from vllm_adaptive_tree.engine.common.options import tree_options
 from vllm_adaptive_tree.engine.common.ranks import object_from_rank_0, objects_of_all
 from vllm_adaptive_tree.engine.common.steering import Steering
 from vllm_adaptive_tree.engine.installation import NODE, difference, here
+from vllm_adaptive_tree.engine.names import CONFIG_KEY
 from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE
 
 logger = init_logger(f"vllm.{__name__}")
 
 
 class Measures(Protocol):
-    """How a model runner's forwards are timed: `engine/v1/profile.py`, `engine/v2/profile.py`."""
+    """How forwards are timed: `engine/v1/startup_costs.py`, `engine/v2/startup_costs.py`."""
 
     def measured_threshold(self, runner: Any, nodes: int) -> float: ...
 
@@ -25,7 +26,7 @@ class Measures(Protocol):
 
 
 class Learning(NamedTuple):
-    """What a process knows of its costs and drafts, and the next one can begin with."""
+    """What a process has learnt of its costs and drafts, for the next one to begin with."""
 
     planner: Planner
     temperature: DraftTemperature | None
@@ -37,8 +38,13 @@ class Learning(NamedTuple):
         return {"costs": self.planner.costs.to_json(), "learnt": {**learnt, "temperature": temperature}}
 
 
+def tree_options(vllm_config: Any) -> TreeOptions:
+    """Our options, in an engine process."""
+    return TreeOptions.from_json(vllm_config.additional_config[CONFIG_KEY])
+
+
 def check_ranks(vllm_config: Any) -> None:
-    """Every node may have been told on its own what to run (`--node-rank`): all ranks compare, and raise the same.
+    """Every node may have been given its own command line (`--node-rank`): all ranks compare, and raise the same.
 
     Raises:
         RuntimeError: a rank has other packages or options than rank 0; names its node and what to do.
@@ -53,7 +59,7 @@ def check_ranks(vllm_config: Any) -> None:
 
 
 def _settings(vllm_config: Any) -> dict[str, str]:
-    """All on which the shape of a tree depends, in the words of the user; the cost profile is rank 0's alone."""
+    """Everything that the shape of a tree depends on, in the user's words; the cost profile is rank 0's alone."""
     given = tree_options(vllm_config).to_json()
     tree = {name: value for name, value in given.pop("tree").items() if name != "cost_profile"}
     settings = {f"speculative_config['{name}']": value for name, value in given.items()}
@@ -64,15 +70,15 @@ def _settings(vllm_config: Any) -> dict[str, str]:
 
 
 def _content(file: str | None) -> str | None:
-    """What tells a file's content; a node may lack it."""
+    """A digest of the file; a node may lack it."""
     try:
         return digest(file)
     except OSError as error:
         return str(error)
 
 
-def settle(runner: Any, rank: int, measures: Measures) -> None:
-    """Measure, or read, what the options leave open. Raises ValueError for a `cost_profile` that cannot be written."""
+def finish_startup(runner: Any, rank: int, measures: Measures) -> None:
+    """Measure or read what the options leave open. Raises ValueError for a `cost_profile` that cannot be written."""
     tree, nodes = runner.options.tree, runner.options.num_speculative_tokens
     steering: Steering = runner.steering
     if steering.steered.measured:
@@ -88,7 +94,7 @@ def settle(runner: Any, rank: int, measures: Measures) -> None:
     if found is not None:
         try:
             learning = _restored(runner, found)
-        except Exception as error:  # whatever somebody has written there
+        except Exception as error:  # the file may hold anything
             if profile is not None:
                 profile.reject(error)
     source = "as an earlier process left them"
@@ -102,8 +108,8 @@ def settle(runner: Any, rank: int, measures: Measures) -> None:
         runner.profile = profile
 
 
-def keep(worker: Any) -> None:
-    """Before the `worker` shuts down: write what was learnt."""
+def save_profile(worker: Any) -> None:
+    """Write what was learnt, before the `worker` shuts down."""
     profile = getattr(getattr(worker, "model_runner", None), "profile", None)
     if profile is not None:
         profile.write()

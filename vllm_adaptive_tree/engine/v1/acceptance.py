@@ -1,4 +1,4 @@
-"""The acceptance of one step: which rows the rule decides, which the target's own draws."""
+"""The acceptance of one step: by the pair's rule, or with the target's own draws."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -8,20 +8,19 @@ from torch import Tensor
 from vllm.v1.outputs import LogprobsTensors
 
 from vllm_adaptive_tree.acceptance import Accepted, Children, longest_continuation, traversal, walk
-from vllm_adaptive_tree.engine.v1.drafts import Draft, laws
+from vllm_adaptive_tree.engine.v1.drafts import Draft, draft_probs
 from vllm_adaptive_tree.engine.v1.target import Choose, Target, stacked
 from vllm_adaptive_tree.engine.v1.verification import Verification
 from vllm_adaptive_tree.methods import Pair
 from vllm_adaptive_tree.proposers.children import draw_children
 from vllm_adaptive_tree.rng import CounterRNG
-from vllm_adaptive_tree.trees import TreeBatch
 
 
 class Requests(NamedTuple):
-    """What acceptance has to know of the batch; R entries each."""
+    """The requests of the batch; R entries each."""
 
-    own: Tensor  # bool: walk with the target's own draws, whatever the rule
-    greedy: Tensor  # bool: those draws are its best token
+    from_target: Tensor  # bool: walk with the target's own draws, whatever the rule
+    greedy: Tensor  # bool: those draws are its argmax
     seed: Tensor
     position: Tensor  # of the root
 
@@ -29,7 +28,7 @@ class Requests(NamedTuple):
 class Outcome(NamedTuple):
     accepted: Accepted
     logprobs: LogprobsTensors | None
-    initial: Tensor | None  # [R, W]: with target initialisation the first layer of the next tree, -1 where it has none
+    initial: Tensor | None  # [R, W]: with target initialisation the first layer of the next tree, -1 pads
 
 
 def accept(
@@ -40,16 +39,16 @@ def accept(
     limit: list[int],
     known: Callable[[], Requests],
 ) -> Outcome:
-    """Walk every tree of the step, by `target_only` or by the rule of the pair.
+    """Walk every tree of the step, with the target's own draws or by the rule of the pair.
 
-    `limit` [R]: the most tokens to emit; `known`: what a draw has to know of the requests.
+    `limit` [R]: the most tokens to emit; `known`: gives the requests, if they are needed.
     """
     if pair.init_width == 1 and (best := target.best()) is not None:
         return Outcome(_along(best, target.first.tolist(), step, limit), None, None)
-    tree, requests, most = step.batch(), known(), torch.tensor(limit)
-    rule = _Rule(pair, tree, max((one.max_fanout for one in step.trees.values()), default=1), target, drafts, requests)
-    by_target, own, forced = bool(requests.own.all()), requests.own, None
-    if pair.init_width > 1:  # the longest of several walks; the last one below only repeats it
+    rule, most = _Rule(pair, target, step, drafts, known()), torch.tensor(limit)
+    tree, requests = rule.tree, rule.requests
+    by_target, own, forced = bool(requests.from_target.all()), requests.from_target, None
+    if pair.init_width > 1:  # the longest of several walks; the walk below repeats it
         initial = torch.tensor([drafts[r].initial if r in drafts else 0 for r in range(len(own))])
         forced = longest_continuation(tree, initial, rule.draw, levels=step.levels, most=pair.init_width, proceed=_any)
         by_target, own = False, torch.zeros_like(own)
@@ -57,8 +56,8 @@ def accept(
         forced = traversal(
             tree,
             pair.proposer.kind,
-            target.law,
-            rule.laws,
+            target.probs,
+            rule.draft_probs,
             rule.rng,
             levels=step.levels,
             most=pair.most,
@@ -73,12 +72,10 @@ def accept(
         nonlocal level
         if by_target:
             output = target.draw(node, active)
-        elif forced is None:
-            output = target.draw_by(rule.choice(node), node, active)
         else:
-            token = forced.tokens[:, level].clamp(min=0)
-            repeat = lambda p, draw: torch.where(own, draw(), token)  # noqa: E731
-            output = target.draw_by(repeat, node, active, greedy=pair.init_width > 1)
+            token = None if forced is None else forced.tokens[:, level].clamp(min=0)
+            choose = rule.choice(node) if token is None else lambda p, draw: torch.where(own, draw(), token)
+            output = target.draw_by(choose, node, active, greedy=pair.init_width > 1)
         if output.logprobs_tensors is not None:
             logprobs.append(output.logprobs_tensors)
         level += 1
@@ -94,7 +91,7 @@ def accept(
 
 
 def _along(best: list[int], first: list[int], step: Verification, limit: list[int]) -> Accepted:
-    """The walk of a batch whose draws are all known: `best` at every row, `first`: the row of each root, [R]."""
+    """The walk of a batch with known samples: `best` at every row, `first`: the row of each root, [R]."""
     paths = []
     for request, (root, most) in enumerate(zip(first, limit, strict=True)):
         tree = step.trees.get(request)
@@ -109,7 +106,7 @@ def _along(best: list[int], first: list[int], step: Verification, limit: list[in
 
 
 def held(tokens: Tensor) -> Tensor:
-    """[R, L]: the last token of each request that emits more than one; whether to keep it is the next step's choice."""
+    """[R, L]: the last token of each request that emits more than one, which the next step may replace."""
     count = (tokens >= 0).sum(1, keepdim=True)
     return (torch.arange(tokens.shape[1]) == count - 1) & (count > 1)
 
@@ -117,21 +114,13 @@ def held(tokens: Tensor) -> Tensor:
 class _Rule:
     """The rule of the pair as a draw at the nodes of one step."""
 
-    def __init__(
-        self,
-        pair: Pair,
-        tree: TreeBatch,
-        widest: int,
-        target: Target,
-        drafts: dict[int, Draft],
-        requests: Requests,
-    ):
-        self.pair, self.tree, self.widest, self.target = pair, tree, widest, target
-        self.drafts, self.requests = drafts, requests
+    def __init__(self, pair: Pair, target: Target, step: Verification, drafts: dict[int, Draft], requests: Requests):
+        self.pair, self.target, self.drafts, self.requests = pair, target, drafts, requests
+        self.tree, self.max_fanout = step.batch(), max((one.max_fanout for one in step.trees.values()), default=1)
         self.rng = CounterRNG(requests.seed, requests.position, purpose=1)
 
-    def laws(self, node: Tensor) -> tuple[Tensor, Tensor]:
-        return laws(self.drafts, node, self.target.logits.shape[1])
+    def draft_probs(self, node: Tensor) -> tuple[Tensor, Tensor]:
+        return draft_probs(self.drafts, node, self.target.logits.shape[1])
 
     def choice(self, node: Tensor) -> Choose:
         def choose(p: Tensor, own: Callable[[], Tensor]) -> Tensor:
@@ -139,11 +128,10 @@ class _Rule:
             if self.pair.rule.draw is None:
                 token = rng.sample(p)
             else:
-                q, drawn = self.laws(node)
-                token = self.pair.rule.draw(
-                    p, q, Children(self.tree.children(node, self.widest), drawn, self.pair.most), rng
-                )
-            return torch.where(self.requests.own, own(), token.clamp(min=0))
+                q, planned = self.draft_probs(node)
+                children = Children(self.tree.children(node, self.max_fanout), planned, self.pair.most)
+                token = self.pair.rule.draw(p, q, children, rng)
+            return torch.where(self.requests.from_target, own(), token.clamp(min=0))
 
         return choose
 
@@ -154,13 +142,13 @@ class _Rule:
 
 
 def _candidates(target: Target, accepted: Accepted, width: int, requests: Requests) -> Tensor:
-    """[R, width]: the token held back, and others that the target draws in its place (its next best if greedy)."""
+    """[R, width]: the token held back, and others that the target samples in its place (its next best if greedy)."""
     tokens, nodes = accepted
     count = (nodes >= 0).sum(1)
     first = tokens.gather(1, count[:, None])
     stop = nodes.gather(1, (count - 1).clamp(min=0)[:, None])[:, 0]
     everyone = torch.ones_like(count, dtype=torch.bool)
-    rest = target.law(stop, everyone, greedy=True).scatter(1, first, 0.0)[:, None]
+    rest = target.probs(stop, everyone, greedy=True).scatter(1, first, 0.0)[:, None]
     rng = CounterRNG(requests.seed, requests.position, purpose=2).fold_in(torch.zeros_like(count)[:, None])
     fanout = torch.full_like(rest[:, :, 0], width - 1, dtype=torch.int64)
     others = draw_children("without_replacement", rest, fanout, width - 1, rng, requests.greedy)[:, 0]

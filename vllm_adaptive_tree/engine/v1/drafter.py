@@ -1,4 +1,4 @@
-"""An independent draft model as a drafter: it catches up on accepted tokens in the paged cache, then grows trees."""
+"""An independent draft model: it catches up on accepted tokens in the paged cache, then reads trees level by level."""
 
 from typing import Any, NamedTuple
 
@@ -9,19 +9,11 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
 from vllm_adaptive_tree.drafters import Rows
-from vllm_adaptive_tree.engine.common.attention import DraftKeys, Reading, TreeRows
-from vllm_adaptive_tree.engine.common.contexts import KeptContexts
-from vllm_adaptive_tree.engine.common.cpu_attention import native_metadata
+from vllm_adaptive_tree.engine.common.attention import DraftKeys
+from vllm_adaptive_tree.engine.v1.attention import native_metadata
+from vllm_adaptive_tree.engine.v1.catch_up import CatchUp
 from vllm_adaptive_tree.engine.v1.clock import PhaseClock
-
-
-class CatchUp(NamedTuple):
-    """Tokens of one request that the draft has not kept: those behind `start`, the new root last if there is one."""
-
-    row: int  # of the request in vLLM's batch
-    start: int  # tokens whose K/V the draft has in the cache
-    tokens: list[int]
-    rooted: bool  # the last token is a root from which a tree shall grow; it is read again in the next step
+from vllm_adaptive_tree.engine.v1.contexts import KeptContexts, Reading
 
 
 class DraftState(NamedTuple):
@@ -38,32 +30,32 @@ class ModelDrafter(DraftModelProposer):
         self.runner = runner
         self.contexts = KeptContexts()
 
-    def catch_up(self, accepted: list[CatchUp], target_hidden: Tensor | None = None) -> tuple[Rows, DraftState | None]:
-        """Read what was accepted since the last step, and the new roots.
+    def catch_up(self, accepted: list[CatchUp]) -> tuple[Rows, DraftState | None]:
+        """Read the tokens accepted since the last step, and the new roots.
 
         Returns:
-            the rows of the rooted requests, in their order, and the state of their trees (None without roots).
+            the rows of the roots, in the order of their requests, and the state of their trees (None without roots).
         """
-        assert target_hidden is None, "an independent draft model does not read the target's hidden states"
         tokens = [token for item in accepted for token in item.tokens]
         if not tokens:
             return Rows(torch.empty(0)), None
         rows, lengths = [item.row for item in accepted], [len(item.tokens) for item in accepted]
         ends = [item.start + length for item, length in zip(accepted, lengths, strict=True)]
-        table = self._block_table()
+        table = self.block_table
         blocks, size = table.block_table, table.block_size
         position = np.concatenate([np.arange(item.start, end) for item, end in zip(accepted, ends, strict=True)])
         row = np.repeat(rows, lengths)
         slots = blocks.np[row, position // size].astype(np.int64) * size + position % size
         builder, slot_mapping = self.draft_attn_groups[0].get_metadata_builder(0), torch.from_numpy(slots)
         metadata = native_metadata(builder, lengths, ends, blocks.cpu[rows], slot_mapping)
-        self.contexts.follow(self._requests(1 + max(rows)))
+        names = self.runner.input_batch.req_ids
+        self.contexts.follow([*names, *[None] * (1 + max(rows) - len(names))])  # at start-up no request has a row
         spans = [(item.row, item.start, end) for item, end in zip(accepted, ends, strict=True)]
         places = self.contexts.places(row, position, spans)
         if places is not None:
             metadata = Reading(metadata, self.contexts, places)
         hidden = self._forward(torch.tensor(tokens), torch.from_numpy(position), slot_mapping, metadata)
-        rooted = [index for index, item in enumerate(accepted) if item.rooted]
+        rooted = [index for index, item in enumerate(accepted) if item.has_root]
         if not rooted:
             return Rows(torch.empty(0)), None
         last = np.cumsum(lengths)[rooted] - 1
@@ -79,11 +71,11 @@ class ModelDrafter(DraftModelProposer):
         """Read one level, `tokens` and `parent` [R, W] as in `Frontier`; only real nodes cost a row."""
         depth = state.depth.gather(1, parent) + 1
         places = (tokens >= 0).flatten().nonzero().flatten()
-        state.keys.open_level(TreeRows(places, (tokens.shape[0], tokens.shape[1])), parent)
+        state.keys.open_level(parent, places)
         positions = (state.root_position[:, None] + depth).flatten()[places]
         hidden = self._forward(tokens.flatten()[places], positions, None, state.keys)
         logits = self.model.compute_logits(hidden)  # [M, V]
-        rows = Rows(*(_spread(rows, places, tokens.shape) for rows in (logits, hidden)))
+        rows = Rows(state.keys.pad(logits), state.keys.pad(hidden))
         return rows, state._replace(depth=torch.cat([state.depth, depth], 1))
 
     def _forward(self, tokens: Tensor, positions: Tensor, slots: Tensor | None, metadata: Any) -> Tensor:
@@ -95,23 +87,19 @@ class ModelDrafter(DraftModelProposer):
             num_tokens=len(tokens),
             slot_mapping={} if slots is None else dict.fromkeys(layers, slots),
         ):
-            # A node may lie beyond the draft's last position; that costs its quality and nothing else.
+            # A node may be beyond the draft's last position, which costs quality only.
             positions = positions.clamp(max=self.draft_model_config.max_model_len - 1)
             hidden: Tensor = self.model(input_ids=tokens.int(), positions=positions)
         return hidden
 
-    def _requests(self, rows: int) -> list[str | None]:
-        """Of the batch, by row; None in a row, up to so many, that no request has."""
-        names = self.runner.input_batch.req_ids
-        return [*names, *[None] * (rows - len(names))]
-
-    def _block_table(self) -> Any:
+    @property
+    def block_table(self) -> Any:
         """vLLM's BlockTable of the cache group that holds the draft's layers."""
         return self.runner.input_batch.block_table[self.kv_cache_gid]
 
 
 class TimedDrafter:
-    """The drafter, its forwards counted as "draft" and taken off the surrounding "tree"."""
+    """The drafter, with its forwards counted as "draft" and subtracted from the surrounding "tree"."""
 
     def __init__(self, drafter: ModelDrafter, clock: PhaseClock, hidden: list[Any]):
         self.drafter, self.clock, self.hidden = drafter, clock, hidden
@@ -123,13 +111,6 @@ class TimedDrafter:
             result = self.drafter.grow(tokens, parent, state)
         self.levels.append(self.clock.seconds["draft"] - before)
         self.clock.seconds["tree"] -= self.levels[-1]
-        if self.hidden:  # a recorder has begun it with the root's
+        if self.hidden:  # a recorder has put the root's there
             self.hidden.append(result[0].hidden)
         return result
-
-
-def _spread(rows: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
-    """[M, X] -> [R, W, X], zero where there is no node."""
-    if len(places) == shape.numel():
-        return rows.unflatten(0, shape)
-    return rows.new_zeros(shape.numel(), rows.shape[1]).index_copy_(0, places, rows).unflatten(0, shape)

@@ -1,4 +1,4 @@
-"""Drafted trees between two steps, with the laws from which their nodes were drawn."""
+"""Drafted trees between two steps, with the distributions that their nodes were sampled from."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,14 +15,14 @@ class Draft(NamedTuple):
     """One request's tree. Entry 0 of the lists is the root, entry 1 + i node i."""
 
     tree: TokenTree
-    logits: Tensor | None  # [inner nodes, V] of the draft model, where a rule asks for them
+    logits: Tensor | None  # [inner nodes, V] of the draft model, if a rule reads them
     row: list[int]  # of `logits`, -1 for a node that was never read
-    drawn: list[int]  # how many children it was to get
+    num_planned: list[int]  # children planned for it
     temperature: float
-    initial: int = 0  # how many of the first nodes the target drew
-    hidden: Tensor | None = None  # [inner nodes, H] of the draft model, where a recorder asks for them
-    value: Sequence[float] = ()  # of each node, where there is a budget
-    root: Tensor | None = None  # [V] logits at the root of a greedy request, where there is a budget
+    initial: int = 0  # the first so many nodes were sampled by the target
+    hidden: Tensor | None = None  # [inner nodes, H] of the draft model, if a recorder reads them
+    value: Sequence[float] = ()  # of each node, if there is a budget
+    root: Tensor | None = None  # [V] logits at the root of a greedy request, if there is a budget
 
     def prefix(self, length: int) -> "Draft":
         return self.worth(self.value, self.root, length)
@@ -32,27 +32,27 @@ class Draft(NamedTuple):
         return self._replace(
             tree=self.tree.prefix(length),
             row=self.row[: 1 + length],
-            drawn=self.drawn[: 1 + length],
+            num_planned=self.num_planned[: 1 + length],
             initial=min(self.initial, length),
             value=value[:length],
             root=root,
         )
 
     def first_path(self) -> "Draft":
-        """The chain of first children: every later sibling counts as never drawn."""
+        """The chain of first children: every later sibling counts as never sampled."""
         nodes = self.tree.first_path()
         entries = [0, *(1 + node for node in nodes)]
         tree = TokenTree.chain([self.tree.tokens[node] for node in nodes])
         return self._replace(
             tree=tree,
             row=[self.row[at] for at in entries],
-            drawn=[self.drawn[at] for at in entries],
+            num_planned=[self.num_planned[at] for at in entries],
             initial=min(self.initial, 1),
             value=[self.value[node] for node in nodes] if self.value else [],
         )
 
-    def law(self, node: int) -> Tensor:
-        """q [V] from which the children of `node` (-1: the root) were drawn."""
+    def probs(self, node: int) -> Tensor:
+        """q [V] that the children of `node` (-1: the root) were sampled from."""
         assert self.logits is not None
         return softmax_at(self.logits[self.row[1 + node]], torch.tensor(self.temperature))
 
@@ -64,15 +64,15 @@ def to_drafts(
     initial: Tensor | None = None,
     hidden: Sequence[Tensor] = (),
 ) -> list[Draft]:
-    """Host side of R trees; `levels`: the logits [R, W, V] of every level read, if a rule asks for laws; `initial`: as
-    in `Request`; `hidden`: [R, W, H] of every level, if a recorder asks for them."""
-    tree, read, drawn = proposal
+    """R trees on the host; `levels`: the logits [R, W, V] of every level read, if a rule reads them; `initial`: as in
+    `Request`; `hidden`: [R, W, H] of every level, if a recorder reads them."""
+    tree, read, planned = proposal
     rows = torch.cat(levels, 1) if levels else None  # [R, slots, V]
     states = torch.cat(tuple(hidden), 1) if hidden else None  # [R, slots, H]
     temperatures = temperature.tolist()
     drafts = []
     for r, (tokens, parents, numbers, counts) in enumerate(
-        zip(tree.tokens.tolist(), tree.parent.tolist(), read.tolist(), drawn.tolist(), strict=True)
+        zip(tree.tokens.tolist(), tree.parent.tolist(), read.tolist(), planned.tolist(), strict=True)
     ):
         size = sum(token >= 0 for token in tokens)
         inner = [0, *(number for number in numbers[:size] if number > 0)]
@@ -91,11 +91,11 @@ def to_drafts(
     return drafts
 
 
-def laws(drafts: dict[int, Draft], node: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """q [R, V] behind `node` [R] and how many children were to be drawn [R]; zeros where nothing was."""
-    q, drawn = torch.zeros(len(node), vocabulary), torch.zeros_like(node)
+def draft_probs(drafts: dict[int, Draft], node: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """q [R, V] after `node` [R] and how many children were planned [R]; zeros for unread nodes."""
+    q, planned = torch.zeros(len(node), vocabulary), torch.zeros_like(node)
     for request, at in enumerate(node.tolist()):
         draft = drafts.get(request)
         if draft is not None and len(draft.tree) and draft.row[1 + at] >= 0:
-            q[request], drawn[request] = draft.law(at), draft.drawn[1 + at]
-    return q, drawn
+            q[request], planned[request] = draft.probs(at), draft.num_planned[1 + at]
+    return q, planned

@@ -1,4 +1,4 @@
-"""Collects what a gate or a vector is learnt from while requests are decoded; off unless a worker is told to record."""
+"""Collects training examples for gates and vectors while requests are decoded; off until a worker is told to record."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,16 +14,16 @@ from vllm_adaptive_tree.gates.parts import Progress, write_part
 
 
 class Recorder:
-    """Examples of one kind, from requests whose names begin with the number of their prompt and which use no sampling
+    """Examples of one kind, from requests with names that begin with the number of their prompt and no sampling
     parameter but the temperature."""
 
     def __init__(self, kind: str, options: dict[str, Any]):
         self.examples_of, self.options = EXAMPLE_BUILDERS[kind], options
         self.reads_hidden = kind == "mcsd-type1"
-        self.seen: list[Examples] = []  # one entry a tree
+        self.seen: list[Examples] = []  # one entry per tree
 
     def see(self, drafts: dict[int, Draft], requests: Sequence[Any], nodes: Tensor, target: Target) -> None:
-        """The trees of one step by batch row, vLLM's states of all rows, and the accepted nodes [R, L], -1 behind."""
+        """The trees of one step by batch row, vLLM's states of all rows, and the accepted nodes [R, L], -1 pads."""
         for row, draft in drafts.items():
             if not len(draft.tree):
                 continue
@@ -35,7 +35,7 @@ class Recorder:
             self.seen.append(found | {"prompt": torch.full((len(next(iter(found.values()))),), prompt)})
 
     def save(self, file: Path, progress: Progress) -> int:
-        """Write and forget what was seen, with what has become of the prompts; the number of trees."""
+        """Write the examples and forget them; `progress`: of the prompts. Returns the number of trees."""
         trees, self.seen = self.seen, []
         if trees:
             columns = {name: torch.cat([part[name] for part in trees]) for name in trees[0]}

@@ -1,38 +1,38 @@
-"""The causal sequences of one round of a verification, as they are put together on the host."""
+"""The causal sequences of one round of a verification, built on the host."""
 
 from typing import Any
 
 import torch
 
-from vllm_adaptive_tree.engine.common.cpu_attention import Round, native_metadata
+from vllm_adaptive_tree.engine.v1.attention import Round, native_metadata
 
 
 class Sequences:
-    """Scratch blocks are given out from both ends: copies of a block of the context from the bottom, so that those of
-    one request are neighbours, and blocks that begin empty from the top."""
+    """Scratch blocks are allocated from both ends: copies of a block of the context from the bottom, so that those of
+    one request are neighbours, and empty blocks from the top."""
 
     def __init__(self, block_size: int, scratch: int):
         self.block_size = block_size
         self.requests: list[int] = []  # of each sequence
         self.lengths: list[int] = []  # rows that attend
         self.ends: list[int] = []  # tokens in the cache with them
-        self.rows: list[int] = []  # of the flat batch, that attend
-        self.written: list[int] = []  # of the flat batch, whose K/V are written: first those with a home
-        self.homes: list[int] = []  # rows whose slots they go to
-        self.slots: list[int] = []  # of the others, in scratch blocks
+        self.rows: list[int] = []  # of the flat batch that attend
+        self.written: list[int] = []  # rows of the flat batch with K/V to write: first those with a home
+        self.homes: list[int] = []  # rows that have the slots for these
+        self.slots: list[int] = []  # for the others, in scratch blocks
         self.table: list[tuple[int, int, int]] = []  # sequence, column, scratch block
         self.copies: list[tuple[int, int, int, int]] = []  # request, column; scratch blocks [start, end)
         self.bottom, self.top = 0, scratch
 
     def add(self, request: int, rows: list[int], end: int) -> None:
-        """Rows that stand where vLLM has put them."""
+        """Rows in the slots that vLLM gave them."""
         self.requests.append(request)
         self.lengths.append(len(rows))
         self.ends.append(end)
         self.rows += rows
 
     def add_first_branch(self, request: int, first: int, computed: int, branch: list[int]) -> None:
-        """The root, in row `first`, and a branch in the slots of its depths, behind `computed` tokens and the root."""
+        """The root, in row `first`, and a branch in the slots of its depths, after `computed` tokens and the root."""
         self.add(request, [first, *(first + 1 + node for node in branch)], computed + 1 + len(branch))
         for depth, node in enumerate(branch, 1):
             if node + 1 != depth:
@@ -44,7 +44,7 @@ class Sequences:
         return last - first + 1 <= self.top - self.bottom
 
     def add_branch(self, request: int, first: int, computed: int, path: list[int], own: int) -> None:
-        """The last `own` nodes of `path`, which leads down from the root's children; all of it in scratch blocks."""
+        """The last `own` nodes of `path`, which begins at a child of the root; all of it in scratch blocks."""
         sequence, size = len(self.requests), self.block_size
         self.add(request, [first + 1 + node for node in path[-own:]], computed + 1 + len(path))
         blocks: dict[int, int] = {}  # column -> scratch block
@@ -69,7 +69,7 @@ class Sequences:
         return self.bottom - 1
 
     def round(self, builder: Any, native: Any, rows: slice, written: slice) -> Round:
-        """Args: as `Verification.metadata`; where this round's rows stand in `VerifyMetadata`."""
+        """Args: as `Verification.metadata`; this round's rows in `VerifyMetadata`."""
         table = native.block_table[self.requests]
         step = torch.zeros_like(table)
         if self.table:

@@ -1,4 +1,4 @@
-"""The target at the nodes of the trees, through vLLM's own sampler: its draws, its laws, in the history of the path."""
+"""The target's distributions and draws at the nodes of the trees, through vLLM's own sampler."""
 
 import copy
 from collections.abc import Callable
@@ -11,18 +11,18 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.logits_processor import LogitBiasLogitsProcessor, MinTokensLogitsProcessor
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-from vllm_adaptive_tree.engine.common.kinds import GREEDY
+from vllm_adaptive_tree.engine.common.request_flags import GREEDY
 from vllm_adaptive_tree.engine.v1.verification import Verification
 
 Choose = Callable[[Tensor, Callable[[], Tensor]], Tensor]
-"""(law [R, V], vLLM's own draw from it -> [R]) -> tokens [R]."""
+"""(p [R, V], vLLM's own sample from it -> [R]) -> tokens [R]."""
 
 
 class Target:
     """The logits of one verification, sampled node by node.
 
     Each call samples the whole batch, because the sampler's processors are laid out by batch row; only active rows use
-    their generators. Histories are those of the node's path while the sampler runs. `close` takes them back.
+    their generators. While the sampler runs, a request's history includes the path to its node. `close` removes that.
     """
 
     def __init__(self, sampler: Any, sampling: Any, logits: Tensor, step: Verification):
@@ -34,8 +34,8 @@ class Target:
             budgets.commit(sampling.output_token_ids)
 
     def best(self) -> list[int] | None:
-        """The best token at every row, where the sampler would draw it whatever led there: a greedy batch of which
-        nobody asks for logprobs, and no penalty, ban, bias or budget."""
+        """The argmax at every row, if the sampler would return it after any history: a greedy batch without logprobs,
+        penalties, bans, biases and budgets."""
         own = self.sampling
         thinking = own.thinking_budget_state_holder
         if (
@@ -53,40 +53,34 @@ class Target:
         return None
 
     def draw(self, node: Tensor, active: Tensor) -> Any:
-        """vLLM's draw behind `node` [R] (-1: the root): its SamplerOutput. What inactive rows hold means nothing."""
+        """vLLM's SamplerOutput after `node` [R] (-1: the root); inactive rows are undefined."""
         return self._sample(self.sampler, node, active)
 
     def draw_by(self, choose: Choose, node: Tensor, active: Tensor, *, greedy: bool = False) -> Any:
-        """The same, but `choose` gives the tokens of the random requests; with `greedy` of the others too."""
-        sampler = copy.copy(self.sampler)
+        """The same, but `choose` gives the tokens of random requests; with `greedy` of the others too, with the
+        argmax as vLLM's own sample."""
+        sampler, changed = copy.copy(self.sampler), {}
         if greedy:
-            choose = self._best_for_greedy(choose)
+            own = self.sampling.temperature
+            own = torch.zeros(len(self.first)) if own is None else own
+            best, of_all = own < GREEDY, choose
+            choose = lambda p, draw: of_all(p, lambda: torch.where(best, p.argmax(-1), draw()))  # noqa: E731
+            changed = {"temperature": own.masked_fill(best, 1.0), "all_greedy": False, "all_random": True}
         chooser = _Chooser(choose, self.sampler.topk_topp_sampler)
         sampler._modules = {**self.sampler._modules, "topk_topp_sampler": chooser}
-        return self._sample(sampler, node, active, **(self._all_random() if greedy else {}))
+        return self._sample(sampler, node, active, **changed)
 
-    def _best_for_greedy(self, choose: Choose) -> Choose:
-        own = self.sampling.temperature
-        best = torch.ones(len(self.first), dtype=torch.bool) if own is None else own < GREEDY
-        return lambda p, draw: choose(p, lambda: torch.where(best, p.argmax(-1), draw()))
-
-    def _all_random(self) -> dict[str, Any]:
-        """Changes to the sampling metadata after which nobody is greedy."""
-        own = self.sampling.temperature
-        temperature = torch.ones(len(self.first)) if own is None else torch.where(own < GREEDY, 1.0, own)
-        return {"temperature": temperature, "all_greedy": False, "all_random": True}
-
-    def law(self, node: Tensor, active: Tensor, *, greedy: bool = False) -> Tensor:
-        """The law [R, V] of the next token behind `node` [R], for random requests; with `greedy` for the others too, at
+    def probs(self, node: Tensor, active: Tensor, *, greedy: bool = False) -> Tensor:
+        """p [R, V] of the next token after `node` [R], for random requests; with `greedy` for the others too, at
         temperature 1."""
-        laws = []
+        found = []
 
         def choose(p: Tensor, own: Callable[[], Tensor]) -> Tensor:
-            laws.append(p)
+            found.append(p)
             return p.argmax(-1)
 
         self.draw_by(choose, node, active, greedy=greedy)
-        return laws[0]
+        return found[0]
 
     def _sample(self, sampler: Any, node: Tensor, active: Tensor, **changed: Any) -> Any:
         rows = torch.where(active, self.first + 1 + node, self.first)
@@ -102,12 +96,10 @@ class Target:
         return sampler(self.logits[rows], sampling)
 
     def _path(self, request: int, node: int) -> list[int]:
-        path: list[int] = []
-        while node >= 0:
-            tree = self.step.trees[request]
-            path.append(tree.tokens[node])
-            node = tree.parents[node]
-        return path[::-1]
+        if node < 0:
+            return []
+        tree = self.step.trees[request]
+        return [tree.tokens[one] for one in tree.path_to(node)]
 
     def close(self) -> None:
         for history, length in zip(self.sampling.output_token_ids, self.written, strict=False):
@@ -115,14 +107,14 @@ class Target:
 
 
 def _may_act(processor: Any) -> bool:
-    """Whether it may change this batch's logits; what others than vLLM's do is not known."""
+    """Whether it may change this batch's logits; True for processors that are not vLLM's."""
     if isinstance(processor, LogitBiasLogitsProcessor):
         return bool(processor.biases)
     return bool(processor.min_toks) if isinstance(processor, MinTokensLogitsProcessor) else True
 
 
 def stacked(levels: list[LogprobsTensors]) -> LogprobsTensors | None:
-    """The logprobs of all draws, [R * levels, ..], request by request."""
+    """The logprobs of all samples, [R * levels, ..], request by request."""
     if not levels:
         return None
     fields = (
@@ -133,7 +125,7 @@ def stacked(levels: list[LogprobsTensors]) -> LogprobsTensors | None:
 
 
 class _Chooser(nn.Module):
-    """In the place of vLLM's random draw, behind its temperature, penalties, top-k and top-p."""
+    """Replaces vLLM's random sample, after its temperature, penalties, top-k and top-p."""
 
     def __init__(self, choose: Choose, original: Any):
         super().__init__()
@@ -144,7 +136,7 @@ class _Chooser(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         unmasked = logits.clone()
         logits = apply_top_k_top_p(logits, top_k, top_p)
-        law = logits.log_softmax(-1, dtype=torch.float32)
-        processed = {"processed_logits": logits, "processed_logprobs": law}.get(self.original.logprobs_mode)
-        token = self.choose(law.exp(), lambda: self.original(unmasked, generators, top_k, top_p)[0])
+        logprobs = logits.log_softmax(-1, dtype=torch.float32)
+        processed = {"processed_logits": logits, "processed_logprobs": logprobs}.get(self.original.logprobs_mode)
+        token = self.choose(logprobs.exp(), lambda: self.original(unmasked, generators, top_k, top_p)[0])
         return token, processed

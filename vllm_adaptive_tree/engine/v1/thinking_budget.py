@@ -1,4 +1,4 @@
-"""vLLM's thinking budgets, for draws at the nodes of trees."""
+"""vLLM's thinking budgets, for samples at the nodes of trees."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,8 +9,8 @@ from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
 
 
 class ThinkingBudgets(ThinkingBudgetStateHolder):
-    """vLLM's holder counts on whenever it is asked, one token at a time. This one is asked in the histories of many
-    nodes: it keeps the states behind the committed tokens and counts on from there, token by token, in copies.
+    """vLLM's holder advances with every call, one token at a time. This one is called with the histories of many nodes:
+    it keeps the states after the committed tokens and advances copies of them, token by token.
 
     Its rows are requests, not draft tokens, and a request without a budget that moves into the row of a finished one
     does not inherit that one's budget, as it does in vLLM.
@@ -34,11 +34,11 @@ class ThinkingBudgets(ThinkingBudgetStateHolder):
                 self._state[here] = replaced
 
     def commit(self, histories: list[list[int]]) -> None:
-        """Keep the states behind `histories` [R]; every later history begins with these tokens."""
-        self._state = self._behind(histories)
+        """Keep the states after `histories` [R]; every later history begins with these tokens."""
+        self._state = self._after(histories)
 
     def update_state(self, output_token_ids: list[list[int]], *_: Any, **__: Any) -> None:
-        self.asked = self._behind(output_token_ids)
+        self.asked = self._after(output_token_ids)
 
     def apply_to_logits(self, logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         kept, self._state = self._state, self.asked
@@ -47,7 +47,7 @@ class ThinkingBudgets(ThinkingBudgetStateHolder):
         finally:
             self._state = kept
 
-    def _behind(self, histories: list[list[int]]) -> dict[int, dict[str, Any]]:
+    def _after(self, histories: list[list[int]]) -> dict[int, dict[str, Any]]:
         states = {row: dict(state) for row, state in self._state.items()}
         for row, state in states.items():
             for length in range(state.get("counted", -1) + 1, len(histories[row]) + 1):

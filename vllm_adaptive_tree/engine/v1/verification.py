@@ -1,12 +1,12 @@
-"""One verification: which tree each request of the batch brings, where its rows stand, and its attention metadata."""
+"""One verification: the tree of each request, its rows in the batch, its attention metadata, and the commit of K/V."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vllm_adaptive_tree.engine.common.cpu_attention import VerifyMetadata
-from vllm_adaptive_tree.engine.common.scratch import ScratchBlocks
+from vllm_adaptive_tree.engine.v1.attention import VerifyMetadata
+from vllm_adaptive_tree.engine.v1.scratch import ScratchBlocks
 from vllm_adaptive_tree.engine.v1.sequences import Sequences
 from vllm_adaptive_tree.trees import TokenTree, TreeBatch
 from vllm_adaptive_tree.trees.tree_batch import EMPTY
@@ -15,10 +15,10 @@ NO_TREE = TokenTree((), ())
 
 
 class Verification:
-    """The trees of one step, by their request's row in vLLM's batch. Host side of the V1 (CPU) path."""
+    """The trees of one step, by their request's row in vLLM's batch; on the host."""
 
     def __init__(self, trees: dict[int, TokenTree], row_start: list[int], row_count: list[int], computed: list[int]):
-        """`row_start`, `row_count`, `computed` (tokens whose K/V is in the cache): one entry per request."""
+        """`row_start`, `row_count`, `computed` (tokens with K/V in the cache): one entry per request."""
         self.trees = trees
         self.row_start, self.row_count, self.computed = row_start, row_count, computed
         self.depths = {request: tree.depths for request, tree in trees.items()}
@@ -62,7 +62,7 @@ class Verification:
             builder: vLLM's metadata builder of that group.
             layers: the target's layers of that group.
             native: the CPUAttentionMetadata that vLLM built for the whole batch.
-            scratch: where branches stand that are not a tree's first.
+            scratch: blocks for the branches that are not a tree's first.
         """
         sequences = [Sequences(builder.block_size, scratch.count)]
         for request, (first, count) in enumerate(zip(self.row_start, self.row_count, strict=True)):
@@ -91,3 +91,26 @@ class Verification:
         )
         self.groups.append((metadata, layers, native.slot_mapping))
         return metadata
+
+    def commit(self, nodes: Tensor, layers: dict[str, Any]) -> None:
+        """Write the K/V of accepted nodes that are not in their final slots there, through the backend's own packing,
+        before the scheduler can hash the block.
+
+        Args:
+            nodes: [requests, D + 1] accepted nodes of every request, -1 pads.
+            layers: vLLM's static forward context, layer name -> Attention.
+        """
+        homes = {}  # row of an accepted node -> row that has its final slot
+        for request, branches in self.branching.items():
+            for place, node in enumerate(nodes[request].tolist()):
+                if node >= 0 and branches[0][place : place + 1] != [node]:
+                    homes[self.row_of(request, node)] = self.row_start[request] + 1 + place
+        if not homes:
+            return
+        for metadata, names, slot_mapping in self.groups:
+            places = {row: place for place, row in enumerate(metadata.written.tolist())}
+            source, slots = [places[row] for row in homes], slot_mapping[list(homes.values())]
+            for name in names:
+                layer = layers[name]
+                key, value = (saved[source] for saved in metadata.saved[name])
+                layer.impl.do_kv_cache_update(layer, key, value, layer.kv_cache, slots)

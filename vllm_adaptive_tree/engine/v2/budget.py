@@ -11,7 +11,7 @@ from vllm_adaptive_tree.acceptance import Accepted
 from vllm_adaptive_tree.budget import Budget, Plan
 from vllm_adaptive_tree.engine.common.batch_budget import BatchBudget
 from vllm_adaptive_tree.engine.common.steering import Steering
-from vllm_adaptive_tree.engine.v2.returning import Returning
+from vllm_adaptive_tree.engine.v2.readback import AsyncReadback
 from vllm_adaptive_tree.trees import TreeBatch
 
 SETTLED = 2
@@ -21,7 +21,7 @@ SETTLED = 2
 class DeviceBudget(BatchBudget):
     """How many nodes the next verification has, and how many levels this step drafts.
 
-    Which nodes those are, the device decides (`compaction.py`). Their number is chosen from the trees of an earlier
+    Which nodes those are, the device decides (`node_selection.py`). Their number is chosen from the trees of an earlier
     step, so it asks nothing of a token that it would cut. What a step takes is the time between two steps on the host,
     which in the long run is the device's.
     """
@@ -32,7 +32,7 @@ class DeviceBudget(BatchBudget):
         self.learns, self.nodes = learns, budget.most
         self.live = True
         """Whether costs follow the steps; ranks that must agree on every number keep to those of the start."""
-        self.returning = Returning()
+        self.returning = AsyncReadback()
         self.value = self.depth = torch.zeros(0, 1)  # [R, N] of an earlier step
         self.greedy = torch.zeros(0, dtype=torch.bool)  # [R]: whose trees those were
         self.started = self.spent = 0.0

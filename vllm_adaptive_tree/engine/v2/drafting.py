@@ -1,4 +1,4 @@
-"""Drafting trees on Model Runner V2, whatever the draft: a mixin over vLLM's speculators."""
+"""Drafting trees on Model Runner V2 with any kind of draft: a mixin over vLLM's speculators."""
 
 from abc import abstractmethod
 from typing import Any
@@ -11,15 +11,10 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_adaptive_tree.acceptance import RULES
 from vllm_adaptive_tree.budget.planner import ALL
-from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.drafters import Frontier, Rows
-from vllm_adaptive_tree.engine.common.steering import Steering
-from vllm_adaptive_tree.engine.v2.budget import DeviceBudget
 from vllm_adaptive_tree.engine.v2.drafts import Drafts
-from vllm_adaptive_tree.engine.v2.fused import counter_rng
-from vllm_adaptive_tree.engine.v2.kinds import Kinds
-from vllm_adaptive_tree.engine.v2.returning import Returning
-from vllm_adaptive_tree.methods import Pair
+from vllm_adaptive_tree.engine.v2.kernel_dispatch import counter_rng
+from vllm_adaptive_tree.engine.v2.readback import AsyncReadback
 from vllm_adaptive_tree.proposers import Request, draft_tree
 from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE
 from vllm_adaptive_tree.trees import TreeBatch
@@ -27,37 +22,28 @@ from vllm_adaptive_tree.trees.tree_batch import EMPTY
 
 
 class TreeDrafting(DraftModelSpeculator):
-    """Stands before one of vLLM's speculators among the bases of a class. That class says how its kind of draft reads
-    what was accepted, begins and grows, and what it can read later after a step at rest.
+    """Comes before one of vLLM's speculators among the bases of a class. That class defines how its kind of draft reads
+    accepted tokens, begins and grows, and how it catches up after skipped steps.
     """
 
     forwards: int
-    """Of the draft behind the roots', for the last trees; `grow` counts them."""
+    """Draft forwards after the roots', for the last trees; `grow` counts them."""
     late: np.ndarray | None = None
-    """[R] bool: who still misses something in this step, if there are any."""
+    """[R] bool: which requests still lack tokens in this step; None if none does."""
 
-    def __init__(
-        self,
-        vllm_config: Any,
-        device: torch.device,
-        options: TreeOptions,
-        pair: Pair,
-        kinds: Kinds,
-        budget: DeviceBudget | None,
-        steering: Steering,
-    ):
+    def __init__(self, vllm_config: Any, device: torch.device, runner: Any):
         super().__init__(vllm_config, device)
-        self.options, self.pair, self.kinds, self.budget = options, pair, kinds, budget
-        self.steering, self.returning = steering, Returning()
-        self.random = options.tree.temperature(2.0)  # of the draft's law, if it does not follow the request's own
-        self.follows = self.random != options.tree.temperature(3.0)
+        self.options, self.pair, self.flags = runner.options, runner.pair, runner.flags
+        self.budget, self.steering, self.readback = runner.budget, runner.steering, AsyncReadback()
+        self.random = self.options.tree.temperature(2.0)  # the draft's, if it does not follow the request's own
+        self.follows = self.random != self.options.tree.temperature(3.0)
         self.drafts = Drafts(self.max_num_reqs, self.num_speculative_steps, device)
-        self.forwards = 0  # of the draft behind the roots', for the last trees
-        self.dead: Tensor | None = None  # rows of the last trees, until someone takes the figure
+        self.forwards = 0
+        self.dead: Tensor | None = None  # number of dead rows of the last trees, until the metrics take it
 
     @abstractmethod
     def read(self, batch: Any, num_rejected: Tensor, last_sampled: Tensor, *, without_attention: bool) -> Rows:
-        """One forward over what this step has accepted; the rows of the roots (W = 1)."""
+        """One forward over the tokens that this step has accepted; the rows of the roots (W = 1)."""
 
     @abstractmethod
     def begin(self, batch: Any) -> tuple[Tensor, Any]:
@@ -67,11 +53,11 @@ class TreeDrafting(DraftModelSpeculator):
     def grow(self, tokens: Tensor, parent: Tensor, state: Any) -> tuple[Rows, Any]:
         """As in `drafters.Drafter`."""
 
-    def rest(self, batch: Any, where: np.ndarray) -> None:
-        """The draft does not read this step of the requests `where` [R] says."""
+    def skip(self, batch: Any, which: np.ndarray) -> None:
+        """The draft does not read this step of the requests `which` [R] bool."""
 
     def catch_up(self, batch: Any) -> int:
-        """Read what it missed of this batch; how many tokens."""
+        """Read the skipped tokens of this batch; returns how many."""
         return 0
 
     def propose(
@@ -96,16 +82,16 @@ class TreeDrafting(DraftModelSpeculator):
         count, request = input_batch.num_reqs, input_batch.idx_mapping
         without_attention = dummy_run and skip_attn_for_dummy_run
         self._copy_request_inputs(count, request, temperature, seeds)
-        self.returning.next_step()
+        self.readback.next_step()
         if dummy_run or self.budget is None:
             rows = self.read(input_batch, num_rejected, last_sampled, without_attention=without_attention)
             if dummy_run:
                 return self.draft_tokens[:count]
             return self._trees(input_batch, rows, temperature[request], seeds[request], num_sampled, ALL).tokens
-        greedy = self.kinds.greedy[input_batch.idx_mapping_np]
+        greedy = self.flags.greedy[input_batch.idx_mapping_np]
         most, missed = self.budget.begin_step(greedy), 0
         if most == 0:
-            self.rest(input_batch, np.ones(count, dtype=bool))
+            self.skip(input_batch, np.ones(count, dtype=bool))
             self.drafts.forget()
             tokens = torch.full_like(self.draft_tokens[:count], EMPTY)
         else:
@@ -123,8 +109,8 @@ class TreeDrafting(DraftModelSpeculator):
     def _trees(
         self, batch: Any, rows: Rows, temperature: Tensor, seed: Tensor, sampled: Tensor, most: int
     ) -> TreeBatch:
-        """One tree for each of R requests from the `rows` of their roots, at most so many levels deep; `temperature`,
-        `seed` [R]; `sampled` [R]: how many tokens each emitted, none in the middle of a prompt."""
+        """One tree for each of R requests from the `rows` of their roots, at most `most` levels deep; `temperature`,
+        `seed` [R]; `sampled` [R]: how many tokens each emitted, 0 in the middle of a prompt."""
         root, state = self.begin(batch)
         greedy = temperature == 0
         fitted = GREEDY_DRAFT_TEMPERATURE if self.budget is None else self.budget.greedy_temperature
@@ -151,11 +137,11 @@ class TreeDrafting(DraftModelSpeculator):
         if self.steering.steered.fill and 1 + self.forwards < most:  # else the limit may have stopped them
             rooted = sampled[: batch.num_reqs] > 0
             sizes = proposal.tree.valid.sum(1).masked_fill(~rooted, 0)
-            self.returning.send(torch.stack([sizes.sum(), rooted.sum()]), self._grown)
+            self.readback.send(torch.stack([sizes.sum(), rooted.sum()]), self._grown)
         if self.late is not None:
             limit = async_tensor_h2d(np.where(self.late, 0, self.num_speculative_steps), device=self.device)
             proposal = proposal._replace(tree=proposal.tree.cut(limit))
-        grammar = self.kinds.grammar[batch.idx_mapping_np]
+        grammar = self.flags.grammar[batch.idx_mapping_np]
         if grammar.any():
             chains = async_tensor_h2d(grammar, device=self.device)
             proposal = proposal._replace(tree=proposal.tree.first_paths(chains, self.pair.proposer.max_depth))
@@ -164,6 +150,6 @@ class TreeDrafting(DraftModelSpeculator):
         self.drafts.store(batch.idx_mapping, root, proposal, levels, shaping, roots)
         return proposal.tree
 
-    def _grown(self, figures: Tensor) -> None:
-        nodes, trees = figures.tolist()
+    def _grown(self, counts: Tensor) -> None:
+        nodes, trees = counts.tolist()
         self.steering.grown(nodes, trees * self.num_speculative_steps)

@@ -1,4 +1,4 @@
-"""Drafted trees between two steps, on the device, with the laws from which their nodes were drawn."""
+"""Drafted trees between two steps, on the device, with the distributions that their nodes were sampled from."""
 
 from typing import NamedTuple
 
@@ -12,32 +12,32 @@ from vllm_adaptive_tree.trees import TreeBatch
 NOWHERE = -1
 
 
-class Laws(NamedTuple):
-    """What the children of R trees were drawn from. Entry 0 of a row is the root, entry 1 + i node i."""
+class DraftProbs(NamedTuple):
+    """The distributions that the children of R trees were sampled from. Entry 0 of a row is the root, entry 1 + i node
+    i."""
 
-    logits: Tensor | None  # [B, S, V] of the draft model, of the whole batch that drafted; None where no rule asks
+    logits: Tensor | None  # [B, S, V] of the draft model, of the whole batch that drafted; None if no rule reads them
     temperature: Tensor  # [B]
     place: Tensor  # [R] in that batch
     slot: Tensor  # [R, 1 + N] of `logits`, -1: never read
-    drawn: Tensor  # [R, 1 + N] how many children a node was to get
+    num_planned: Tensor  # [R, 1 + N] children planned for a node
 
-    def behind(self, node: Tensor) -> tuple[Tensor, Tensor]:
-        """q [R, V] behind `node` [R] (-1: the root) and how many children were to be drawn [R]; zeros where nothing
-        was."""
+    def after(self, node: Tensor) -> tuple[Tensor, Tensor]:
+        """q [R, V] after `node` [R] (-1: the root) and how many children were planned [R]; zeros for unread nodes."""
         assert self.logits is not None
         at = (node + 1)[:, None]
-        slot, drawn = self.slot.gather(1, at)[:, 0], self.drawn.gather(1, at)[:, 0]
+        slot, planned = self.slot.gather(1, at)[:, 0], self.num_planned.gather(1, at)[:, 0]
         q = softmax_at(self.logits[self.place, slot.clamp(min=0)], self.temperature[self.place])
-        return q.masked_fill((slot < 0)[:, None], 0.0), drawn.masked_fill(slot < 0, 0)
+        return q.masked_fill((slot < 0)[:, None], 0.0), planned.masked_fill(slot < 0, 0)
 
-    def permuted(self, order: Tensor) -> "Laws":
+    def permuted(self, order: Tensor) -> "DraftProbs":
         """With node `order[r, i]` ([R, N]) as node i."""
         entry = torch.cat([torch.zeros_like(order[:, :1]), order + 1], 1)
-        return self._replace(slot=self.slot.gather(1, entry), drawn=self.drawn.gather(1, entry))
+        return self._replace(slot=self.slot.gather(1, entry), num_planned=self.num_planned.gather(1, entry))
 
 
 class Drafts:
-    """Those of the last batch that drafted, by vLLM's index of the request."""
+    """The trees of the last batch that drafted, by vLLM's index of the request."""
 
     def __init__(self, requests: int, nodes: int, device: torch.device):
         self.place = torch.full((requests,), NOWHERE, device=device)
@@ -58,8 +58,8 @@ class Drafts:
         temperature: Tensor,
         roots: Tensor | None = None,
     ) -> None:
-        """Trees of B requests behind their roots at the positions `root` [B]; `levels`: the logits [B, W, V] of every
-        level read, if a rule asks for laws; `roots`: those of the roots [B, V], if someone asks for them."""
+        """Trees of B requests with their roots at the positions `root` [B]; `levels`: the logits [B, W, V] of every
+        level read, if a rule reads them; `roots`: those of the roots [B, V], if the draft temperature is fitted."""
         self.forget()
         self.place[request] = torch.arange(len(request), device=request.device)
         self.root[request] = root
@@ -70,14 +70,14 @@ class Drafts:
     def forget(self) -> None:
         self.place.fill_(NOWHERE)
 
-    def of(self, request: Tensor, root: Tensor, scheduled: Tensor) -> tuple[TreeBatch, Laws]:
-        """The trees of R requests whose roots stand at `root` [R], cut to the `scheduled` [R] nodes; none where the
+    def of(self, request: Tensor, root: Tensor, scheduled: Tensor) -> tuple[TreeBatch, DraftProbs]:
+        """The trees of R requests with roots at positions `root` [R], cut to the `scheduled` [R] nodes; empty if the
         last batch drafted nothing for that root."""
         place = self.place[request]
         known = (place >= 0) & (self.root[request] == root)
         place = place.clamp(min=0)
-        tree, read, drawn = self.proposal
+        tree, read, planned = self.proposal
         cut = TreeBatch(*(part[place] for part in tree)).cut(torch.where(known, scheduled, 0))
-        there = cut.valid.any(1, keepdim=True)
-        slot = torch.cat([torch.where(there, 0, -1), read[place].masked_fill(~cut.valid, -1)], 1)
-        return cut, Laws(self.logits, self.temperature, place, slot, drawn[place])
+        exists = cut.valid.any(1, keepdim=True)
+        slot = torch.cat([torch.where(exists, 0, -1), read[place].masked_fill(~cut.valid, -1)], 1)
+        return cut, DraftProbs(self.logits, self.temperature, place, slot, planned[place])

@@ -1,4 +1,4 @@
-"""vLLM's Model Runner V2 with trees: hooks only, what happens in a step stands beside this file."""
+"""vLLM's Model Runner V2 with trees: the hooks, in the order of a step."""
 
 from typing import Any
 
@@ -9,22 +9,21 @@ from vllm.platforms import current_platform
 from vllm.v1.worker.gpu import model_runner
 
 from vllm_adaptive_tree.budget import Budget, DraftTemperature, Planner
-from vllm_adaptive_tree.engine import support
+from vllm_adaptive_tree.engine import checks
+from vllm_adaptive_tree.engine.common.attention import CPUTreeAttention
 from vllm_adaptive_tree.engine.common.cost_profile import CostProfile
 from vllm_adaptive_tree.engine.common.coverage import Coverage
-from vllm_adaptive_tree.engine.common.cpu_attention import CPUTrees, DenseTrees
-from vllm_adaptive_tree.engine.common.options import tree_options
-from vllm_adaptive_tree.engine.common.startup import check_ranks
+from vllm_adaptive_tree.engine.common.request_flags import RequestFlags
+from vllm_adaptive_tree.engine.common.startup import check_ranks, tree_options
 from vllm_adaptive_tree.engine.common.steering import Steering
 from vllm_adaptive_tree.engine.patches import swapped
+from vllm_adaptive_tree.engine.v2.attention import DenseTrees, KernelTrees, PagedTreeAttention
 from vllm_adaptive_tree.engine.v2.budget import SETTLED, DeviceBudget
-from vllm_adaptive_tree.engine.v2.compaction import Compaction
-from vllm_adaptive_tree.engine.v2.figures import Figures
-from vllm_adaptive_tree.engine.v2.kinds import Kinds
-from vllm_adaptive_tree.engine.v2.paged import KernelTrees, PagedTrees
+from vllm_adaptive_tree.engine.v2.draft_backlog import DraftBacklog
+from vllm_adaptive_tree.engine.v2.node_selection import NodeSelection
 from vllm_adaptive_tree.engine.v2.sampler import TreeSampler
 from vllm_adaptive_tree.engine.v2.speculator import ModelSpeculator
-from vllm_adaptive_tree.engine.v2.unread import Unread
+from vllm_adaptive_tree.engine.v2.step_stats import StepStats
 from vllm_adaptive_tree.engine.v2.verification import Verification
 from vllm_adaptive_tree.methods import resolve
 
@@ -35,7 +34,7 @@ else:
 
 
 IN_FLIGHT = 2
-"""Steps of which the scheduler has not heard yet how many nodes were accepted, at most."""
+"""At most so many steps, of which the scheduler does not know yet how many nodes were accepted."""
 
 
 class TreeModelRunnerV2(ModelRunner):
@@ -44,7 +43,7 @@ class TreeModelRunnerV2(ModelRunner):
         self.options = tree_options(vllm_config)
         self.pair = resolve(self.options)
         draft = vllm_config.speculative_config.draft_model_config
-        support.check_hidden_size(self.pair.proposer, draft.get_hidden_size())
+        checks.check_hidden_size(self.pair.proposer, draft.get_hidden_size())
         if self.pair.init_width > 1:
             raise ValueError("speculative_config['tree']['init_width'] above 1 is not supported by Model Runner V2")
         self.steering = Steering(self.pair.proposer, self.options.tree.steered)
@@ -53,12 +52,12 @@ class TreeModelRunnerV2(ModelRunner):
         self.budget = None if most is None else DeviceBudget(fixed, self.steering, learns=False)
         self.cuts_sampled = False  # the number of nodes is chosen before the trees are sampled: any choice is lossless
         self.profile: CostProfile | None = None
-        self.unread: Unread | None = None
+        self.backlog: DraftBacklog | None = None
         self.step: Verification | None = None
         self.metadata: dict[str, Any] = {}
         self.slots: dict[str, Tensor] = {}
-        self.figures = Figures()
-        self.kinds = Kinds(vllm_config.scheduler_config.max_num_seqs, self.pair, self.options)
+        self.stats = StepStats()
+        self.flags = RequestFlags(vllm_config.scheduler_config.max_num_seqs, self.pair, self.options)
         with swapped(model_runner, "init_speculator", self._speculator):
             super().__init__(vllm_config, device)
 
@@ -73,7 +72,7 @@ class TreeModelRunnerV2(ModelRunner):
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_kv_cache(*args, **kwargs)
         if self.budget is not None:
-            self.adaptive_verification = Compaction(
+            self.adaptive_verification = NodeSelection(
                 self.speculator.drafts,
                 self.input_buffers.query_start_loc,
                 self.budget,
@@ -82,72 +81,72 @@ class TreeModelRunnerV2(ModelRunner):
             group = self.kv_cache_config.kv_cache_groups[self.speculator.group]
             coverage = Coverage(self.kv_cache_config.num_blocks, group.kv_cache_spec.block_size)
             coverage.renew(slice(None))
-            self.unread = Unread(coverage, self.max_num_reqs, slack=IN_FLIGHT * self.options.num_speculative_tokens)
-            self.speculator.unread = self.unread
+            self.backlog = DraftBacklog(
+                coverage, self.max_num_reqs, slack=IN_FLIGHT * self.options.num_speculative_tokens
+            )
+            self.speculator.backlog = self.backlog
         if self.device.type == "cpu":
             for name, layer in self.compilation_config.static_forward_context.items():
-                support.check_packing(name, layer)
+                checks.check_packing(name, layer)
 
     def _speculator(self, vllm_config: Any, device: torch.device, req_states: Any) -> ModelSpeculator:
-        speculator = ModelSpeculator(
-            vllm_config, device, self.options, self.pair, self.kinds, self.budget, self.steering
-        )
+        speculator = ModelSpeculator(vllm_config, device, self)
         speculator.tokens = req_states.all_token_ids.gpu
         return speculator
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
         for name, layer in self.compilation_config.static_forward_context.items():
-            support.check_layer(name, layer)
-            trees = CPUTrees if self.device.type == "cpu" else PagedTrees
+            checks.check_layer(name, layer)
+            trees = CPUTreeAttention if self.device.type == "cpu" else PagedTreeAttention
             trees.adopt(layer, drafts=name in self.speculator.draft_attn_layer_names)
         if self.batch_sharder is not None or self.sampler.return_sampling_mask:
-            raise ValueError("return_sampling_mask and a sampler sharded over ranks are not supported beside trees")
+            raise ValueError("return_sampling_mask and a sampler sharded over ranks are not supported with trees")
         nodes = self.options.num_speculative_tokens
         self.rejection_sampler = TreeSampler(
             self.sampler,
             self.pair,
             levels=min(self.pair.proposer.max_depth, nodes),
             nodes=nodes,
-            kinds=self.kinds,
+            flags=self.flags,
         )
         self.native_metadata = self.model_state.prepare_attn
         self.model_state.prepare_attn = self._metadata
 
     def _remove_request(self, req_id: str) -> bool:
-        """Of a request that has ended, is preempted, or comes again with more input."""
+        """Called if a request has ended, is preempted, or comes again with more input."""
         index = self.req_states.req_id_to_index.get(req_id)
-        if index is not None and self.unread is not None:
-            self.unread.gone(index)
+        if index is not None and self.backlog is not None:
+            self.backlog.removed(index)
         removed: bool = super()._remove_request(req_id)
         return removed
 
     def add_requests(self, scheduler_output: Any) -> None:
         super().add_requests(scheduler_output)
-        if self.unread is not None:
+        if self.backlog is not None:
             for source, target in scheduler_output.kv_cache_block_copies or ():
-                self.unread.copied(source, target)
+                self.backlog.copied(source, target)
         for new in scheduler_output.scheduled_new_reqs:
             request = self.req_states.req_id_to_index[new.req_id]
-            self.kinds.add(request, new.sampling_params)
-            if self.unread is not None:
-                self.unread.added(request, new.block_ids[self.speculator.group], new.num_computed_tokens)
+            self.flags.add(request, new.sampling_params)
+            if self.backlog is not None:
+                self.backlog.added(request, new.block_ids[self.speculator.group], new.num_computed_tokens)
 
     def update_requests(self, scheduler_output: Any) -> None:
         super().update_requests(scheduler_output)
-        if self.unread is not None:
+        if self.backlog is not None:
             running = scheduler_output.scheduled_cached_reqs
             for request, blocks in zip(running.req_ids, running.new_block_ids, strict=True):
                 if blocks is not None:
                     index = self.req_states.req_id_to_index[request]
-                    self.unread.extended(index, blocks[self.speculator.group])
+                    self.backlog.extended(index, blocks[self.speculator.group])
 
     def prepare_attn(self, input_batch: Any) -> Any:
         prepared = super().prepare_attn(input_batch)  # slots of linear positions
         self.step = None
         if input_batch.num_draft_tokens:
             step = Verification.of(self.speculator.drafts, input_batch)
-            self.step = step if step.rooted(input_batch) else step.plain
+            self.step = step if step.reads_only_roots(input_batch) else step.plain
             self.step.write_rows(input_batch.positions, input_batch.input_ids)
             input_batch.input_ids.clamp_(min=0)
         self.rejection_sampler.step = self.step
@@ -157,7 +156,7 @@ class TreeModelRunnerV2(ModelRunner):
         self, input_batch: Any, mode: Any, block_tables: Any, slot_mappings: Any, *rest: Any, **kwargs: Any
     ) -> Any:
         metadata = self.native_metadata(input_batch, mode, block_tables, slot_mappings, *rest, **kwargs)
-        if self.step is None or not self.step.rooted(input_batch):
+        if self.step is None or not self.step.reads_only_roots(input_batch):
             return metadata
         own: dict[int, DenseTrees | KernelTrees] = {}
         for group, slots in zip(self.kv_cache_config.kv_cache_groups, slot_mappings, strict=True):
@@ -166,16 +165,10 @@ class TreeModelRunnerV2(ModelRunner):
                     continue
                 native = metadata[name]
                 if id(native) not in own:
-                    own[id(native)] = self._trees(native, group.kv_cache_spec.block_size, input_batch)
+                    own[id(native)] = self.step.metadata(native, group.kv_cache_spec.block_size, input_batch)
                 metadata[name], self.slots[name] = own[id(native)], slots
         self.metadata = metadata
         return metadata
-
-    def _trees(self, native: Any, block_size: int, batch: Any) -> DenseTrees | KernelTrees:
-        assert self.step is not None
-        if self.device.type == "cpu":
-            return self.step.dense(native, block_size, int(batch.seq_lens_cpu_upper_bound[: batch.num_reqs].max()))
-        return self.step.for_kernel(native, batch.query_start_loc, batch.num_draft_tokens)
 
     def sample(self, hidden_states: Tensor, input_batch: Any, grammar_output: Any) -> Any:
         sampled = super().sample(hidden_states, input_batch, grammar_output)
@@ -184,13 +177,13 @@ class TreeModelRunnerV2(ModelRunner):
         if step is not None and accepted is not None:
             tokens, nodes = accepted
             if self.budget is not None:
-                greedy = self.kinds.greedy[input_batch.idx_mapping_np]
+                greedy = self.flags.greedy[input_batch.idx_mapping_np]
                 self.budget.verified(step.tree, accepted, greedy, step.order)
                 roots = self.speculator.drafts.roots
                 if roots is not None:
                     certain = self.sampler.sampling_states.temperature.gpu[input_batch.idx_mapping] == 0
-                    self.budget.fit(roots[step.laws.place], tokens[:, 0], certain & step.tree.valid.any(1))
-            self.figures.verified(step.tree)
+                    self.budget.fit(roots[step.draft.place], tokens[:, 0], certain & step.tree.valid.any(1))
+            self.stats.verified(step.tree)
             step.commit(nodes, self.metadata, self.compilation_config.static_forward_context, self.slots)
             step.write_path(input_batch.input_ids, tokens, nodes)
         return sampled
@@ -200,9 +193,9 @@ class TreeModelRunnerV2(ModelRunner):
         output = super().sample_tokens(grammar_output)
         dead, self.speculator.dead = self.speculator.dead, None
         if dead is not None:
-            self.figures.drafted(dead)
+            self.stats.drafted(dead)
         if sampling and output is not None:
-            figures = self.figures.take(*((0.0, 0.0) if self.budget is None else self.budget.budget.take()))
+            figures = self.stats.take(*((0.0, 0.0) if self.budget is None else self.budget.budget.take()))
             getattr(output, "model_runner_output", output).cudagraph_stats = figures
         if self.profile is not None:
             self.profile.tick()

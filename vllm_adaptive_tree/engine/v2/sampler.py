@@ -1,4 +1,4 @@
-"""Acceptance in the place of vLLM's rejection sampler."""
+"""Acceptance in place of vLLM's rejection sampler."""
 
 from typing import Any
 
@@ -10,9 +10,9 @@ from vllm.v1.worker.gpu.metrics.logits import get_num_nans
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from vllm_adaptive_tree.acceptance import Accepted
+from vllm_adaptive_tree.engine.common.request_flags import RequestFlags
 from vllm_adaptive_tree.engine.v2.acceptance import accept
-from vllm_adaptive_tree.engine.v2.fused import counter_rng
-from vllm_adaptive_tree.engine.v2.kinds import Kinds
+from vllm_adaptive_tree.engine.v2.kernel_dispatch import counter_rng
 from vllm_adaptive_tree.engine.v2.target import Target
 from vllm_adaptive_tree.engine.v2.verification import Verification
 from vllm_adaptive_tree.methods import Pair
@@ -24,14 +24,13 @@ class TreeSampler:
 
     enable_adaptive_verification = False  # vLLM asks
 
-    def __init__(self, sampler: Any, pair: Pair, *, levels: int, nodes: int, kinds: Kinds):
+    def __init__(self, sampler: Any, pair: Pair, *, levels: int, nodes: int, flags: RequestFlags):
         """
         Args:
             sampler: vLLM's Sampler of this runner.
             levels: the largest depth of a tree.
         """
-        self.sampler, self.pair, self.levels, self.nodes = sampler, pair, levels, nodes
-        self.kinds = kinds
+        self.sampler, self.pair, self.levels, self.nodes, self.flags = sampler, pair, levels, nodes, flags
         self.step: Verification | None = None
         self.accepted: Accepted | None = None
 
@@ -43,15 +42,15 @@ class TreeSampler:
             logits: [rows, V].
             batch: vLLM's InputBatch.
             draft_logits: of vLLM's own chains.
-            invalid_drafts: [rows] bool: draft tokens that their grammar refuses, and all behind them.
+            invalid_drafts: [rows] bool: draft tokens that their grammar rejects, and all after them.
         """
         step, states = self.step, self.sampler.sampling_states
         assert step is not None
         target = Target(self.sampler, logits, batch, step.tree, self.levels)
         tree = step.tree if invalid_drafts is None else _without(step.tree, invalid_drafts, target.root)
         rng = counter_rng(states.seeds.gpu[batch.idx_mapping], step.root, purpose=1)
-        own = self.kinds.own[batch.idx_mapping_np]
-        accepted = accept(self.pair, target, tree, step.laws, rng, own, levels=self.levels)
+        from_target = self.flags.from_target[batch.idx_mapping_np]
+        accepted = accept(self.pair, target, tree, step.draft, rng, from_target, levels=self.levels)
         self.accepted = accepted
         count, rejected = get_num_sampled_and_rejected(
             (accepted.tokens >= 0).sum(1).int(),
@@ -71,7 +70,7 @@ class TreeSampler:
 
 
 def _without(tree: TreeBatch, invalid: Tensor, root: Tensor) -> TreeBatch:
-    """The trees without the nodes whose rows are `invalid`; nothing is accepted behind them."""
+    """The trees without the nodes whose rows are `invalid`; nothing below them is accepted."""
     rows = root[:, None] + 1 + torch.arange(tree.tokens.shape[1], device=root.device)
-    gone = invalid[rows.clamp(max=len(invalid) - 1)] & tree.valid
-    return tree._replace(tokens=tree.tokens.masked_fill(gone, -1))
+    removed = invalid[rows.clamp(max=len(invalid) - 1)] & tree.valid
+    return tree._replace(tokens=tree.tokens.masked_fill(removed, -1))

@@ -1,4 +1,4 @@
-"""What the target says at the nodes of a verification, through vLLM's own sampler."""
+"""The target's distributions and draws at the nodes of a verification, through vLLM's own sampler."""
 
 from functools import cached_property
 from typing import Any
@@ -20,9 +20,9 @@ from vllm_adaptive_tree.trees import TreeBatch
 class Target:
     """The logits of one verification; row 1 + i of a request is its node i, row 0 its root.
 
-    vLLM's processors take a request's rows for a chain. Where one of them reads history (penalties, bad words, thinking
-    budgets), every node is shown to them at the end of its own path. Otherwise all rows are processed at once, unless
-    that takes more memory than vLLM allows itself.
+    vLLM's processors read a request's rows as a chain. If one of them reads history (penalties, bad words, thinking
+    budgets), every node is processed at the end of its own path. Otherwise all rows are processed at once, unless that
+    takes more memory than vLLM allows itself.
     """
 
     def __init__(self, sampler: Any, logits: Tensor, batch: Any, tree: TreeBatch, levels: int):
@@ -36,14 +36,14 @@ class Target:
         self.at_once = not self.in_history and len(logits) <= get_max_chunk_logits(logits.shape[1])
 
     def draw(self, node: Tensor) -> Tensor:
-        """vLLM's draw behind `node` [R] (-1: the root), whose key is (seed, position): [R]."""
+        """vLLM's sample after `node` [R] (-1: the root), keyed by (seed, position): [R]."""
         if self.at_once:
             return self.draws[self._row(node)]
-        return self._drawn(self._behind(node), self.batch.idx_mapping, self.positions[self._row(node)])
+        return self._sample(self._processed_after(node), self.batch.idx_mapping, self.positions[self._row(node)])
 
-    def law(self, node: Tensor) -> Tensor:
-        """The law behind `node` [R] of random requests: [R, V] float32; of greedy ones at temperature 1."""
-        return self._behind(node).softmax(-1, dtype=torch.float32)
+    def probs(self, node: Tensor) -> Tensor:
+        """p [R, V] float32 after `node` [R]; of greedy requests at temperature 1."""
+        return self._processed_after(node).softmax(-1, dtype=torch.float32)
 
     def logprobs(self, accepted: Accepted) -> LogprobsTensors | None:
         """Of the emitted tokens, [R * (D + 1), ..] request by request, if one of the requests asks for them."""
@@ -51,10 +51,10 @@ class Target:
         if dims is None:
             return None
         requests, length = accepted.tokens.shape
-        where = torch.nn.functional.pad(accepted.nodes[:, :-1], (1, 0), value=-1).clamp(min=-1)  # drawn behind these
+        where = torch.nn.functional.pad(accepted.nodes[:, :-1], (1, 0), value=-1).clamp(min=-1)  # sampled after these
         mode = self.sampler.logprobs_mode
         if mode in PROCESSED_LOGPROBS_MODES:
-            logits = torch.stack([self._behind(node) for node in where.unbind(1)], 1).flatten(0, 1)
+            logits = torch.stack([self._processed_after(node) for node in where.unbind(1)], 1).flatten(0, 1)
         else:
             logits = self.logits[(self.root[:, None] + 1 + where).flatten()]
         return compute_topk_scores(
@@ -71,8 +71,8 @@ class Target:
     def _row(self, node: Tensor) -> Tensor:
         return self.root + 1 + node
 
-    def _behind(self, node: Tensor) -> Tensor:
-        """Logits [R, V] behind `node` [R] after all that the sampler does to them before it draws."""
+    def _processed_after(self, node: Tensor) -> Tensor:
+        """Logits [R, V] after `node` [R], with all that the sampler does to them before it samples."""
         if self.at_once:
             return self.processed[self._row(node)]
         if not self.in_history:
@@ -90,14 +90,14 @@ class Target:
             steps.append(at)
             above = self.tree.parent.gather(1, at.clamp(min=0)[:, None])[:, 0]
             at = torch.where(at >= 0, above, -1)
-        upward = torch.stack(steps, 1)  # [R, levels], -1 behind the root
+        upward = torch.stack(steps, 1)  # [R, levels], -1 above the root
         depth = (upward >= 0).sum(1)
         place = (depth[:, None] - 1 - torch.arange(self.levels, device=node.device)).clamp(min=0)
         downward = torch.where(depth[:, None] > 0, upward.gather(1, place), -1)
         return torch.cat([self.root[:, None], self.root[:, None] + 1 + downward], 1), depth
 
     def _process(self, rows: Tensor | slice, request: Tensor, local: Tensor) -> Tensor:
-        """`rows` of the logits, which belong to `request` and stand `local` rows behind its root."""
+        """`rows` of the logits, `local` rows after the root of their `request`."""
         found: Tensor = self.sampler.apply_sampling_params(
             self.logits[rows],
             request,
@@ -112,15 +112,15 @@ class Target:
 
     @cached_property
     def processed(self) -> Tensor:
-        """All rows [rows, V] after all that the sampler does to them before it draws, if they can be had `at_once`."""
+        """All rows [rows, V] as `_processed_after`, if `at_once`."""
         return self._process(slice(None), self.batch.expanded_idx_mapping, self.batch.expanded_local_pos)
 
     @cached_property
     def draws(self) -> Tensor:
-        """vLLM's draws behind all rows [rows], if they can be had `at_once`."""
-        return self._drawn(self.processed, self.batch.expanded_idx_mapping, self.positions)
+        """vLLM's samples after all rows [rows], if `at_once`."""
+        return self._sample(self.processed, self.batch.expanded_idx_mapping, self.positions)
 
-    def _drawn(self, processed: Tensor, request: Tensor, positions: Tensor) -> Tensor:
+    def _sample(self, processed: Tensor, request: Tensor, positions: Tensor) -> Tensor:
         found: Tensor = gumbel_sample(
             processed,
             request,

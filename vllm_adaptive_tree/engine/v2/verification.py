@@ -8,22 +8,21 @@ from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_adaptive_tree.attention.cpu import context_bias
-from vllm_adaptive_tree.engine.common.cpu_attention import DenseTrees
-from vllm_adaptive_tree.engine.v2.drafts import Drafts, Laws
-from vllm_adaptive_tree.engine.v2.paged import KernelTrees
+from vllm_adaptive_tree.engine.v2.attention import DenseTrees, KernelTrees
+from vllm_adaptive_tree.engine.v2.drafts import DraftProbs, Drafts
 from vllm_adaptive_tree.trees import TreeBatch
 from vllm_adaptive_tree.trees.masks import ancestor_mask
 from vllm_adaptive_tree.trees.orders import depth_first, permuted
 
 IN_GENERATION_ORDER = 64
-"""Trees of so many nodes: a block of keys or two, of which nothing would be skipped."""
+"""Nodes of a tree up to which it stays: one or two blocks of keys, of which none could be skipped."""
 
 
 class Verification(NamedTuple):
-    """R requests; what vLLM has laid out on the device counts, the host knows upper bounds only."""
+    """R requests. The rows are those that vLLM has laid out on the device; the host knows upper bounds only."""
 
     tree: TreeBatch  # [R, N]
-    laws: Laws
+    draft: DraftProbs
     first: Tensor  # [R]: row of each root
     root: Tensor  # [R]: its position
     scheduled: np.ndarray  # [R]: nodes, at most; on the host
@@ -39,46 +38,52 @@ class Verification(NamedTuple):
         logits = batch.cu_num_logits.diff().long()
         first = batch.query_start_loc[1 : 1 + batch.num_reqs] - logits
         root = batch.positions[first]
-        tree, laws = drafts.of(batch.idx_mapping, root, logits - 1)
+        tree, draft = drafts.of(batch.idx_mapping, root, logits - 1)
         order = depth_first(tree.parent, tree.valid) if tree.tokens.shape[1] > IN_GENERATION_ORDER else None
         if order is not None:
-            tree, laws = permuted(tree, order), laws.permuted(order)
-        return cls(tree, laws, first, root, batch.num_draft_tokens_per_req, order)
+            tree, draft = permuted(tree, order), draft.permuted(order)
+        return cls(tree, draft, first, root, batch.num_draft_tokens_per_req, order)
 
     def write_rows(self, positions: Tensor, input_ids: Tensor) -> None:
         """position = root + depth, in place; the slots of the rows stay those of linear positions. Tokens in the order
-        of the rows."""
+        of the nodes."""
         self._write(positions, self.tree.valid, self.root[:, None] + self.tree.depth)
         if self.order is not None:
             self._write(input_ids, self.tree.valid, self.tree.tokens)
 
     def write_path(self, input_ids: Tensor, tokens: Tensor, nodes: Tensor) -> None:
-        """The accepted path behind the root, in place: what the draft reads next. `tokens`, `nodes` [R, L]."""
+        """The accepted path after the root, in place: what the draft reads next. `tokens`, `nodes` [R, L]."""
         self._write(input_ids, nodes >= 0, tokens)
 
     def _write(self, rows: Tensor, where: Tensor, new: Tensor) -> None:
-        """`new` [R, L] to the rows behind each root, `where` [R, L] says; elsewhere the root's row is written again."""
-        behind = self.first[:, None] + 1 + torch.arange(new.shape[1], device=rows.device)
-        place = torch.where(where, behind, self.first[:, None])
+        """`new` [R, L] to the rows after each root, `where` [R, L] is true; else the root's row is written again."""
+        after = self.first[:, None] + 1 + torch.arange(new.shape[1], device=rows.device)
+        place = torch.where(where, after, self.first[:, None])
         old = rows[self.first][:, None]
         rows[place] = torch.where(where, new.to(rows.dtype), old)
 
-    def rooted(self, batch: Any) -> bool:
-        """Whether a request with draft tokens has nothing but its root before them; else it is still being read, and
-        what the scheduler gave it are placeholders."""
+    def reads_only_roots(self, batch: Any) -> bool:
+        """Whether every request with draft tokens has nothing but its root before them; else it is still reading its
+        prompt, and its draft tokens are placeholders."""
         others = batch.num_scheduled_tokens - self.scheduled
         return bool((others[self.scheduled > 0] == 1).all())
 
     @property
     def plain(self) -> "Verification":
-        """The same rows without trees: chains of which nothing is accepted."""
+        """The same rows without trees: nothing is accepted."""
         return self._replace(tree=self.tree.cut(torch.zeros_like(self.root)))
 
+    def metadata(self, native: Any, block_size: int, batch: Any) -> DenseTrees | KernelTrees:
+        """Of one attention group of the target's layers; `native`: vLLM's for the whole batch."""
+        if self.first.device.type == "cpu":
+            return self.dense(native, block_size, int(batch.seq_lens_cpu_upper_bound[: batch.num_reqs].max()))
+        return self.for_kernel(native, batch.query_start_loc, batch.num_draft_tokens)
+
     def for_kernel(self, native: Any, row_start: Tensor, total: int) -> KernelTrees:
-        """Attention metadata of one group of the target's layers, on a GPU.
+        """On a GPU.
 
         Args:
-            native: what vLLM built for the whole batch, in which requests with draft tokens come first.
+            native: vLLM's, for a batch in which requests with draft tokens come first.
             row_start: [R + 1] int32.
             total: nodes of all requests, on the host.
         """
@@ -93,12 +98,7 @@ class Verification(NamedTuple):
         )
 
     def dense(self, native: Any, block_size: int, longest: int) -> DenseTrees:
-        """The same on a CPU.
-
-        Args:
-            native: what vLLM built for the whole batch.
-            longest: no request has more tokens in the cache, on the host.
-        """
+        """On a CPU; `longest`: no request has more tokens in the cache, on the host."""
         device = self.first.device
         requests = async_tensor_h2d(np.flatnonzero(self.scheduled), device=device)
         nodes = int(self.scheduled.max())
@@ -108,12 +108,12 @@ class Verification(NamedTuple):
         mask = ancestor_mask(self.tree.parent[requests, :nodes])
         mask = torch.where(inside[requests][:, :, None], mask, mask[:, :1])  # padding is the root once more
         blocks = -(-longest // block_size)
-        behind = context_bias(self.root[requests], blocks * block_size).expand(-1, 1 + nodes, -1)
-        bias = torch.cat([behind, torch.where(mask, 0.0, -torch.inf)], 2)
+        before = context_bias(self.root[requests], blocks * block_size).expand(-1, 1 + nodes, -1)
+        bias = torch.cat([before, torch.where(mask, 0.0, -torch.inf)], 2)
         return DenseTrees(native, rows, native.block_table[requests, :blocks], bias, {})
 
     def commit(self, nodes: Tensor, metadata: dict[str, Any], layers: dict[str, Any], slots: dict[str, Tensor]) -> None:
-        """K/V of the accepted `nodes` [R, L] (-1 behind) to the slots behind the root.
+        """K/V of the accepted `nodes` [R, L] (-1 pads) to the slots after the root.
 
         Args:
             metadata: of every layer of the verification.

@@ -3,15 +3,15 @@
 import numpy as np
 
 from vllm_adaptive_tree.engine.common.coverage import Coverage
-from vllm_adaptive_tree.engine.v2.unread import Gap, Unread
+from vllm_adaptive_tree.engine.v2.draft_backlog import DraftBacklog, Gap
 
 SIZE = 4
 
 
-def unread(slack: int = 0) -> Unread:
+def backlog(slack: int = 0) -> DraftBacklog:
     coverage = Coverage(16, SIZE)
     coverage.renew(slice(None))
-    return Unread(coverage, 4, slack)
+    return DraftBacklog(coverage, 4, slack)
 
 
 def numbers(*values: int) -> np.ndarray:
@@ -19,14 +19,14 @@ def numbers(*values: int) -> np.ndarray:
 
 
 def test_nothing_is_missing_until_something_is_skipped():
-    it = unread()
+    it = backlog()
     it.added(0, [3, 1], 0)
     it.extended(0, [4])
     assert it.gaps(numbers(0), numbers(9)) == []
 
 
 def test_steps_in_a_row_are_one_gap_and_reading_closes_it():
-    it = unread()
+    it = backlog()
     it.added(2, [3, 1, 4], 0)
     it.added(1, [5], 0)
     for computed in (3, 4, 5):
@@ -37,7 +37,7 @@ def test_steps_in_a_row_are_one_gap_and_reading_closes_it():
 
 
 def test_a_part_leaves_the_rest():
-    it = unread()
+    it = backlog()
     it.added(0, [3, 1, 4], 0)
     it.skipped(numbers(0), numbers(1), numbers(9))
     assert it.gaps(numbers(0), numbers(10)) == [Gap(0, 1, 10)]
@@ -47,7 +47,7 @@ def test_a_part_leaves_the_rest():
 
 
 def test_a_gap_begins_where_the_host_is_sure():
-    it = unread(slack=3)
+    it = backlog(slack=3)
     it.added(0, [3, 1, 4], 0)
     it.skipped(numbers(0), numbers(8), numbers(1))
     it.skipped(numbers(0), numbers(7), numbers(1))  # of two nodes less than it had thought
@@ -55,22 +55,22 @@ def test_a_gap_begins_where_the_host_is_sure():
 
 
 def test_a_later_request_finds_the_gap_in_the_blocks_that_it_shares():
-    it = unread()
+    it = backlog()
     it.added(0, [3, 1, 4], 0)
     it.skipped(numbers(0), numbers(2), numbers(8))
     it.added(1, [3, 1, 7], 8)  # while the first one runs
     assert it.gaps(numbers(1), numbers(8)) == [Gap(0, 2, 8)]
     it.read(1, 2, 8, whole=True)
-    it.gone(0)
+    it.removed(0)
     it.added(2, [3, 1, 4, 9], 12)  # and after it has ended
     assert it.gaps(numbers(2), numbers(12)) == [Gap(0, 8, 12)]
 
 
 def test_blocks_that_change_hands_begin_anew():
-    it = unread()
+    it = backlog()
     it.added(0, [3, 1], 0)
     it.skipped(numbers(0), numbers(0), numbers(7))
-    it.gone(0)
+    it.removed(0)
     it.added(0, [1, 3], 0)
     assert it.gaps(numbers(0), numbers(7)) == []
     it.extended(0, [2])
@@ -78,7 +78,7 @@ def test_blocks_that_change_hands_begin_anew():
 
 
 def test_a_copied_block_misses_what_its_source_does():
-    it = unread()
+    it = backlog()
     it.added(0, [3], 0)
     it.skipped(numbers(0), numbers(1), numbers(3))
     it.copied(3, 5)

@@ -1,10 +1,10 @@
-"""How many tree nodes each running request may bring into the next step."""
+"""How many tree nodes each running request may have in the next step."""
 
 
 def nodes_per_request(*, running: int, nodes: int, room: int) -> int:
     """The largest equal share that leaves every running request its tokens and room for one newcomer.
 
-    A request costs its root, its nodes, and the one slot that vLLM's scheduler reserves beside a draft model. The
+    A request costs its root, its nodes, and the one slot that vLLM's scheduler reserves for a draft model. The
     newcomer may need `nodes + 2` (a resumed request is padded to a full draft) or an equal share; while `room`
     (max_num_batched_tokens) is too small for both, it gets half.
     """
@@ -15,7 +15,7 @@ def nodes_per_request(*, running: int, nodes: int, room: int) -> int:
 def schedule(*, requests: int, nodes: int, room: int) -> list[tuple[int, int, int]]:
     """The same for every batch of up to `requests`, as vLLM writes it: first batch size, last one, nodes.
 
-    For Model Runner V2, whose scheduler sets the places aside before the trees are drafted.
+    For Model Runner V2, where the scheduler reserves the slots before the trees are drafted.
     """
     found: list[tuple[int, int, int]] = []
     for running in range(1, requests + 1):

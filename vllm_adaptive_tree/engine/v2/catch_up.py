@@ -1,4 +1,4 @@
-"""A draft that may leave out steps, and reads later what it has missed."""
+"""A draft model that can skip steps, and catches up on the skipped tokens later."""
 
 from typing import Any
 
@@ -12,17 +12,16 @@ from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
-from vllm_adaptive_tree.engine.v2.unread import Gap, Unread
+from vllm_adaptive_tree.engine.v2.draft_backlog import DraftBacklog, Gap
 
 
-class Resting(StandaloneARSpeculator):
-    """Of drafts that read token ids alone: those can be read later."""
+class CatchUpSpeculator(StandaloneARSpeculator):
+    """For drafts that read token ids alone: those can be read later."""
 
     tokens: Tensor
-    """[requests, length]: vLLM's, of every request, by its index."""
-    unread: Unread | None = None
-    """What this draft has missed, where a budget may let it rest."""
-    late: np.ndarray | None = None
+    """[requests, length]: vLLM's, by its index of the request."""
+    backlog: DraftBacklog | None = None
+    """If a budget may skip drafting."""
 
     @property
     def group(self) -> int:
@@ -30,35 +29,35 @@ class Resting(StandaloneARSpeculator):
         groups = self.kv_cache_config.kv_cache_groups
         return next(i for i, one in enumerate(groups) if self.draft_attn_layer_names & set(one.layer_names))
 
-    def rest(self, batch: Any, where: np.ndarray) -> None:
-        """The draft does not read this step of the requests `where` [R] says."""
-        if self.unread is not None:
-            requests = batch.idx_mapping_np[where]
-            self.unread.skipped(requests, batch.num_computed_tokens_np[where], batch.num_scheduled_tokens[where])
+    def skip(self, batch: Any, which: np.ndarray) -> None:
+        """The draft does not read this step of the requests `which` [R] bool."""
+        if self.backlog is not None:
+            requests = batch.idx_mapping_np[which]
+            self.backlog.skipped(requests, batch.num_computed_tokens_np[which], batch.num_scheduled_tokens[which])
 
     def catch_up(self, batch: Any) -> int:
-        """Read what it missed of this batch, at most so many tokens as a batch may have; returns how many. Who still
-        misses some waits for the next step."""
-        if self.unread is None:
+        """Read the skipped tokens of this batch, at most as many as a batch may have; returns how many. Requests with
+        more of them wait for the next step."""
+        if self.backlog is None:
             return 0
         room, late, gaps = self.max_num_tokens, np.zeros(batch.num_reqs, dtype=bool), []
-        for gap in self.unread.gaps(batch.idx_mapping_np, batch.num_computed_tokens_np):
+        for gap in self.backlog.gaps(batch.idx_mapping_np, batch.num_computed_tokens_np):
             end = min(gap.end, gap.start + room)
             late[gap.row] = end < gap.end
             if end > gap.start:
                 gaps.append(gap._replace(end=end))
-                self.unread.read(batch.idx_mapping_np[gap.row], gap.start, end, whole=end == gap.end)
+                self.backlog.read(batch.idx_mapping_np[gap.row], gap.start, end, whole=end == gap.end)
             room -= end - gap.start
         self.late = late if late.any() else None
         if self.late is not None:
-            self.rest(batch, late)
+            self.skip(batch, late)
         if gaps:
             self._read(batch, gaps)
         return self.max_num_tokens - room
 
     def _read(self, batch: Any, gaps: list[Gap]) -> None:
-        """One forward over tokens that stand in the cache of the target; the host does not know exactly where they
-        end, and what would lie behind that is not kept."""
+        """One forward over tokens that are in the target's cache; the host does not know exactly where they end, and
+        K/V after that is not stored."""
         rows, start, end = np.array(gaps).T
         count, length = len(gaps), end - start
         total = int(length.sum())
@@ -70,8 +69,8 @@ class Resting(StandaloneARSpeculator):
         request, begin = batch.idx_mapping[row], batch.positions[batch.query_start_loc[row]]
         tokens = self.tokens[request[of], place]
         buffers, tables = self.input_buffers, self.block_tables
-        for buffer, numbers, behind in ((buffers.query_start_loc, first, total), (buffers.seq_lens, end, 0)):
-            buffer.fill_(behind)
+        for buffer, numbers, rest in ((buffers.query_start_loc, first, total), (buffers.seq_lens, end, 0)):
+            buffer.fill_(rest)
             buffer[: len(numbers)] = async_tensor_h2d(numbers, device=self.device)
         tables.gather_block_tables(request, count)
         slots = tables.compute_slot_mappings(

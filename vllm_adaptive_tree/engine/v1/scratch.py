@@ -1,4 +1,4 @@
-"""Blocks behind vLLM's KV cache, in which the branches of trees stand while a layer attends."""
+"""Blocks after vLLM's KV cache, for the branches of trees while a layer attends."""
 
 from copy import deepcopy
 from typing import Any
@@ -6,22 +6,22 @@ from typing import Any
 from torch import Tensor
 
 COUNT = 128
-"""Blocks beside those that the longest branch may need; one layer's pages, since layers take turns."""
+"""Blocks in addition to those of the longest branch; pages of one layer, since layers take turns."""
 
 
 class ScratchBlocks:
-    """vLLM keeps all layers in one allocation; it is made longer, and no block table of the scheduler's leads there.
+    """vLLM keeps all layers in one allocation. It is extended, and no block table of the scheduler points there.
 
     A layer counts blocks from its own start, so scratch block i is its block `first` + i, with a `first` of its own.
     """
 
     def __init__(self, count: int):
         self.count = count
-        self.start = 0  # byte behind vLLM's own
+        self.start = 0  # first byte after vLLM's own
         self.views: dict[str, tuple[Tensor, int]] = {}
 
-    def behind(self, config: Any) -> Any:
-        """vLLM's KVCacheConfig with room for the scratch blocks; where the layers stand does not change."""
+    def extended(self, config: Any) -> Any:
+        """vLLM's KVCacheConfig with room for the scratch blocks; the layers stay where they are."""
         config = deepcopy(config)
         tensors = config.kv_cache_tensors
         self.start = max((tensor.size for tensor in tensors), default=0)

@@ -1,4 +1,4 @@
-"""The rows of a verification: how many the host decides, whose they are the device."""
+"""The rows of a verification: the host picks how many nodes to verify, the device which."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,11 +15,11 @@ from vllm_adaptive_tree.engine.v2.drafts import Drafts
 from vllm_adaptive_tree.engine.vllm_api import reallocated
 
 
-class Compaction:
-    """In the place of vLLM's AdaptiveVerificationManager, whose calls these are.
+class NodeSelection:
+    """Replaces vLLM's AdaptiveVerificationManager, with its methods.
 
-    The scheduler's draft tokens only bound the trees. A batch verifies as many nodes as the budget says, the likeliest
-    of all its requests; without a node it is vLLM's plain decode. Graphs are chosen by the rows that run.
+    The scheduler's draft tokens only bound the trees. A batch verifies as many nodes as the budget says, the most
+    likely of all its requests; without a node it is vLLM's plain decode. Graphs are chosen by the rows that run.
     """
 
     def __init__(self, drafts: Drafts, query_start_loc: Tensor, budget: DeviceBudget):
@@ -29,7 +29,7 @@ class Compaction:
             query_start_loc: [requests + 1] int32, the runner's own.
         """
         self.drafts, self.query_start_loc, self.budget = drafts, query_start_loc, budget
-        self.nodes = 0  # of the step that is being prepared
+        self.nodes = 0  # of the step in preparation
         self.scheduled = self.others = np.zeros(0, dtype=np.int32)  # its draft tokens, and all others, by request
 
     def get_num_tokens(self, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]]) -> int:
@@ -41,8 +41,8 @@ class Compaction:
     def compact_batch(
         self, num_draft_tokens_per_req: np.ndarray, num_scheduled_tokens: np.ndarray, cu_num_logits_np: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The host's idea of the step: tokens of each request, and the first row of its logits. Only the sums are
-        right; without a node, all is."""
+        """The step as the host sees it: tokens of each request, and the first row of its logits. Only the sums are
+        exact; without a node, all of it is."""
         self.scheduled = num_draft_tokens_per_req
         self.others = num_scheduled_tokens - num_draft_tokens_per_req
         if self.nodes == 0:
@@ -54,7 +54,8 @@ class Compaction:
         return self.others + taken.sum(0).astype(np.int32), cu_num_logits_np
 
     def reallocate_drafts(self, req_ids: list[str], idx_mapping: Tensor) -> tuple[Any, ...]:
-        """The step itself: first row of each request's logits, first of its rows (both [R + 1] and more), nodes."""
+        """The step on the device: first row of each request's logits, first of its rows (both [R + 1] and more),
+        nodes."""
         device = idx_mapping.device
         requests = len(req_ids)
         room = async_tensor_h2d(self.scheduled, device=device)

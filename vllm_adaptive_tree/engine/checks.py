@@ -1,4 +1,4 @@
-"""What is supported: an allow-list. Anything else is refused by name at start-up until it has a test."""
+"""The allow-list of what is supported. Anything else is refused by name at start-up until it has a test."""
 
 import os
 from typing import Any
@@ -23,17 +23,17 @@ UNSUPPORTED_ARGUMENTS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("kv_transfer_config", (None,), "remove it: connectors save K/V before the accepted path is committed"),
     ("ec_transfer_config", (None,), "remove it"),
     ("worker_cls", ("auto",), "remove it: the tree method brings its own worker"),
-    ("logits_processors", (None, []), "remove them: custom processors have no test beside trees yet"),
+    ("logits_processors", (None, []), "remove them: custom processors have no test with trees yet"),
     ("spec_method", (None,), "give 'method' inside --speculative-config"),
     ("spec_model", (None,), "give 'model' inside --speculative-config"),
     ("spec_tokens", (None,), "give 'num_speculative_tokens' inside --speculative-config"),
     ("enable_dbo", (False, None), "remove it"),
-    ("cudagraph_metrics", (False, None), "remove it: the figures of trees travel in its place"),
+    ("cudagraph_metrics", (False, None), "remove it: the statistics of trees travel in its place"),
 )
 
 
 def check_arguments(args: Any) -> None:
-    """Refuse engine arguments that have no test beside trees. `args` is vLLM's EngineArgs."""
+    """Refuse engine arguments that have no test with trees. `args` is vLLM's EngineArgs."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu() and os.environ.get(UNTESTED) != "1":
@@ -44,9 +44,9 @@ def check_arguments(args: Any) -> None:
     for name, allowed, remedy in UNSUPPORTED_ARGUMENTS:
         value = getattr(args, name, allowed[0])
         if value not in allowed:
-            raise ValueError(f"{name}={value!r} is not supported beside a tree method; {remedy}")
+            raise ValueError(f"{name}={value!r} is not supported with a tree method; {remedy}")
     if not isinstance(args.additional_config, dict):
-        raise ValueError("additional_config must be a mapping beside a tree method, whose options travel in it")
+        raise ValueError("additional_config must be a mapping with a tree method: its options travel in it")
 
 
 def check_draft(args: Any, draft: str, revision: str | None) -> None:
@@ -124,12 +124,12 @@ def check_config(config: Any, options: TreeOptions) -> None:
     ):
         if dtype not in ("auto", str(target.dtype).removeprefix("torch.")):
             raise ValueError(
-                f"{name}={dtype!r} is not supported beside a tree method; use 'auto' (the model's own dtype)"
+                f"{name}={dtype!r} is not supported with a tree method; use 'auto' (the model's own dtype)"
             )
     if config.aux_output_config.enabled:
         raise ValueError(
-            "enable_return_routed_experts is not supported beside a tree method, whose accepted tokens do not stand in "
-            "a row; use a chain ('draft_model')"
+            "enable_return_routed_experts is not supported with a tree method: its accepted tokens are not in "
+            "consecutive rows; use a chain ('draft_model')"
         )
     nodes, room = options.num_speculative_tokens, scheduler.max_num_batched_tokens
     if 2 + nodes > room:
@@ -140,7 +140,7 @@ def check_config(config: Any, options: TreeOptions) -> None:
 
 
 def check_hidden_size(proposer: Proposer, hidden_size: int) -> None:
-    """Refuse a method that reads other hidden states than the draft's."""
+    """Refuse a method that reads hidden states of another width than the draft's."""
     if proposer.hidden_size not in (None, hidden_size):
         raise ValueError(
             f"speculative_config['tree']['gate']: the decision model reads hidden states of {proposer.hidden_size}, "
@@ -150,7 +150,7 @@ def check_hidden_size(proposer: Proposer, hidden_size: int) -> None:
 
 
 def check_layer(name: str, layer: Any) -> None:
-    """Refuse an attention layer that the tree mask would serve wrongly: full causal attention with one scale, no more.
+    """Refuse an attention layer for which a tree mask would be wrong: only full causal attention with one scale.
 
     `layer` is an entry of vLLM's static forward context.
     """
@@ -186,7 +186,7 @@ def check_layer(name: str, layer: Any) -> None:
 
 
 def check_packing(name: str, layer: Any) -> None:
-    """Refuse a KV cache that vLLM packs for a CPU we have no reader for; known once the cache exists."""
+    """Refuse a KV cache in a packing that we cannot read; known once the cache exists."""
     if layer.isa not in PACKINGS:
         raise ValueError(
             f"model: vLLM packs the KV cache of layer {name!r} for {layer.isa!r} on this CPU; tree methods read "

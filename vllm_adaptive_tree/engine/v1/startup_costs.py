@@ -1,4 +1,4 @@
-"""What forwards cost, measured when the engine starts; nothing is written to the cache, but for the null block."""
+"""The costs of forwards on Model Runner V1, measured when the engine starts; only the null block is written."""
 
 from collections.abc import Callable
 from functools import partial
@@ -10,37 +10,32 @@ from vllm.forward_context import set_forward_context
 
 from vllm_adaptive_tree.budget import Costs, Curve
 from vllm_adaptive_tree.budget.cost import profiled_rows
-from vllm_adaptive_tree.engine.common.cpu_attention import native_metadata
-from vllm_adaptive_tree.engine.common.measuring import POINTS, fastest, threshold
-from vllm_adaptive_tree.engine.common.ranks import from_rank_0, number_from_rank_0
-from vllm_adaptive_tree.engine.v1.drafter import CatchUp
+from vllm_adaptive_tree.engine.common.measuring import MAX_ROWS, POINTS, fastest_on_rank_0, threshold
+from vllm_adaptive_tree.engine.v1.attention import native_metadata
+from vllm_adaptive_tree.engine.v1.catch_up import CatchUp
 
-ROUNDS = 20
-"""Of the two forwards of a threshold."""
-PROFILE_ROUNDS = 5
-MOST_ROWS = 256
-PROFILE_SECONDS = 15.0
+THRESHOLD_ROUNDS, ROUNDS = 20, 5
+SECONDS = 15.0
 """After these, a profile keeps the points that it has."""
 NO_SLOT = -1  # vLLM's cache update writes nothing there
 CONTEXT = 1024
-"""Tokens, where the model reads as many."""
+"""Tokens, if the model reads as many."""
 
 
 def measured_threshold(runner: Any, nodes: int) -> float:
-    """`threshold: "auto"`: what a draft level costs in target forwards (mu in OPT-Tree, arXiv 2406.17276).
-
-    A draft level at `nodes` rows over a target forward at `nodes` + 1 rows, clamped. Every rank runs the forwards; rank
-    0's ratio counts.
-    """
+    """`threshold: "auto"`: the cost of a draft level of `nodes` rows in target forwards of `nodes` + 1 rows (mu in
+    OPT-Tree, arXiv 2406.17276)."""
     forwards = partial(draft_level, runner.drafter, nodes), partial(target_forward, runner, nodes + 1)
-    level, target = fastest(forwards, rounds=ROUNDS, seconds=PROFILE_SECONDS, least=len(forwards), late=late)
-    return threshold(float(from_rank_0(torch.tensor(level / target, dtype=torch.float64))))
+    level, target = fastest_on_rank_0(
+        forwards, rounds=THRESHOLD_ROUNDS, seconds=SECONDS, least=len(forwards), device=runner.device
+    )
+    return threshold(level / target)
 
 
 def measured_costs(runner: Any, nodes: int) -> Costs:
-    """What `budget: "auto"` begins with: the costs of a verification by rows of one tree behind an empty context, of a
+    """What `budget: "auto"` begins with: the costs of a verification by rows of one tree after an empty context, of a
     draft level of up to `nodes`, and of a context."""
-    most = min(MOST_ROWS, runner.scheduler_config.max_num_batched_tokens)
+    most = min(MAX_ROWS, runner.scheduler_config.max_num_batched_tokens)
     rows, levels = profiled_rows(most), sorted({1, 2, min(4, max(2, nodes)), max(2, nodes)})
     few = min(8, most)
     length = max(0, min(CONTEXT, runner.max_model_len - few))
@@ -48,27 +43,21 @@ def measured_costs(runner: Any, nodes: int) -> Costs:
     forwards += [partial(target_forward, runner, few, tokens) for tokens in (0, length)]
     least = len(forwards) + POINTS
     forwards += [partial(target_forward, runner, count) for count in rows]
-    found = fastest(forwards, rounds=PROFILE_ROUNDS, seconds=PROFILE_SECONDS, least=least, late=late)
-    found = from_rank_0(torch.tensor(found, dtype=torch.float64)).tolist()
+    found = fastest_on_rank_0(forwards, rounds=ROUNDS, seconds=SECONDS, least=least, device=runner.device)
     draft, (empty, full), verify = found[: len(levels)], found[len(levels) :][:2], found[len(levels) + 2 :]
     reading = max(0.0, full - empty) / length if length else 0.0
     return Costs(Curve(rows[: len(verify)], verify), Curve(levels, draft), reading)
 
 
-def late(late: bool) -> bool:
-    """As rank 0 says."""
-    return bool(number_from_rank_0(late))
-
-
 def draft_level(drafter: Any, nodes: int) -> Callable[[], Tensor]:
-    _, state = drafter.catch_up([CatchUp(row=0, start=0, tokens=[0], rooted=True)])
+    _, state = drafter.catch_up([CatchUp(row=0, start=0, tokens=[0], has_root=True)])
     level = torch.zeros(1, nodes, dtype=torch.int64)
     return lambda: drafter.grow(level, level, state)[0].logits
 
 
 def target_forward(runner: Any, rows: int, context: int = 0) -> Callable[[], Tensor]:
-    """A verification of a chain behind `context` tokens, all in the null block. What branches cost more is learnt from
-    live steps, which a cost that is too high would prevent."""
+    """A verification of a chain after `context` tokens, all in the null block. The cost of branches is learnt from
+    live steps, which too high a cost would prevent."""
     slots, start = torch.full((rows,), NO_SLOT), torch.zeros(rows, dtype=torch.int64)
     metadata: dict[str, Any] = {}
     for group, layers in runner.target_groups():

@@ -1,0 +1,84 @@
+"""Verification by vLLM's CPU attention: every branch of a tree is a causal sequence for its native kernel."""
+
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
+
+from vllm_adaptive_tree.engine.common.attention import TreeMetadata
+from vllm_adaptive_tree.engine.v1.scratch import ScratchBlocks
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Sequences that attend together: plain rows and first branches over the request's own blocks, other branches over
+    scratch blocks, numbered from 0 here."""
+
+    rows: slice  # of `VerifyMetadata.rows`: those that attend
+    written: slice  # of `VerifyMetadata.written`: those with K/V to write
+    copies: list[tuple[int, int, int]]  # a block of the context, and the scratch blocks [start, end) that begin as it
+    slots: Tensor  # [written] int64
+    slot_step: Tensor  # [written] int64: added per block before the scratch blocks
+    block_step: Tensor  # [sequences, B] int32: the same for the block table
+    native: CPUAttentionMetadata
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyMetadata(TreeMetadata):
+    """Every tree is cut into its branches, each a causal sequence for vLLM's native kernel.
+
+    The first branch is in the request's own slots. The others have scratch blocks in place of those that they do not
+    share with the first, so one call of the kernel reads them all; commit needs their K/V again.
+    """
+
+    rounds: list[Round]  # mostly one; more if the branches of a batch outnumber the scratch blocks
+    rows: Tensor  # [all] int64: rows of the flat batch, round after round
+    written: Tensor  # [paths] int64: rows of the flat batch, a node once for every branch through it
+    saved: dict[str, tuple[Tensor, Tensor]]  # layer -> key, value [paths, Hkv, D]
+    scratch: ScratchBlocks
+
+    def attend(
+        self, impl: Any, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, out: Tensor
+    ) -> Tensor:
+        keys, values = key.index_select(0, self.written), value.index_select(0, self.written)
+        self.saved[layer.layer_name] = keys, values
+        queries = query.index_select(0, self.rows)
+        results = torch.empty_like(queries)
+        cache, first = self.scratch.seen_from(layer.layer_name, kv_cache)
+        for turn in self.rounds:
+            for source, start, end in turn.copies:
+                cache[first + start : first + end] = cache[source]
+            slots = torch.add(turn.slots, turn.slot_step, alpha=first)
+            impl.do_kv_cache_update(layer, keys[turn.written], values[turn.written], cache, slots)
+            native = replace(turn.native, block_table=torch.add(turn.native.block_table, turn.block_step, alpha=first))
+            impl.forward(layer, queries[turn.rows], key, value, cache, native, results[turn.rows])
+        return out.index_copy_(0, self.rows, results)
+
+
+def native_metadata(builder: Any, lengths: list[int], seq_lens: list[int], block_table: Tensor, slots: Tensor) -> Any:
+    """vLLM's own metadata for some requests, their rows packed.
+
+    Args:
+        builder: vLLM's metadata builder of the layers' group.
+        lengths, seq_lens: rows of each request, and its tokens in the cache with them.
+        block_table: [R, blocks].
+        slots: [rows] int64.
+    """
+    starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    common = CommonAttentionMetadata(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+        num_reqs=len(lengths),
+        num_actual_tokens=len(slots),
+        max_query_len=max(lengths),
+        max_seq_len=max(seq_lens),
+        block_table_tensor=block_table,
+        slot_mapping=slots,
+        causal=True,
+    )
+    return builder.build(0, common)

@@ -1,0 +1,112 @@
+"""Drafting: catch up on the accepted tokens, grow the trees, keep of them what the budget affords."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm_adaptive_tree.acceptance import RULES
+from vllm_adaptive_tree.drafters import Rows
+from vllm_adaptive_tree.engine.common.coverage import Coverage
+from vllm_adaptive_tree.engine.common.node_quota import nodes_per_request
+from vllm_adaptive_tree.engine.common.ranks import proposal_from_rank_0, sync_frontier
+from vllm_adaptive_tree.engine.common.request_flags import has_grammar, is_greedy
+from vllm_adaptive_tree.engine.v1.catch_up import new_tokens, without_gaps
+from vllm_adaptive_tree.engine.v1.drafter import TimedDrafter
+from vllm_adaptive_tree.engine.v1.drafts import Draft, to_drafts
+from vllm_adaptive_tree.proposers import Proposal, Request, draft_tree
+from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE
+from vllm_adaptive_tree.rng import CounterRNG
+
+
+class DraftingStep:
+    """The part of a `runner`'s step that drafts the next trees."""
+
+    def __init__(self, runner: Any):
+        self.runner = runner
+        self.coverage = Coverage(runner.kv_cache_config.num_blocks, runner.drafter.block_table.block_size)
+        self.dead = 0  # draft rows without a distribution, until the metrics take the number
+
+    def propose(self, scheduled: Mapping[str, int], sampled: Sequence[bool]) -> dict[str, Draft]:
+        """Trees for the next step by request; none for those that are finishing, skip drafting or have tokens left to
+        read.
+
+        Args:
+            scheduled: tokens of this step by request.
+            sampled: whether a request has sampled in it, by row.
+        """
+        runner, names, budget = self.runner, self.runner.input_batch.req_ids, self.runner.budget
+        room = runner.scheduler_config.max_num_batched_tokens
+        nodes = nodes_per_request(running=len(names), nodes=runner.num_spec_tokens, room=room)
+        greedy = [is_greedy(runner.requests[name].sampling_params) for name in names]
+        drafting = budget is None or budget.drafts(greedy)
+        with runner.clock.phase("draft"):
+            news = new_tokens(runner, scheduled, sampled, nodes)
+            items = without_gaps(runner, self.coverage, news, room + len(news), drafting)  # each may have its new root
+            rows, state = runner.drafter.catch_up(items)
+        if state is None:
+            return {}
+        rooted = [item for item in items if item.has_root]
+        names = [names[item.row] for item in rooted]
+        others = sum(item.has_root for item in news) - len(rooted)
+        request = self._request(names, torch.tensor([item.start + len(item.tokens) - 1 for item in rooted]))
+        if runner.initial is not None:
+            request = request._replace(initial=runner.initial[[item.row for item in rooted]])
+        reads_hidden = runner.recorder is not None and runner.recorder.reads_hidden
+        drafter = TimedDrafter(runner.drafter, runner.clock, [rows.hidden] if reads_hidden else [])
+        with runner.clock.phase("tree"):
+            proposal, drafts = self._trees(drafter, rows, state, nodes, request, others)
+            grammar = [has_grammar(runner.requests[name].sampling_params) for name in names]
+            if any(grammar):
+                tree = proposal.tree.first_paths(torch.tensor(grammar), runner.proposer.max_depth)
+                proposal = proposal._replace(tree=tree)
+                drafts = [one.first_path() if chain else one for one, chain in zip(drafts, grammar, strict=True)]
+        with runner.clock.phase("tree"):  # once more: the budget reads what the trees have cost
+            if budget is not None:
+                pairs = zip(request.greedy.tolist(), rows.logits[:, 0], strict=True)
+                roots = [logits if greedy else None for greedy, logits in pairs]
+                prompts = runner.input_batch.num_prompt_tokens
+                reading = any(one.start < prompts[one.row] for one in news)
+                drafts = budget.cut(
+                    drafts, proposal, roots, drafter.levels, others=others, prompts=reading, gaps=items != news
+                )
+        return dict(zip(names, drafts, strict=True))
+
+    def _request(self, names: list[str], position: Tensor) -> Request:
+        """These requests as the proposer sees them, with roots at `position` [R]."""
+        runner, states = self.runner, [self.runner.requests[name] for name in names]
+        greedy = [is_greedy(one.sampling_params) for one in states]
+        wanted = [0.0 if none else one.sampling_params.temperature for one, none in zip(states, greedy, strict=True)]
+        fitted = GREEDY_DRAFT_TEMPERATURE if runner.budget is None else runner.budget.greedy_temperature
+        return Request(
+            temperature=torch.tensor([runner.options.tree.temperature(one, fitted) for one in wanted]),
+            greedy=torch.tensor(greedy),
+            rng=CounterRNG(runner.seeds.of(states), position, purpose=0),
+        )
+
+    def _trees(
+        self, drafter: TimedDrafter, rows: Rows, state: Any, nodes: int, request: Request, others: int
+    ) -> tuple[Proposal, list[Draft]]:
+        """One tree for each of R requests from the `rows` of their roots, of rank 0: as tensors, and on the host."""
+        runner, budget = self.runner, self.runner.budget
+        levels, dead = list[Tensor](), list[Tensor]()
+        keep = runner.recorder is not None or runner.pair.rule is not RULES["target_only"]
+        state.keys.sliced = runner.proposer.mask(nodes)
+        proposal = draft_tree(
+            runner.proposer,
+            drafter,
+            rows,
+            state,
+            nodes=nodes,
+            request=request,
+            agree=sync_frontier if budget is None else budget.agreed(sync_frontier, len(request.greedy), others),
+            keep=levels.append if keep else lambda _: None,
+            lost=dead.append,
+        )
+        self.dead += int(torch.cat(dead, 1).sum())
+        proposal = proposal_from_rank_0(proposal)
+        drafts = to_drafts(proposal, levels, request.temperature, request.initial, drafter.hidden)
+        if budget is None or not budget.limited:
+            runner.steering.grown(sum(len(draft.tree) for draft in drafts), nodes * len(drafts))
+        return proposal, drafts

@@ -1,0 +1,38 @@
+"""The scheduler's output: trees cut to what a step with prompts affords, and the drafts of the tokens that it kept."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from vllm_adaptive_tree.engine.v1.budget import HostBudget
+from vllm_adaptive_tree.engine.v1.drafts import Draft
+
+
+def affordable(
+    scheduled: SchedulerOutput, drafts: Mapping[str, Draft], budget: HostBudget | None, grammar: set[str]
+) -> SchedulerOutput:
+    """The step with fewer nodes if it also reads prompts, which was unknown when the trees were drafted. To the
+    scheduler, with its own list, the others are rejected. Requests with a `grammar` keep all nodes: their grammar was
+    advanced over each."""
+    spec, rows = scheduled.scheduled_spec_decode_tokens, scheduled.num_scheduled_tokens
+    free = [name for name in spec if name not in grammar]
+    if budget is None or not free or scheduled.total_num_scheduled_tokens == len(rows) + sum(map(len, spec.values())):
+        return scheduled
+    others = scheduled.total_num_scheduled_tokens - sum(rows[name] for name in free)
+    counts = budget.with_prompts([drafts[name].prefix(len(spec[name])) for name in free], others)
+    kept = {**spec, **{name: spec[name][:count] for name, count in zip(free, counts, strict=True)}}
+    fewer = {name: count - len(spec.get(name, ())) + len(kept.get(name, ())) for name, count in rows.items()}
+    return replace(
+        scheduled,
+        scheduled_spec_decode_tokens={name: tokens for name, tokens in kept.items() if tokens},
+        num_scheduled_tokens=fewer,
+        total_num_scheduled_tokens=sum(fewer.values()),
+    )
+
+
+def scheduled_draft(draft: Draft | None, tokens: list[int], request: str) -> Draft:
+    """The draft of the tokens that the scheduler kept: a prefix of what was drafted."""
+    if draft is not None and draft.tree.tokens[: len(tokens)] == tuple(tokens):
+        return draft.prefix(len(tokens))
+    raise RuntimeError(f"request {request}: scheduled draft tokens {tokens} are not those of its tree {draft}")

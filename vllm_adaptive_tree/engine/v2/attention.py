@@ -1,0 +1,95 @@
+"""Verification without a host sync: our kernel over the paged cache on a GPU, a dense mask on a CPU."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm_adaptive_tree.attention.cpu import attend
+from vllm_adaptive_tree.engine.common.attention import TreeAttention, TreeMetadata
+from vllm_adaptive_tree.trees.masks import ancestor_bits
+
+
+@dataclass(frozen=True, slots=True)
+class KernelTrees(TreeMetadata):
+    """On a GPU: the first Q requests of the batch have trees, the backend attends for the others."""
+
+    native: Any  # of the whole batch; None if all requests have trees
+    block_table: Tensor  # [Q or more, B]
+    row_start: Tensor  # [Q + 1] int32
+    context: Tensor  # [Q] int32: tokens before each root
+    ancestors: Tensor  # [rows, W] int64
+    saved: dict[str, tuple[Tensor, Tensor]]  # layer -> key, value of the trees' rows
+
+    @classmethod
+    def of(
+        cls, native: Any, row_start: Tensor, root: Tensor, parent: Tensor, rows: int, *, alone: bool
+    ) -> "KernelTrees":
+        """
+        Args:
+            native: what vLLM built for the whole batch.
+            row_start: [Q + 1] int32, the first `rows` rows of the batch by request.
+            root: [Q] positions of the roots.
+            parent: [Q, N] of the trees' nodes.
+            alone: the batch has no other requests.
+        """
+        row = torch.arange(rows, device=root.device)
+        request = torch.searchsorted(row_start[1:].long(), row, right=True)
+        bits = ancestor_bits(parent)[request, row - row_start[request]]
+        return cls(None if alone else native, native.block_table, row_start, root.int(), bits, {})
+
+    def attend(
+        self, impl: Any, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, out: Tensor
+    ) -> Tensor:
+        from vllm_adaptive_tree.attention.triton_tree import tree_attention
+
+        rows = len(self.ancestors)
+        self.saved[layer.layer_name] = key[:rows].clone(), value[:rows].clone()  # a graph may take their memory
+        if self.native is not None:
+            impl.forward(layer, query, key, value, kv_cache, self.native, out)
+        keys, values = impl.split(kv_cache)
+        where = self.block_table[: len(self.context)], self.row_start, self.context, self.ancestors
+        tree_attention(query[:rows], keys, values, *where, impl.scale, out[:rows])
+        return out
+
+
+class PagedTreeAttention(TreeAttention):
+    """Before FlashAttention of a GPU."""
+
+    head_size: int
+
+    def gather(self, layer: Any, kv_cache: Tensor, block_table: Tensor) -> tuple[Tensor, Tensor]:
+        key, value = (part[block_table.long()].flatten(1, 2).transpose(1, 2).float() for part in self.split(kv_cache))
+        return key, value
+
+    def split(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+        """[blocks, Hkv, block_size, 2 * D] -> key, value [blocks, block_size, Hkv, D]."""
+        key, value = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        return key, value
+
+
+@dataclass(frozen=True, slots=True)
+class DenseTrees(TreeMetadata):
+    """On a CPU: vLLM's kernel reads every row as part of a chain, then the rows of the trees are computed again over a
+    gathered context, with a mask."""
+
+    native: Any  # vLLM's CPUAttentionMetadata
+    rows: Tensor  # [Q, T] int64: rows of the flat batch, each tree's root first; padded with the root's
+    block_table: Tensor  # [Q, B]
+    bias: Tensor  # [Q, T, B * block_size + T] float32
+    saved: dict[str, tuple[Tensor, Tensor]]  # layer -> key, value of all rows
+
+    def attend(
+        self, impl: Any, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, out: Tensor
+    ) -> Tensor:
+        self.saved[layer.layer_name] = key, value
+        impl.forward(layer, query, key, value, kv_cache, self.native, out)
+        context = impl.gather(layer, kv_cache, self.block_table)
+        keys, values = (
+            torch.cat([old, new[self.rows].transpose(1, 2).float()], 2)
+            for old, new in zip(context, (key, value), strict=True)
+        )
+        result = attend(query[self.rows], keys, values, self.bias, impl.scale)
+        out[self.rows] = result.to(out.dtype)  # padding writes its root's result again
+        return out
