@@ -150,25 +150,29 @@ class Planner(Budget):
         self.steps += 1
         if self.steps % (EVERY // 2) == 0:
             self._plans.clear()
-        requests = len(greedy)
-        plan = self._planned(requests, sum(greedy))
-        if plan.levels == 0 and self.resting.due():
+        if greedy:
+            self.plan = self._tried(len(greedy), self._planned(len(greedy), sum(greedy)), sum(greedy))
+        return self.plan
+
+    def _tried(self, requests: int, plan: Plan, greedy: int) -> Plan:
+        """The plan, or now and then something else, to see what it brings."""
+        if not plan.levels:
+            if not self.resting.due():
+                return plan
             self.recent.clear()  # what is believed may be of another time
             self._plans.clear()
-            plan = self._planned(requests, sum(greedy))
-            plan = plan._replace(levels=max(1, plan.levels))
-        known = len(self.recent) >= ENOUGH
-        if plan.levels and known:
-            self.resting = Backoff(REST)
-        if plan.levels and known and self.drafting.setdefault(requests.bit_length(), Backoff(2)).due(self.probe):
-            plan = plan._replace(levels=0)
-        elif plan.levels and (not known or self.steps % EVERY == 0):
-            plan = Plan(plan.levels + 1, plan.price, deep=True)
-        elif plan.levels and self.steps % EVERY == EVERY // 2:
-            most = self.verifying // 2
-            if not self.costs.verify.knows(requests + most):  # which may cost less than is believed
-                plan = plan._replace(most=most)
-        self.plan = plan
+            plan = self._planned(requests, greedy)
+            return Plan(1 + max(1, plan.levels), plan.price, deep=True)
+        if len(self.recent) < ENOUGH:
+            return Plan(1 + plan.levels, plan.price, deep=True)
+        self.resting = Backoff(REST)
+        if self.drafting.setdefault(requests.bit_length(), Backoff(2)).due(self.probe):
+            return plan._replace(levels=0)
+        if self.steps % EVERY == 0:
+            return Plan(1 + plan.levels, plan.price, deep=True)
+        fewer = self.verifying // 2
+        if self.steps % EVERY == EVERY // 2 and not self.costs.verify.knows(requests + fewer):
+            return plan._replace(most=fewer)  # fewer rows may cost less than is believed
         return plan
 
     def without(self, requests: int) -> float:
