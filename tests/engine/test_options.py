@@ -145,9 +145,9 @@ def test_a_cost_file_is_where_it_begins(llm: Any, tmp_path: Path, monkeypatch: p
     file.write_text(json.dumps({"name": "a machine", "step": 0.25, "costs": costs}))
     cost_profile.check_folder(str(file))
     assert settled(runner, monkeypatch, cost_profile=str(file)) == []
-    controller, _ = BEGUN.pop()
-    assert controller.costs.to_json() == costs
-    assert not controller.sizes
+    planner, _ = BEGUN.pop()
+    assert planner.costs.to_json() == costs
+    assert planner.to_json()["overhead"] == {"drafting": [], "plain": []}
     hardware, written = read_hardware(file), json.loads(file.read_text())
     assert (hardware.name, hardware.step, hardware.costs.to_json()) == ("a machine", 0.25, costs)
     assert written.keys() == {"key", "name", "step", "costs", "learnt"}
