@@ -138,8 +138,8 @@ class Planner(Budget):
         """Seconds of the last verification that its contexts took."""
         self.met: set[int] = set()
         """Rows of the forwards so far: the first of so many also makes the kernels for them."""
-        self.recent, self.deep = deque[Tree](maxlen=TREES), deque[Tree](maxlen=TREES)
-        """Trees of past steps; those of steps that drafted deeper than pays."""
+        self.recent, self.deep = (tuple(deque[Tree](maxlen=TREES) for _ in (0, 1)) for _ in (0, 1))
+        """Trees of past steps, of sampled and of greedy requests; those of steps that drafted deeper than pays."""
         self.steps = 0
         self.resting = Backoff(REST)
         self.drafting: dict[int, Backoff] = {}
@@ -151,19 +151,21 @@ class Planner(Budget):
         if self.steps % (EVERY // 2) == 0:
             self._plans.clear()
         if greedy:
-            self.plan = self._tried(len(greedy), self._planned(len(greedy), sum(greedy)), sum(greedy))
+            self.plan = self._tried(self._planned(len(greedy), sum(greedy)), len(greedy), sum(greedy))
         return self.plan
 
-    def _tried(self, requests: int, plan: Plan, greedy: int) -> Plan:
+    def _tried(self, plan: Plan, requests: int, greedy: int) -> Plan:
         """The plan, or now and then something else, to see what it brings."""
+        trees = [self.recent[kind] for kind, count in enumerate((requests - greedy, greedy)) if count]
         if not plan.levels:
             if not self.resting.due():
                 return plan
-            self.recent.clear()  # what is believed may be of another time
+            for known in trees:  # what is believed may be of another time
+                known.clear()
             self._plans.clear()
             plan = self._planned(requests, greedy)
             return Plan(1 + max(1, plan.levels), plan.price, deep=True)
-        if len(self.recent) < ENOUGH:
+        if min(map(len, trees)) < ENOUGH:
             return Plan(1 + plan.levels, plan.price, deep=True)
         self.resting = Backoff(REST)
         if self.drafting.setdefault(requests.bit_length(), Backoff(2)).due(self.probe):
@@ -195,12 +197,12 @@ class Planner(Budget):
         _, rate, least = self._rate(self.recent, requests, greedy, range(levels, levels + 1))
         if math.log(rate / without) < MARGIN:
             return Plan(0, without)
-        if len(self.recent) < ENOUGH:
+        if min(len(trees) for trees, share in zip(self.recent, (1 - greedy, greedy), strict=True) if share) < ENOUGH:
             return Plan(levels, without)
         return Plan(levels, rate, least)
 
     def _rate(
-        self, trees: Sequence["Tree"], requests: int, greedy: float, levels: Sequence[int]
+        self, trees: Sequence[deque["Tree"]], requests: int, greedy: float, levels: Sequence[int]
     ) -> tuple[int, float, float]:
         """The best of these numbers of levels, the tokens per second with it, and the log of the least value that is
         then verified, if all trees of the batch were like these."""
@@ -217,15 +219,13 @@ class Planner(Budget):
         least = math.log(verified.min()) if len(verified) else 0.0
         return levels[best], float(rate[best, last]), least
 
-    def _nodes(self, trees: Sequence["Tree"], greedy: float) -> tuple[NDArray[Any], ...]:
+    def _nodes(self, trees: Sequence[deque["Tree"]], greedy: float) -> tuple[NDArray[Any], ...]:
         """Nodes of a request by decreasing chance: value, depth, chance, and how many such nodes it has, all [M]."""
         chain = np.arange(1, 1 + DEPTHS)
         parts, hope = [(np.ones(DEPTHS), chain, HOPE**chain, np.zeros(DEPTHS))], 0.0
-        for certain, calibration in enumerate(self.calibrations):
-            share = greedy if certain else 1 - greedy
-            those = [tree for tree in trees if tree.greedy == certain] if share else []
+        for those, calibration, share in zip(trees, self.calibrations, (1 - greedy, greedy), strict=True):
             hope += share * max(0.0, 1 - len(those) / ENOUGH)
-            if those:
+            if those and share:
                 value = np.concatenate([tree.value for tree in those])
                 depth = np.concatenate([tree.depth for tree in those])
                 chance = calibration.chances(value, depth)
@@ -241,13 +241,13 @@ class Planner(Budget):
         return tuple(column[order] for column in columns)
 
     def drew(self, value: Tensor, depth: Tensor, greedy: Tensor, plan: Plan) -> None:
-        if len(self.deep) < TREES or len(self.recent) < TREES:
-            self._plans.clear()
-        for values, depths, certain in zip(value.numpy(), depth.numpy(), greedy.tolist(), strict=True):
-            tree = Tree(values[values > 0].astype(np.float64), depths[values > 0], certain)
-            self.recent.append(tree)
+        for values, depths, kind in zip(value.numpy(), depth.numpy(), greedy.tolist(), strict=True):
+            if min(len(self.recent[kind]), len(self.deep[kind])) < TREES:
+                self._plans.clear()
+            tree = Tree(values[values > 0].astype(np.float64), depths[values > 0])
+            self.recent[kind].append(tree)
             if plan.deep:
-                self.deep.append(tree)
+                self.deep[kind].append(tree)
 
     def took(
         self, rows: int, context: int, forward: float, rest: float, *, drafted: bool | None, reading: float = 0
@@ -303,4 +303,3 @@ class Tree(NamedTuple):
 
     value: NDArray[np.float64]
     depth: NDArray[np.int64]
-    greedy: bool

@@ -96,6 +96,15 @@ def test_sampled_requests_are_judged_apart_from_greedy_ones():
     assert prices == sorted(prices, reverse=True)
 
 
+def test_a_kind_is_remembered_while_the_other_is_served():
+    budget = planner((1, 1.0), (8, 1.1), (200, 3.0), level=0.2)
+    for _ in range(4):
+        for _ in range(20):
+            step(budget, 0.9, greedy=8)
+        drafting = [step(budget, 0.05, greedy=0, sampled=8)[0].levels > 0 for _ in range(20)]
+    assert not any(drafting), "it was tried before"
+
+
 def test_it_tries_again_and_finds_that_times_have_changed():
     budget = planner(*STEEP, level=0.5)
     assert len(drafted(budget, 0.9, 200, greedy=2)) < 40
