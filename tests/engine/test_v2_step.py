@@ -3,7 +3,6 @@
 import os
 from collections import Counter
 from importlib import import_module
-from statistics import median
 from typing import Any
 
 import pytest
@@ -95,7 +94,8 @@ def test_auto_follows_the_costs(
     assert_identical(plain, generate(llm, BATCH, parameters()))
     later = [tokens - requests for requests, tokens in rows.steps if requests == 4][4:]
     assert later
-    assert fewest <= median(later) <= max(later) <= most, "but for a few steps, that show what one without drafts takes"
+    assert fewest <= max(later) <= most
+    assert sum(rows == max(later) for rows in later) >= len(later) / 2 - 5, "5 steps show what one without drafts takes"
 
 
 def test_large_trees_stand_depth_first(engines: Engines, plain: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
