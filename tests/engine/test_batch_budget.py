@@ -143,7 +143,7 @@ def test_fewer_nodes_with_prompts(engines: Engines, plain: list[Any], monkeypatc
     set_costs(monkeypatch, verify={"rows": [1, 24, 1000], "seconds": [0.05, 0.05, 20.0]})
     llm = engines.start(tree(6, budget="auto", max_depth=3), max_num_seqs=3)
     runner, cuts = runner_of(llm), []
-    for told in ("took", "grew"):  # the costs stay as they are set
+    for told in ("observe_step", "observe_level"):  # the costs stay as they are set
         monkeypatch.setattr(runner.budget.budget, told, lambda *_, **__: None)
     affordable = runner_v1.affordable
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm_adaptive_tree.attention.cpu import PACKINGS, attend, context_bias, gather_context
+from vllm_adaptive_tree.attention.cpu import attend, context_bias
+from vllm_adaptive_tree.engine.common.cpu_cache import PACKINGS, gather_context
 
 LENGTHS = [1, 31, 32, 33, 100]  # contexts across block borders
 BLOCK_SIZE = 32

@@ -123,19 +123,19 @@ class Auto:
     ) -> Sequence[int]:
         planner, batch = self.planner, len(requests) + others
         for one in seconds[1:]:
-            planner.grew(batch, one)
+            planner.observe_level(batch, one)
         beyond = seconds[0] - planner.level(batch)
         if usual:
             self.first = beyond
         elif not self.gaps:
             self.reading = max(0.0, beyond)
         trees = torch.from_numpy(value), torch.from_numpy(depth), torch.from_numpy(greedy)
-        planner.drew(*trees, planner.plan)
+        planner.observe_trees(*trees, planner.plan)
         kept: list[int] = planner.share(*trees, rows=others).tolist()
         return kept
 
     def took(self, rows: int, verify: float, elsewhere: float, requests: int) -> None:
         drafted = True if self.drafted else False if rows == requests else None
-        self.planner.took(rows, 0, verify, elsewhere + self.first, drafted=drafted, reading=self.reading)
+        self.planner.observe_step(rows, 0, verify, elsewhere + self.first, drafted=drafted, reading=self.reading)
 
     def forget(self, requests: Sequence[str]) -> None: ...

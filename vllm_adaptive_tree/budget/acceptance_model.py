@@ -18,6 +18,8 @@ PRIOR = 8.0
 """Weight of the draft's own probability in every bin, in observations."""
 MEMORY = 300.0
 """Observations of a bin after which an old one has weight 1/e."""
+LEAST = 0.1
+"""Observations that count in any bin."""
 SCALE, OFFSET = -BINS / math.log(LOWEST), BINS + 0.5
 """SCALE * log(value) + OFFSET: the position of a value among the centres of bins 1 to BINS."""
 
@@ -67,7 +69,9 @@ class Calibration:
         trials, found = np.zeros_like(self.trials), np.zeros_like(self.hits)
         np.add.at(trials, cells, 1)
         np.add.at(found, cells, hits)
-        fade = np.exp(-trials / MEMORY)
+        # bins that nobody fills fade too, more slowly, or their priors would be averaged in for ever
+        fade = np.exp(-(trials + trials.sum(1, keepdims=True) / 4) / MEMORY)
+        fade = np.maximum(fade, LEAST / self.trials)
         self.trials = self.trials * fade + trials
         self.hits = self.hits * fade + found
         self._settle(sorted(set(row.tolist())))

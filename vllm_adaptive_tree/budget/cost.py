@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from vllm_adaptive_tree.budget.reading import member, number
 
-MEMORY = 32.0
+SAMPLES = 32.0
 """Most forwards at a point that count against a new one: the times of one row count scatter by 5 to 10 %."""
 SEEN = 0.25
 """Forwards, as they count, that make a point's own correction known."""
@@ -108,7 +108,7 @@ class Curve:
         believed = self.cost(rows) if rows > ends[1] else weight @ self._measured[near]
         off = math.log(max(seconds, TINY) / believed)
         self._off[near] += min(max(off, -BOUND), BOUND) * weight / (1 + self._seen[near])
-        self._seen[near] = np.minimum(self._seen[near] + weight, MEMORY)
+        self._seen[near] = np.minimum(self._seen[near] + weight, SAMPLES)
         if abs(off) > BOUND:
             self._seen /= 2
         self._settle()

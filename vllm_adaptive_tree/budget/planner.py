@@ -18,17 +18,21 @@ from vllm_adaptive_tree.budget.cost import FREE, Costs
 from vllm_adaptive_tree.budget.reading import MOST, member, numbers, short
 
 LAST = 8
-"""Steps, of which the median tells what a step costs besides its forwards: one in a hundred is a stall."""
-TREES, ENOUGH = 64, 8
-"""Trees that are remembered; until so many are known, chains stand for the missing ones."""
+"""Window of the median of a step's overhead: about one step in a hundred stalls."""
+TREES = 64
+"""Trees that are remembered."""
+ENOUGH, STEPS = 8, 4
+"""Until so many trees of so many steps are known, chains stand for the missing ones."""
 HOPE = 0.8
-"""Of each node of such a chain, the chance after its parent: better than most drafts, or they would not be tried."""
+"""Acceptance probability of each node of such a chain, given its parent: optimistic, so that drafts get tried."""
 EVERY = 16
-"""One drafting step of so many drafts a level more than pays: a level that is never drafted is never judged."""
+"""Of so many drafting steps one drafts a level more than the plan: a level that is never drafted is never judged."""
 MARGIN = 0.05
-"""Of tokens per second, in logs: what drafts have to bring, for costs are known no better."""
+"""Least gain of drafting over plain steps, as log tokens per second: costs are no more accurate."""
 REST, LONGEST_REST = 64, 2048
 """Steps of one kind, with drafts or without, until the other kind is tried again; each time twice as many."""
+SIZES = 256
+"""Numbers of nodes that a plan is chosen from."""
 ALL = 1 << 30
 
 
@@ -44,7 +48,7 @@ class Plan(NamedTuple):
     most: int | None = None
     """Most nodes of the whole batch."""
     deep: bool = False
-    """A level deeper than pays."""
+    """Whether it has one level more than the best plan, to learn what it brings."""
 
 
 class Budget:
@@ -66,7 +70,7 @@ class Budget:
         """Seconds of a draft level."""
         return self.costs.draft.cost(requests)
 
-    def drew(self, value: Tensor, depth: Tensor, greedy: Tensor, plan: Plan) -> None:
+    def observe_trees(self, value: Tensor, depth: Tensor, greedy: Tensor, plan: Plan) -> None:
         """Trees of a step of this `plan`, before any cut; as in `share`."""
 
     def share(self, value: Tensor, depth: Tensor, greedy: Tensor, *, rows: int = 0) -> Tensor:
@@ -90,7 +94,7 @@ class Budget:
         for calibration, among in zip(self.calibrations, (~greedy, greedy), strict=True):
             calibration.observe(value[among].tolist(), depth[among].tolist(), accepted[among].tolist())
 
-    def took(
+    def observe_step(
         self, rows: int, context: int, forward: float, rest: float, *, drafted: bool | None, reading: float = 0
     ) -> None:
         """What a step took.
@@ -102,7 +106,7 @@ class Budget:
             reading: seconds in which the draft read prompts.
         """
 
-    def grew(self, requests: int, seconds: float) -> None:
+    def observe_level(self, requests: int, seconds: float) -> None:
         """One draft level of the batch took these seconds, forward and choice of nodes."""
 
     def take(self) -> tuple[float, float]:
@@ -129,7 +133,7 @@ class Planner(Budget):
         self.costs = costs
         self.probe = 3
         """Steps without drafts that show what one takes."""
-        self.others = {drafted: deque[float](maxlen=LAST) for drafted in NAMES}
+        self.overheads = {drafted: deque[float](maxlen=LAST) for drafted in NAMES}
         """Seconds of a step besides its verification and draft levels, of steps that drafted and of those that did
         not."""
         self.reading = deque[float]([0.0], maxlen=TREES)
@@ -140,8 +144,10 @@ class Planner(Budget):
         """Rows of the forwards so far: the first of so many also makes the kernels for them."""
         self.recent, self.deep = (tuple(deque[Tree](maxlen=TREES) for _ in (0, 1)) for _ in (0, 1))
         """Trees of past steps, of sampled and of greedy requests; those of steps that drafted deeper than pays."""
+        self.known = [0.0, 0.0]
+        """How much of what is to be known of either kind's trees, 1 at most."""
         self.steps = 0
-        self.resting = Backoff(REST)
+        self.resting: dict[int, Backoff] = {}
         self.drafting: dict[int, Backoff] = {}
         """By batch size, in powers of two."""
         self._plans: dict[tuple[int, int], Plan] = {}
@@ -156,34 +162,36 @@ class Planner(Budget):
 
     def _tried(self, plan: Plan, requests: int, greedy: int) -> Plan:
         """The plan, or now and then something else, to see what it brings."""
-        trees = [self.recent[kind] for kind, count in enumerate((requests - greedy, greedy)) if count]
+        kinds = [kind for kind, count in enumerate((requests - greedy, greedy)) if count]
+        size = requests.bit_length()
         if not plan.levels:
-            if not self.resting.due():
+            if not self.resting.setdefault(size, Backoff(REST)).due():
                 return plan
-            for known in trees:  # what is believed may be of another time
-                known.clear()
+            for kind in kinds:  # what is believed may be of another time
+                self.recent[kind].clear()
+                self.known[kind] = 0.0
             self._plans.clear()
             plan = self._planned(requests, greedy)
             return Plan(1 + max(1, plan.levels), plan.price, deep=True)
-        if min(map(len, trees)) < ENOUGH:
+        if min(self.known[kind] for kind in kinds) < 1:
             return Plan(1 + plan.levels, plan.price, deep=True)
-        self.resting = Backoff(REST)
-        if self.drafting.setdefault(requests.bit_length(), Backoff(2)).due(self.probe):
+        self.resting.pop(size, None)
+        if self.met and self.drafting.setdefault(size, Backoff(2)).due(self.probe):
             return plan._replace(levels=0)
         if self.steps % EVERY == 0:
             return Plan(1 + plan.levels, plan.price, deep=True)
         fewer = self.verifying // 2
-        if self.steps % EVERY == EVERY // 2 and not self.costs.verify.knows(requests + fewer):
+        if self.met and self.steps % EVERY == EVERY // 2 and not self.costs.verify.knows(requests + fewer):
             return plan._replace(most=fewer)  # fewer rows may cost less than is believed
         return plan
 
     def without(self, requests: int) -> float:
         """Seconds of a step without drafts."""
-        return self.costs.verify.cost(requests) + self.context + self.overhead(drafted=False)
+        return self.costs.verify.cost(requests) + self.context + max(0.0, self.overhead(drafted=False))
 
     def overhead(self, *, drafted: bool) -> float:
         """Seconds of a step besides its verification and draft levels."""
-        return median(self.others[drafted] or self.others[not drafted] or [0.0])
+        return median(self.overheads[drafted] or self.overheads[not drafted] or [0.0])
 
     def _planned(self, requests: int, greedy: int) -> Plan:
         """The plan of a batch of so many requests, of which so many are `greedy`."""
@@ -197,7 +205,7 @@ class Planner(Budget):
         _, rate, least = self._rate(self.recent, requests, greedy, range(levels, levels + 1))
         if math.log(rate / without) < MARGIN:
             return Plan(0, without)
-        if min(len(trees) for trees, share in zip(self.recent, (1 - greedy, greedy), strict=True) if share) < ENOUGH:
+        if min(known for known, share in zip(self.known, (1 - greedy, greedy), strict=True) if share) < 1:
             return Plan(levels, without)
         return Plan(levels, rate, least)
 
@@ -209,22 +217,25 @@ class Planner(Budget):
         value, depth, chance, weight = self._nodes(trees, greedy)
         within = depth <= np.array(levels)[:, None]
         weights = np.where(within, weight, 0.0)
-        gain = requests * (1 + np.cumsum(weights * chance, axis=1))
-        rows = requests * (1 + np.cumsum(weights, axis=1))
+        some = np.unique(np.linspace(0, len(value) - 1, SIZES).astype(int))
+        gain = requests * (1 + np.cumsum(weights * chance, axis=1)[:, some])
+        rows = requests * (1 + np.cumsum(weights, axis=1)[:, some])
         verify = self.costs.verify.hull() if self.sampled else self.costs.verify
         drafting = np.array(levels)[:, None] * self.level(requests) + self.overhead(drafted=True) + mean(self.reading)
         rate = gain / (verify.at(rows) + self.context + np.maximum(drafting, 0.0))
-        best, last = divmod(int(rate.argmax()), rate.shape[1])
-        verified = value[: last + 1][within[best, : last + 1]]
-        least = math.log(verified.min()) if len(verified) else 0.0
-        return levels[best], float(rate[best, last]), least
+        best, size = divmod(int(rate.argmax()), len(some))
+        verified = value[: some[size] + 1][within[best, : some[size] + 1]]
+        least = float(verified.min(initial=np.inf))
+        return levels[best], float(rate[best, size]), math.log(least) if least < np.inf else -math.inf
 
     def _nodes(self, trees: Sequence[deque["Tree"]], greedy: float) -> tuple[NDArray[Any], ...]:
         """Nodes of a request by decreasing chance: value, depth, chance, and how many such nodes it has, all [M]."""
         chain = np.arange(1, 1 + DEPTHS)
-        parts, hope = [(np.ones(DEPTHS), chain, HOPE**chain, np.zeros(DEPTHS))], 0.0
-        for those, calibration, share in zip(trees, self.calibrations, (1 - greedy, greedy), strict=True):
-            hope += share * max(0.0, 1 - len(those) / ENOUGH)
+        parts, hope = [(np.full(DEPTHS, np.inf), chain, HOPE**chain, np.zeros(DEPTHS))], 0.0
+        for those, known, calibration, share in zip(
+            trees, self.known, self.calibrations, (1 - greedy, greedy), strict=True
+        ):
+            hope += share * (1 - known)
             if those and share:
                 value = np.concatenate([tree.value for tree in those])
                 depth = np.concatenate([tree.depth for tree in those])
@@ -234,22 +245,25 @@ class Planner(Budget):
                     one = chance[first : first + len(tree.value)]
                     np.minimum.accumulate(one, out=one)
                     first += len(one)
-                parts.append((value, depth, chance, np.full(len(value), share / max(len(those), ENOUGH))))
+                parts.append((value, depth, chance, np.full(len(value), share * known / len(those))))
         parts[0][3][:] = hope
         columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
         order = np.argsort(-columns[2], kind="stable")
         return tuple(column[order] for column in columns)
 
-    def drew(self, value: Tensor, depth: Tensor, greedy: Tensor, plan: Plan) -> None:
-        for values, depths, kind in zip(value.numpy(), depth.numpy(), greedy.tolist(), strict=True):
-            if min(len(self.recent[kind]), len(self.deep[kind])) < TREES:
+    def observe_trees(self, value: Tensor, depth: Tensor, greedy: Tensor, plan: Plan) -> None:
+        for kind in set(greedy.tolist()):
+            count = int((greedy == kind).sum())
+            self.known[kind] = min(1.0, self.known[kind] + min(count / ENOUGH, 1 / STEPS))
+            if plan.deep or len(self.recent[kind]) < TREES:
                 self._plans.clear()
+        for values, depths, kind in zip(value.numpy(), depth.numpy(), greedy.tolist(), strict=True):
             tree = Tree(values[values > 0].astype(np.float64), depths[values > 0])
             self.recent[kind].append(tree)
             if plan.deep:
                 self.deep[kind].append(tree)
 
-    def took(
+    def observe_step(
         self, rows: int, context: int, forward: float, rest: float, *, drafted: bool | None, reading: float = 0
     ) -> None:
         self.context = min(context * self.costs.context, forward / 2)
@@ -259,24 +273,27 @@ class Planner(Budget):
         if drafted:
             self.reading.append(reading)
         if drafted is not None:
-            self.others[drafted].append(rest)
+            self.overheads[drafted].append(rest)
 
-    def grew(self, requests: int, seconds: float) -> None:
+    def observe_level(self, requests: int, seconds: float) -> None:
         self.costs.draft.observe(requests, seconds)
 
     def to_json(self) -> dict[str, Any]:
         """What was learnt, for another process."""
-        overhead = {NAMES[drafted]: short(known) for drafted, known in self.others.items()}
+        overhead = {NAMES[drafted]: short(known) for drafted, known in self.overheads.items()}
         return {"calibrations": [one.to_json() for one in self.calibrations], "overhead": overhead}
 
     def restore(self, data: Any) -> None:
         """What `to_json` gave. Raises ValueError where `data` is something else."""
         overhead = member(data, "overhead")
-        others = {drafted: numbers(member(overhead, name), None, -MOST) for drafted, name in NAMES.items()}
-        for one, known in zip(self.calibrations, member(data, "calibrations"), strict=True):
+        overheads = {drafted: numbers(member(overhead, name), None, -MOST) for drafted, name in NAMES.items()}
+        calibrations = member(data, "calibrations")
+        if not isinstance(calibrations, list):
+            raise ValueError("'calibrations' is no list")
+        for one, known in zip(self.calibrations, calibrations, strict=True):
             one.restore(known)
-        for drafted, seconds in others.items():
-            self.others[drafted].extend(seconds)
+        for drafted, seconds in overheads.items():
+            self.overheads[drafted].extend(seconds)
 
 
 NAMES = {True: "drafting", False: "plain"}
@@ -287,7 +304,7 @@ class Backoff:
     """Counts steps, and says when to try what they leave out: each time after twice as many."""
 
     def __init__(self, first: int):
-        self.left, self.next = first, REST
+        self.left, self.next = first, max(REST, 2 * first)
 
     def due(self, times: int = 1) -> bool:
         """A step; whether to try now, so many `times` in a row."""

@@ -18,7 +18,7 @@ def number(value: Any, least: float = 0.0, most: float = MOST) -> float:
 def numbers(values: Any, count: int | None, least: float = 0.0, most: float = MOST) -> list[float]:
     """A list of `count` such numbers, or of any count."""
     if not isinstance(values, list) or count not in (None, len(values)):
-        raise ValueError(f"{count} numbers are needed")
+        raise ValueError("a list of numbers is needed" if count is None else f"{count} numbers are needed")
     return [number(value, least, most) for value in values]
 
 

@@ -50,13 +50,13 @@ class Machine:
                 levels = min(6, plan.levels)
                 depth = torch.arange(1, 1 + levels).expand(requests, levels)
                 for _ in range(levels - 1):
-                    planner.grew(requests, self.level)
+                    planner.observe_level(requests, self.level)
                 greedy = torch.ones(requests, dtype=torch.bool)
                 value = self.chance ** depth.double()
-                planner.drew(value, depth, greedy, plan)
+                planner.observe_trees(value, depth, greedy, plan)
                 kept = int(planner.share(value, depth, greedy).sum())
                 took += levels * self.level
-            planner.took(rows, 0, self.verify(rows), overhead, drafted=drafted[-1])
+            planner.observe_step(rows, 0, self.verify(rows), overhead, drafted=drafted[-1])
             if n >= steps - steps // 3:
                 tokens, seconds = tokens + brought, seconds + took
                 plain += brought / requests * (self.verify(requests) + overhead)

@@ -32,7 +32,7 @@ def step(
     depth = torch.arange(1, levels + 1).expand(len(kinds), levels)
     value = chance ** depth.double()
     if learns:
-        budget.drew(value, depth, torch.tensor(kinds), plan)
+        budget.observe_trees(value, depth, torch.tensor(kinds), plan)
     return plan, int(budget.share(value, depth, torch.tensor(kinds)).sum())
 
 
@@ -44,8 +44,14 @@ def drafted(budget: Planner, chance: float, steps: int, **load: int) -> list[int
 # Whether to draft.
 
 
+def timed(budget: Planner) -> Planner:
+    """One that has heard of a step's time, as every engine by itself has."""
+    budget.observe_step(1, 0, budget.costs.verify.cost(1), 0.0, drafted=False)
+    return budget
+
+
 def test_drafts_that_pay_go_on_but_for_looks_at_a_step_without():
-    steps = drafted(planner((1, 1.0), (100, 2.0)), 0.8, 3000, greedy=2)
+    steps = drafted(timed(planner((1, 1.0), (100, 2.0))), 0.8, 3000, greedy=2)
     looks = [b - a - 1 for a, b in pairwise(steps) if b > a + 1]
     assert looks == [3] * len(looks)
     starts = [a + 1 for a, b in pairwise(steps) if b > a + 1]
@@ -56,7 +62,7 @@ def test_drafts_that_pay_go_on_but_for_looks_at_a_step_without():
 def test_drafts_that_do_not_pay_rest_longer_and_longer():
     steps = drafted(planner(*STEEP, level=0.5), 0.3, 3000, greedy=2)
     rests = [b - a - 1 for a, b in pairwise(steps) if b > a + 1]
-    assert rests == [64, 128, 256, 512, 1024]
+    assert [steps[0], *rests] == [64, 128, 256, 512, 1024]
     assert len(steps) < 5 * ENOUGH
 
 
@@ -77,7 +83,7 @@ def test_a_draft_that_is_too_dear_for_any_hope_is_tried_once_a_rest(level, tried
 
 def test_a_larger_batch_learns_from_the_trees_of_a_smaller():
     """A row more costs 16 requests as much as a token brings one: what one request has seen says so."""
-    budget = planner((1, 1.0), (8, 1.1), (32, 2.0), (64, 3.2), (1000, 70.0), level=0.1)
+    budget = timed(planner((1, 1.0), (8, 1.1), (32, 2.0), (64, 3.2), (1000, 70.0), level=0.1))
     assert len(drafted(budget, 0.6, 40)) == 37
     assert step(budget, 0.6, greedy=32)[0].levels == 0
     assert step(budget, 0.6)[0].levels > 0, "and one request drafts on"
@@ -118,7 +124,7 @@ def test_what_reading_prompts_takes_counts_against_drafts():
         budget = planner(*FLAT, level=0.05)
         for n in range(100):
             plan, _ = step(budget, 0.7)
-            budget.took(1, 0, 1.0, 0.0, drafted=plan.levels > 0, reading=prompt if n % 10 == 0 else 0.0)
+            budget.observe_step(1, 0, 1.0, 0.0, drafted=plan.levels > 0, reading=prompt if n % 10 == 0 else 0.0)
         assert (budget.begin([True]).levels > 0) == drafts
 
 
@@ -127,14 +133,14 @@ def test_what_only_drafting_steps_spend_counts_against_drafts():
         budget = planner(*FLAT, level=0.05)
         for _ in range(100):
             plan, _ = step(budget, 0.7)
-            budget.took(1, 0, 1.0, rest if plan.levels else 0.1, drafted=plan.levels > 0)
+            budget.observe_step(1, 0, 1.0, rest if plan.levels else 0.1, drafted=plan.levels > 0)
         assert (budget.begin([True]).levels > 0) == drafts
 
 
 def test_one_long_pause_between_steps_is_not_believed():
     budget = planner((1, 1.0), (100, 2.0))
     for rest in (0.1, 0.1, 1000.0, 0.1):
-        budget.took(4, 0, 1.0, rest, drafted=True)
+        budget.observe_step(4, 0, 1.0, rest, drafted=True)
     assert budget.overhead(drafted=True) == pytest.approx(0.1)
     assert budget.overhead(drafted=False) == pytest.approx(0.1), "nothing else is known of it"
 
@@ -165,7 +171,7 @@ def test_a_level_pays_by_what_its_nodes_bring_beyond_those_whose_rows_they_take(
         value = value.masked_fill(depth > plan.levels, 0.0).sort(descending=True, stable=True)
         if plan.levels:
             trees = value.values.expand(4, 3), depth[value.indices].expand(4, 3)
-            budget.drew(*trees, torch.ones(4, dtype=torch.bool), plan)
+            budget.observe_trees(*trees, torch.ones(4, dtype=torch.bool), plan)
             levels += [] if plan.deep else [plan.levels]
     assert set(levels[EVERY:]) == {best}
 
@@ -258,7 +264,7 @@ def test_a_sampled_token_has_no_say_in_its_own_cut(sampled):
             plan = budget.begin([False])
             value, depth = torch.tensor([[0.17, 0.17 * likely, 0.17 * likely]]), torch.tensor([[1, 2, 3]])
             if plan.levels:
-                budget.drew(value, depth, torch.tensor([False]), plan)
+                budget.observe_trees(value, depth, torch.tensor([False]), plan)
             kept.append(int(budget.share(value, depth, torch.tensor([False]), rows=60)) > 0)
     assert kept[: len(kept) // 2] == kept[len(kept) // 2 :] or not sampled
     assert {*kept} == {True, False}, "the first node is kept where rows are cheap, and not where they are dear"
@@ -269,7 +275,7 @@ def test_fewer_rows_are_tried_where_nobody_has_seen_them():
     kept = []
     for _ in range(4 * EVERY):
         plan, nodes = step(budget, 0.8, greedy=8)
-        budget.took(8 + nodes, 0, 1.0, 0.0, drafted=plan.levels > 0)
+        budget.observe_step(8 + nodes, 0, 1.0, 0.0, drafted=plan.levels > 0)
         kept.append((budget.steps % EVERY, nodes))
     first = next(nodes for at, nodes in kept if at == EVERY // 2 and nodes)
     assert first < max(nodes for _, nodes in kept)
@@ -281,16 +287,16 @@ def test_fewer_rows_are_tried_where_nobody_has_seen_them():
 
 def test_the_first_forward_of_so_many_rows_says_nothing():
     budget = planner((1, 1.0), (100, 1.0))
-    budget.took(4, 0, 9.0, 0.1, drafted=True)
+    budget.observe_step(4, 0, 9.0, 0.1, drafted=True)
     assert budget.costs.verify.cost(4) == 1.0
-    budget.took(4, 0, 9.0, 0.1, drafted=True)
+    budget.observe_step(4, 0, 9.0, 0.1, drafted=True)
     assert budget.costs.verify.cost(4) > 1.0
 
 
 def test_what_the_contexts_cost_is_no_matter_of_rows():
     budget = planner((1, 1.0), (100, 2.0), context=0.001)
     for _ in range(20):
-        budget.took(1, 500, 1.5, 0.25, drafted=False)
+        budget.observe_step(1, 500, 1.5, 0.25, drafted=False)
     assert budget.costs.verify.cost(1) == pytest.approx(1.0)
     assert budget.without(1) == pytest.approx(1.75)
 
@@ -298,7 +304,7 @@ def test_what_the_contexts_cost_is_no_matter_of_rows():
 def test_a_level_costs_what_was_measured_until_it_is_seen():
     budget = Planner(Costs(curve(*FLAT), curve((1, 0.2), (9, 1.0))), sampled=False)
     assert [budget.level(requests) for requests in (1, 5)] == pytest.approx([0.2, 0.6])
-    budget.grew(1, 0.4)
+    budget.observe_level(1, 0.4)
     assert budget.level(1) == pytest.approx(0.4)
     assert budget.level(5) > 0.6
 
@@ -307,7 +313,7 @@ def test_what_was_learnt_is_written_and_read():
     budget = planner((1, 1.0), (100, 2.0))
     for _ in range(30):
         plan, nodes = step(budget, 0.7)
-        budget.took(1 + nodes, 0, 1.0, -0.01 if plan.levels else 0.3, drafted=plan.levels > 0)
+        budget.observe_step(1 + nodes, 0, 1.0, -0.01 if plan.levels else 0.3, drafted=plan.levels > 0)
     budget.verified(torch.full((9,), 0.5), torch.ones(9).long(), torch.ones(9).bool(), torch.ones(9).bool())
     written = json.loads(json.dumps(budget.to_json()))
     other = planner((1, 1.0), (100, 2.0))
@@ -315,6 +321,39 @@ def test_what_was_learnt_is_written_and_read():
     assert other.to_json() == written
     assert other.overhead(drafted=True) == -0.01
     assert planner(*FLAT).to_json()["overhead"] == {"drafting": [], "plain": []}
+
+
+def test_what_drafting_saves_elsewhere_is_no_time_of_a_plain_step():
+    """The roots' forward may take less than a level of the draft."""
+    budget = planner((1, 0.005), (100, 0.04), level=0.001)
+    budget.observe_step(4, 0, 0.005, -0.05, drafted=True)
+    assert budget.without(1) == pytest.approx(0.005)
+    assert budget.begin([False]).price > 0
+
+
+def test_a_size_that_loses_is_tried_again_while_another_wins():
+    budget = planner((1, 1.0), (8, 1.1), (32, 2.0), (64, 3.2), (1000, 70.0), level=0.1)
+    tried = []
+    for _ in range(30):
+        drafted(budget, 0.6, 20)
+        tried += drafted(budget, 0.6, 20, greedy=32)
+    assert 2 <= len(tried) < 60
+
+
+def test_a_rank_that_hears_no_times_looks_for_none():
+    """Ranks that must agree are told no seconds: what they cannot learn they do not try."""
+    budget = planner(*((rows, 1.0) for rows in range(1, 200, 8)), level=1e-3)
+    plans = [step(budget, 0.8, greedy=8)[0] for _ in range(300)]
+    assert all(plan.levels and plan.most is None for plan in plans)
+
+
+def test_a_kind_that_was_never_seen_gets_whole_trees():
+    budget = planner((1, 1.0), (200, 10.0), level=0.001)
+    for _ in range(100):
+        step(budget, 0.7, greedy=8)
+    plan = step(budget, 0.7, greedy=0, sampled=8)[0]
+    assert plan.levels > 1
+    assert plan.floor == -math.inf
 
 
 @pytest.mark.parametrize("wrong", [{}, {"calibrations": []}, {"overhead": {"plain": "fast"}}, {"overhead": []}])

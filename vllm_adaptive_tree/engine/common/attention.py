@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from vllm_adaptive_tree.attention.cpu import attend, context_bias, gather_context
+from vllm_adaptive_tree.attention.cpu import attend, context_bias
 from vllm_adaptive_tree.engine.common.contexts import Contexts, finite
+from vllm_adaptive_tree.engine.common.cpu_cache import gather_context
 from vllm_adaptive_tree.trees import SlicedMask
 
 

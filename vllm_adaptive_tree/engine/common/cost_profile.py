@@ -24,7 +24,7 @@ FIRST, EVERY = 10.0, 180.0
 """Seconds of decoding until the first write, and at most between two; intervals double. vLLM's server kills its workers
 when it is stopped, unless `--shutdown-timeout` leaves them time, and loses what came after the last write."""
 OURS = b'{"key": ', b'{"name": ', b'{"verify": '
-"""First bytes of a profile, of a file of `vllm-adaptive-tree costs`, and of a profile of release 0.1."""
+"""First bytes of a profile, of a file of `vllm-adaptive-tree costs`, and of a file of costs of release 0.1."""
 LABELS = "name", "step"
 """What `bench --project` reads of a file of `vllm-adaptive-tree costs`, and a profile in its place keeps."""
 LARGEST = 1 << 22

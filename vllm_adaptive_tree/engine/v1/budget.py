@@ -40,13 +40,16 @@ class HostBudget(BatchBudget):
     def with_prompts(self, drafts: list[Draft], rows: int) -> list[int]:
         """How many nodes of each of these trees to verify in a step that has `rows` other rows, prompts among them.
 
-        Prompts have to be read in any case; with them a row often costs more than in other steps.
+        Prompts have to be read in any case; with them a row often costs more than in other steps. A tree that waited
+        for a step is kept whole: meanwhile it has had a say in the price.
         """
         value = pad_sequence([torch.tensor(one.value) for one in drafts], batch_first=True)
         depth = pad_sequence([torch.tensor(one.tree.depths) for one in drafts], batch_first=True)
         greedy = torch.tensor([one.root is not None for one in drafts])
-        kept: list[int] = from_rank_0(self.budget.share(value, depth, greedy, rows=rows)).tolist()
-        return kept
+        kept = self.budget.share(value, depth, greedy, rows=rows)
+        waited = torch.tensor([one.price != self.budget.plan.price for one in drafts])
+        counts: list[int] = from_rank_0(torch.where(waited, (depth > 0).sum(1), kept)).tolist()
+        return counts
 
     def verified(self, drafts: dict[int, Draft], tokens: Tensor, nodes: Tensor) -> None:
         """The drafts of a step by batch row, and what was emitted: `tokens` [R, L] and the accepted `nodes` [R, L] that
@@ -112,14 +115,14 @@ class HostBudget(BatchBudget):
         greedy = torch.tensor([one is not None for one in roots])
         choosing = seconds["tree"] / (1 + len(growing))  # of each level, the roots' included
         for one in growing:
-            self.budget.grew(batch, one + choosing)
-        self.budget.drew(value, tree.depth, greedy, self.budget.plan)
+            self.budget.observe_level(batch, one + choosing)
+        self.budget.observe_trees(value, tree.depth, greedy, self.budget.plan)
         kept = from_rank_0(self.budget.share(value, tree.depth, greedy, rows=others)).tolist()
         level, first = self.budget.level(batch), seconds["draft"] + choosing - sum(growing)
         self.drafting = seconds["draft"] + seconds["tree"] - (0 if prompts or gaps else first - level)
         self.reading = max(0.0, first - level) if prompts and not gaps else 0.0
         return [
-            one.worth(own, root, min(count, len(one.tree)))
+            one.worth(own, root, min(count, len(one.tree)))._replace(price=self.budget.plan.price)
             for one, count, own, root in zip(drafts, kept, value.tolist(), roots, strict=True)
         ]
 
@@ -128,4 +131,6 @@ class HostBudget(BatchBudget):
         drafted = True if seconds["tree"] else False if rows == len(step.row_count) else None
         drafting = self.drafting if drafted else seconds["draft"]
         rest = time.perf_counter() - self.started - seconds["verify"] - drafting
-        self.budget.took(rows, sum(step.computed), seconds["verify"], rest, drafted=drafted, reading=self.reading)
+        self.budget.observe_step(
+            rows, sum(step.computed), seconds["verify"], rest, drafted=drafted, reading=self.reading
+        )

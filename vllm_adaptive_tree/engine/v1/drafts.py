@@ -23,6 +23,7 @@ class Draft(NamedTuple):
     hidden: Tensor | None = None  # [inner nodes, H] of the draft model, if a recorder reads them
     value: Sequence[float] = ()  # of each node, if there is a budget
     root: Tensor | None = None  # [V] logits at the root of a greedy request, if there is a budget
+    price: float = 0.0  # at which a budget has cut it
 
     def prefix(self, length: int) -> "Draft":
         return self.worth(self.value, self.root, length)

@@ -32,7 +32,7 @@ class DeviceBudget(BatchBudget):
         self.learns, self.nodes = learns, budget.most
         self.live = True
         """Whether costs follow the steps; ranks that must agree on every number keep to those of the start."""
-        self.returning = AsyncReadback()
+        self.readback = AsyncReadback()
         self.value = self.depth = torch.zeros(0, 1)  # [R, N] of an earlier step
         self.greedy = torch.zeros(0, dtype=torch.bool)  # [R]: whose trees those were
         self.started = self.spent = 0.0
@@ -43,7 +43,7 @@ class DeviceBudget(BatchBudget):
 
     def begin_step(self, greedy: np.ndarray) -> int:
         """The most levels of the trees of requests that are `greedy` [R] or not; 0: nothing is drafted."""
-        self.returning.next_step()
+        self.readback.next_step()
         return self.begin(greedy.tolist()).levels
 
     def drafted(self, tree: TreeBatch, greedy: np.ndarray) -> None:
@@ -51,7 +51,7 @@ class DeviceBudget(BatchBudget):
         if self.learns:
             value = self.values(tree)
             figures = torch.stack([value, tree.depth.to(value.dtype)])
-            self.returning.send(figures, partial(self._know, torch.from_numpy(greedy), self.budget.plan))
+            self.readback.send(figures, partial(self._know, torch.from_numpy(greedy), self.budget.plan))
 
     def verified(self, tree: TreeBatch, accepted: Accepted, greedy: np.ndarray, order: Tensor | None) -> None:
         """`order` [R, N]: places in generation order, if those of the nodes are others."""
@@ -61,7 +61,7 @@ class DeviceBudget(BatchBudget):
             hit = (accepted.nodes[:, :, None] == place).any(1)
             depth = torch.where(tree.valid, tree.depth, 0)
             figures = torch.stack([value, depth.to(value.dtype), hit.to(value.dtype)])
-            self.returning.send(figures, partial(self._learn, torch.from_numpy(greedy)))
+            self.readback.send(figures, partial(self._learn, torch.from_numpy(greedy)))
 
     def fit(self, roots: Tensor, token: Tensor, among: Tensor) -> None:
         """After roots with the draft's logits [R, V] the target took `token` [R]; `among` [R]: greedy requests that
@@ -69,16 +69,15 @@ class DeviceBudget(BatchBudget):
         temperature = self.temperature
         if temperature is not None:
             figures = temperature.measured(roots, token, among)
-            self.returning.send(figures, lambda found: temperature.learn(*found.tolist()))
+            self.readback.send(figures, lambda found: temperature.learn(*found.tolist()))
 
-    def end_step(self, requests: int, rows: int, context: int, forwards: int, *, usual: bool, missed: int = 0) -> None:
+    def end_step(self, requests: int, rows: int, context: int, forwards: int, *, usual: bool) -> None:
         """Decide how many nodes the next verification has.
 
         Args:
             rows, context: of this step's verification; tokens in the cache of all requests.
             forwards: of the draft after the roots'.
             usual: it read no prompts, and nothing that the draft had missed.
-            missed: how many such tokens the draft read.
         """
         if not self.learns:
             return
@@ -87,7 +86,7 @@ class DeviceBudget(BatchBudget):
         if self.live and usual and self.started:
             self._follow(requests, rows, context, now - self.started, rests=rests)
         self.started = now if usual else 0.0
-        self.spent = levels * self.budget.level(requests) + (self.budget.level(missed) if missed else 0.0)
+        self.spent = levels * self.budget.level(requests)
         self.drafting = requests, levels
         self.rested = self.rested + 1 if rests and usual else 0
         if rests:
@@ -103,13 +102,13 @@ class DeviceBudget(BatchBudget):
         verify = self.budget.costs.verify.cost(rows) + context * self.budget.costs.context
         drafting = self.spent / (self.spent + verify)
         if levels or self.rested >= SETTLED:
-            self.budget.took(rows, context, seconds * (1 - drafting), 0.0, drafted=not rests)
+            self.budget.observe_step(rows, context, seconds * (1 - drafting), 0.0, drafted=not rests)
         if levels:
-            self.budget.grew(batch, seconds * drafting / levels)
+            self.budget.observe_level(batch, seconds * drafting / levels)
 
     def _know(self, greedy: Tensor, plan: Plan, figures: Tensor) -> None:
         self.value, self.depth, self.greedy = figures[0], figures[1].long(), greedy
-        self.budget.drew(self.value, self.depth, greedy, plan)
+        self.budget.observe_trees(self.value, self.depth, greedy, plan)
 
     def _learn(self, greedy: Tensor, figures: Tensor) -> None:
         value, depth, hit = figures

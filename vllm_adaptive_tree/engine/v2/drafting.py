@@ -103,7 +103,7 @@ class TreeDrafting(DraftModelSpeculator):
             tokens = tree.tokens
         context = int(input_batch.num_computed_tokens_np.sum())
         usual = not input_batch.has_prefill and not missed
-        self.budget.end_step(count, input_batch.num_tokens, context, self.forwards, usual=usual, missed=missed)
+        self.budget.end_step(count, input_batch.num_tokens, context, self.forwards, usual=usual)
         return tokens
 
     def _trees(
