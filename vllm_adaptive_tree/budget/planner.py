@@ -229,27 +229,23 @@ class Planner(Budget):
         return levels[best], float(rate[best, size]), math.log(least) if least < np.inf else -math.inf
 
     def _nodes(self, trees: Sequence[deque["Tree"]], greedy: float) -> tuple[NDArray[Any], ...]:
-        """Nodes of a request by decreasing chance: value, depth, chance, and how many such nodes it has, all [M]."""
+        """Nodes of a request in the order of a cut: value, depth, chance, and how many such nodes it has, all [M]."""
         chain = np.arange(1, 1 + DEPTHS)
-        parts, hope = [(np.full(DEPTHS, np.inf), chain, HOPE**chain, np.zeros(DEPTHS))], 0.0
+        parts = [(np.full(DEPTHS, np.inf), chain, HOPE**chain, HOPE**chain, np.zeros(DEPTHS))]
         for those, known, calibration, share in zip(
             trees, self.known, self.calibrations, (1 - greedy, greedy), strict=True
         ):
-            hope += share * (1 - known)
+            parts[0][-1][:] += share * (1 - known)
             if those and share:
                 value = np.concatenate([tree.value for tree in those])
                 depth = np.concatenate([tree.depth for tree in those])
                 chance = calibration.chances(value, depth)
-                first = 0
-                for tree in those:
-                    one = chance[first : first + len(tree.value)]
-                    np.minimum.accumulate(one, out=one)
-                    first += len(one)
-                parts.append((value, depth, chance, np.full(len(value), share * known / len(those))))
-        parts[0][3][:] = hope
-        columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
-        order = np.argsort(-columns[2], kind="stable")
-        return tuple(column[order] for column in columns)
+                ends = np.cumsum([len(tree.value) for tree in those])[:-1]
+                falling = np.concatenate([np.minimum.accumulate(tree) for tree in np.split(chance, ends)])
+                parts.append((value, depth, chance, falling, np.full(len(value), share * known / len(those))))
+        value, depth, chance, falling, weight = (np.concatenate(column) for column in zip(*parts, strict=True))
+        order = np.argsort(-falling, kind="stable")
+        return value[order], depth[order], chance[order], weight[order]
 
     def observe_trees(self, value: Tensor, depth: Tensor, greedy: Tensor, plan: Plan) -> None:
         for kind in set(greedy.tolist()):
