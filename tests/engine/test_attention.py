@@ -6,7 +6,7 @@ from vllm import _custom_ops as ops
 
 from vllm_adaptive_tree.engine.common.attention import DraftKeys
 from vllm_adaptive_tree.engine.common.contexts import PagedContexts
-from vllm_adaptive_tree.engine.common.cpu_cache import gather_context
+from vllm_adaptive_tree.engine.cpu_cache import gather_context
 from vllm_adaptive_tree.trees import Shape, SlicedMask
 
 AMX = pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="this CPU has no AMX")

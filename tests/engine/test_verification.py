@@ -13,7 +13,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
 
 from tests.oracles.trees import random_tree
 from vllm_adaptive_tree.engine.common.attention import CPUTreeAttention
-from vllm_adaptive_tree.engine.common.cpu_cache import gather_context
+from vllm_adaptive_tree.engine.cpu_cache import gather_context
 from vllm_adaptive_tree.engine.v1.attention import VerifyMetadata
 from vllm_adaptive_tree.engine.v1.scratch import ScratchBlocks
 from vllm_adaptive_tree.engine.v1.verification import Verification

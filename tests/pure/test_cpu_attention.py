@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from vllm_adaptive_tree.attention.cpu import attend, context_bias
-from vllm_adaptive_tree.engine.common.cpu_cache import PACKINGS, gather_context
+from vllm_adaptive_tree.engine.cpu_cache import PACKINGS, gather_context
 
 LENGTHS = [1, 31, 32, 33, 100]  # contexts across block borders
 BLOCK_SIZE = 32

@@ -29,8 +29,9 @@ EVERY = 16
 """Of so many drafting steps one drafts a level more than the plan: a level that is never drafted is never judged."""
 MARGIN = 0.05
 """Least gain of drafting over plain steps, as log tokens per second: costs are no more accurate."""
-REST, LONGEST_REST = 64, 2048
-"""Steps of one kind, with drafts or without, until the other kind is tried again; each time twice as many."""
+REST, LOOK, LONGEST = 64, 512, 2048
+"""Steps until something else is tried, each time after twice as many up to a bound: drafts by a batch that rests from
+them; steps without drafts by one that drafts, which pays for that look with tokens."""
 SIZES = 256
 """Numbers of nodes that a plan is chosen from."""
 ALL = 1 << 30
@@ -165,7 +166,7 @@ class Planner(Budget):
         kinds = [kind for kind, count in enumerate((requests - greedy, greedy)) if count]
         size = requests.bit_length()
         if not plan.levels:
-            if not self.resting.setdefault(size, Backoff(REST)).due():
+            if not self.resting.setdefault(size, Backoff(REST, 2 * REST)).due():
                 return plan
             for kind in kinds:  # what is believed may be of another time
                 self.recent[kind].clear()
@@ -176,7 +177,7 @@ class Planner(Budget):
         if min(self.known[kind] for kind in kinds) < 1:
             return Plan(1 + plan.levels, plan.price, deep=True)
         self.resting.pop(size, None)
-        if self.met and self.drafting.setdefault(size, Backoff(2)).due(self.probe):
+        if self.met and self.drafting.setdefault(size, Backoff(2, LOOK)).due(self.probe):
             return plan._replace(levels=0)
         if self.steps % EVERY == 0:
             return Plan(1 + plan.levels, plan.price, deep=True)
@@ -299,14 +300,14 @@ NAMES = {True: "drafting", False: "plain"}
 class Backoff:
     """Counts steps, and says when to try what they leave out: each time after twice as many."""
 
-    def __init__(self, first: int):
-        self.left, self.next = first, max(REST, 2 * first)
+    def __init__(self, first: int, then: int):
+        self.left, self.next = first, then
 
     def due(self, times: int = 1) -> bool:
         """A step; whether to try now, so many `times` in a row."""
         self.left -= 1
         if self.left <= -times:
-            self.left, self.next = self.next, min(2 * self.next, LONGEST_REST)
+            self.left, self.next = self.next, min(2 * self.next, LONGEST)
             return True
         return self.left < 0
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.engine.checkpoint import tensor_names, why_a_head
-from vllm_adaptive_tree.engine.common.cpu_cache import PACKINGS
+from vllm_adaptive_tree.engine.cpu_cache import PACKINGS
 from vllm_adaptive_tree.proposers import Proposer
 
 UNTESTED = "VLLM_ADAPTIVE_TREE_UNTESTED_GPU"

@@ -10,7 +10,7 @@ import torch
 
 from tests.pure.budget import curve
 from vllm_adaptive_tree.budget import Budget, Costs, Curve, Plan, Planner
-from vllm_adaptive_tree.budget.planner import ENOUGH, EVERY, HOPE, LONGEST_REST, REST, Backoff
+from vllm_adaptive_tree.budget.planner import ENOUGH, EVERY, HOPE, LONGEST, LOOK, REST, Backoff
 
 FLAT = ((1, 1.0), (1000, 1.0))
 STEEP = ((1, 1.0), (100, 100.0))
@@ -56,7 +56,7 @@ def test_drafts_that_pay_go_on_but_for_looks_at_a_step_without():
     assert looks == [3] * len(looks)
     starts = [a + 1 for a, b in pairwise(steps) if b > a + 1]
     assert starts[0] < ENOUGH
-    assert [b - a - 3 for a, b in pairwise(starts)] == [64, 128, 256, 512, 1024]
+    assert [b - a - 3 for a, b in pairwise(starts)] == [LOOK, 2 * LOOK]
 
 
 def test_drafts_that_do_not_pay_rest_longer_and_longer():
@@ -68,7 +68,7 @@ def test_drafts_that_do_not_pay_rest_longer_and_longer():
 
 def test_the_longest_rest():
     steps = drafted(planner(*STEEP, level=0.5), 0.3, 12000, greedy=2)
-    assert max(b - a - 1 for a, b in pairwise(steps)) == LONGEST_REST
+    assert max(b - a - 1 for a, b in pairwise(steps)) == LONGEST
 
 
 @pytest.mark.parametrize(("level", "tried"), [(0.5, True), (0.9, False), (5.0, False)])
@@ -364,11 +364,11 @@ def test_what_was_not_written_by_it(wrong: dict[str, Any]):
 
 
 def test_a_backoff_doubles_up_to_a_bound():
-    backoff = Backoff(2)
+    backoff = Backoff(2, REST)
     due = [n for n in range(20000) if backoff.due(2)]
     assert due[:4] == [2, 3, *due[2:4]] or due[:2] == [1, 2]
     gaps = [b - a for a, b in pairwise(due) if b - a > 1]
-    assert max(gaps) <= LONGEST_REST + 2
+    assert max(gaps) <= LONGEST + 2
     assert [round(b / a) for a, b in pairwise(gaps)][:4] == [2, 2, 2, 2]
 
 

@@ -8,7 +8,7 @@ from torch.nn.functional import pad
 
 from vllm_adaptive_tree.attention.cpu import attend, context_bias
 from vllm_adaptive_tree.engine.common.contexts import Contexts, finite
-from vllm_adaptive_tree.engine.common.cpu_cache import gather_context
+from vllm_adaptive_tree.engine.cpu_cache import gather_context
 from vllm_adaptive_tree.trees import SlicedMask
 
 
