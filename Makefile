@@ -22,7 +22,7 @@ test: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
-	$(BIN)/pytest -n 2 --dist loadfile --cov tests/pure
+	$(BIN)/pytest -n 2 --dist loadfile tests/pure --cov
 	$(BIN)/pytest -n 2 --dist loadfile --durations=30 --ignore=tests/pure --ignore=tests/ray
 	$(BIN)/pytest --durations=10 tests/ray
 
