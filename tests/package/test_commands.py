@@ -45,6 +45,7 @@ def versions(monkeypatch: pytest.MonkeyPatch, **known: str) -> None:
         def locate_file(self, path: Any) -> Any:
             return path
 
+    metadata.version("pytest")  # what reading a distribution imports, no finder would find afterwards
     monkeypatch.setattr(sys, "meta_path", [Finder])
 
 
