@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from vllm_adaptive_tree.bench import replay
-from vllm_adaptive_tree.bench.policies import Fixed, Plan
+from vllm_adaptive_tree.bench.policies import Fixed, StepPlan
 from vllm_adaptive_tree.bench.recording import Recording, bundled
 from vllm_adaptive_tree.bench.simulation import Machine, Row, Workload, expected, simulate
 from vllm_adaptive_tree.budget import Curve
@@ -27,31 +27,31 @@ def recording(*, sampled: bool = False, by_place: bool = False) -> Recording:
     return Recording("hand-made", (sampled, by_place, not sampled), [False, True], [stream, stream])
 
 
-def grown(plan: Plan, **traits: bool) -> tuple[list[float], list[int], list[bool], int]:
+def grown(plan: StepPlan, **traits: bool) -> tuple[list[float], list[int], list[bool], int]:
     value, depth, accepted, levels = recording(**traits).grow(np.array([0]), plan)
     size = int((depth > 0).sum())
     return value[0, :size].tolist(), depth[0, :size].tolist(), accepted[0, :size].tolist(), int(levels[0])
 
 
 def test_trees_as_a_plan_would_have_drafted_them() -> None:
-    assert grown(Plan([True])) == (VALUES, [1, 2, 1, 3], [True, True, False, False], 2)
-    assert grown(Plan([True], levels=1)) == (VALUES[:3], [1, 2, 1], [True, True, False], 1)
-    assert grown(Plan([True], levels=0)) == ([0.8, 0.5], [1, 1], [True, False], 0)
-    assert grown(Plan([True], nodes=2, levels=0)) == ([0.8, 0.5], [1, 1], [True, False], 0)
-    assert grown(Plan([True], nodes=2))[:3] == ([0.8, 0.6], [1, 2], [True, True])
-    assert grown(Plan([True], chain=True)) == ([0.8, 0.6, 0.3], [1, 2, 3], [True, True, False], 2)
-    assert grown(Plan([True], floor=math.log(0.7))) == (VALUES[:3], [1, 2, 1], [True, True, False], 1)
-    assert grown(Plan([True], threshold=1.0)) == (VALUES[:3], [1, 2, 1], [True, True, False], 1)  # 1.3, then 0.6
-    assert grown(Plan([True], threshold=1.3))[3] == 0
+    assert grown(StepPlan([True])) == (VALUES, [1, 2, 1, 3], [True, True, False, False], 2)
+    assert grown(StepPlan([True], levels=1)) == (VALUES[:3], [1, 2, 1], [True, True, False], 1)
+    assert grown(StepPlan([True], levels=0)) == ([0.8, 0.5], [1, 1], [True, False], 0)
+    assert grown(StepPlan([True], nodes=2, levels=0)) == ([0.8, 0.5], [1, 1], [True, False], 0)
+    assert grown(StepPlan([True], nodes=2))[:3] == ([0.8, 0.6], [1, 2], [True, True])
+    assert grown(StepPlan([True], chain=True)) == ([0.8, 0.6, 0.3], [1, 2, 3], [True, True, False], 2)
+    assert grown(StepPlan([True], floor=math.log(0.7))) == (VALUES[:3], [1, 2, 1], [True, True, False], 1)
+    assert grown(StepPlan([True], threshold=1.0)) == (VALUES[:3], [1, 2, 1], [True, True, False], 1)  # 1.3, then 0.6
+    assert grown(StepPlan([True], threshold=1.3))[3] == 0
 
 
 def test_sampled_trees_know_no_floor_and_no_threshold() -> None:
-    assert grown(Plan([True], floor=0.0, threshold=9.0), sampled=True)[1:] == (
+    assert grown(StepPlan([True], floor=0.0, threshold=9.0), sampled=True)[1:] == (
         [1, 2, 1, 3],
         [True, True, False, False],
         2,
     )
-    assert grown(Plan([True], levels=0), sampled=True, by_place=True)[0] == [1.0, 0.5]
+    assert grown(StepPlan([True], levels=0), sampled=True, by_place=True)[0] == [1.0, 0.5]
 
 
 class Counting(Fixed):
@@ -93,7 +93,7 @@ def test_tokens_and_seconds_of_a_simulation() -> None:
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_everything_kept_is_the_recorded_acceptance(file: Path) -> None:
     found = Recording.load(file)
-    grown = found.grow(np.arange(len(found.value)), Plan((), nodes=found.value.shape[1]))
+    grown = found.grow(np.arange(len(found.value)), StepPlan((), nodes=found.value.shape[1]))
     assert (grown.depth > 0).sum() == (found.depth > 0).sum()
     assert grown.accepted.sum() == found.accepted.sum() > 0
 

@@ -8,14 +8,13 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_adaptive_tree.budget import Costs, Planner
+from vllm_adaptive_tree.budget.planner import ALL
 
-ALL = 1 << 30
-"""Levels: as many as a method drafts."""
 NODES = 24
 """Of a tree, at most."""
 
 
-class Plan(NamedTuple):
+class StepPlan(NamedTuple):
     """What a step drafts."""
 
     draft: Sequence[bool]  # which requests; none: the batch rests
@@ -37,7 +36,7 @@ class Policy(Protocol):
     def verified(self, value: NDArray[Any], depth: NDArray[Any], accepted: NDArray[Any], *, greedy: bool) -> None:
         """All verified nodes [M] of greedy requests, or of the others: their value, depth, and whether accepted."""
 
-    def begin(self, requests: Sequence[str], greedy: Sequence[bool]) -> Plan:
+    def begin(self, requests: Sequence[str], greedy: Sequence[bool]) -> StepPlan:
         """What the batch of these requests drafts."""
 
     def share(
@@ -74,10 +73,10 @@ class Fixed:
     def __init__(self, nodes: int, levels: int = ALL, *, chain: bool = False):
         self.nodes, self.levels, self.chain = nodes, levels, chain
 
-    def plan(self, draft: Sequence[bool] = ()) -> Plan:
-        return Plan(draft, self.levels, nodes=self.nodes, chain=self.chain)
+    def plan(self, draft: Sequence[bool] = ()) -> StepPlan:
+        return StepPlan(draft, self.levels, nodes=self.nodes, chain=self.chain)
 
-    def begin(self, requests: Sequence[str], greedy: Sequence[bool]) -> Plan:
+    def begin(self, requests: Sequence[str], greedy: Sequence[bool]) -> StepPlan:
         return self.plan([self.nodes > 0] * len(requests))
 
     def share(self, requests: Sequence[str], *_: Any, **__: Any) -> Sequence[int]:
@@ -103,12 +102,12 @@ class Auto:
         nodes = torch.from_numpy(value), torch.from_numpy(depth), torch.from_numpy(accepted)
         self.planner.verified(*nodes, torch.full((len(value),), greedy))
 
-    def begin(self, requests: Sequence[str], greedy: Sequence[bool]) -> Plan:
+    def begin(self, requests: Sequence[str], greedy: Sequence[bool]) -> StepPlan:
         plan, batch = self.planner.begin(greedy), len(requests)
         self.gaps, self.drafted = not self.drafted, plan.levels > 0
         self.first = self.reading = 0.0
         threshold = self.planner.level(batch) * plan.price / batch
-        return Plan([self.drafted] * batch, max(0, plan.levels - 1), plan.floor, threshold)
+        return StepPlan([self.drafted] * batch, max(0, plan.levels - 1), plan.floor, threshold)
 
     def share(
         self,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_adaptive_tree.bench.policies import Plan
+from vllm_adaptive_tree.bench.policies import StepPlan
 
 SCALE = 20.0
 """Stored values are exp(-byte / SCALE), from 1 down to 3e-6."""
@@ -107,7 +107,7 @@ class Recording:
     def deepest(self) -> int:
         return int(self.depth.max())
 
-    def grow(self, index: NDArray[np.int64], plan: Plan) -> Grown:
+    def grow(self, index: NDArray[np.int64], plan: StepPlan) -> Grown:
         """The trees `index` [R] as they would have been drafted under `plan`, by the nodes that were recorded."""
         value, depth = self.value[index], self.depth[index]
         there = depth > 0

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_adaptive_tree.bench.policies import Fixed, Plan, Policy
+from vllm_adaptive_tree.bench.policies import Fixed, Policy, StepPlan
 from vllm_adaptive_tree.bench.recording import Recording
 from vllm_adaptive_tree.budget import Costs, Curve
 from vllm_adaptive_tree.budget.cost import profiled_rows
@@ -188,7 +188,7 @@ def expected(row: Row, fixed: Fixed) -> float:
 
 
 @cache
-def _always(recording: Recording, plan: Plan) -> tuple[NDArray[np.int64], list[NDArray[np.float64]]]:
+def _always(recording: Recording, plan: StepPlan) -> tuple[NDArray[np.int64], list[NDArray[np.float64]]]:
     """Accepted and verified nodes and draft levels of constant trees [3, T + 1], the last for a request's first step,
     which has none; and the share of each in the steps of sampled and of greedy requests, [T + 1]."""
     grown = recording.grow(np.arange(len(recording.value)), plan)
