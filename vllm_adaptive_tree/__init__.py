@@ -7,16 +7,28 @@ from vllm_adaptive_tree.version import __version__
 
 if TYPE_CHECKING:
     from vllm_adaptive_tree.acceptance import Rule, register_acceptance
+    from vllm_adaptive_tree.drafters import TextDrafter, register_drafter
     from vllm_adaptive_tree.proposers import Proposer, register_proposer
     from vllm_adaptive_tree.trees import TokenTree
 
-__all__ = ["Proposer", "Rule", "TokenTree", "__version__", "register_acceptance", "register_proposer"]
+__all__ = [
+    "Proposer",
+    "Rule",
+    "TextDrafter",
+    "TokenTree",
+    "__version__",
+    "register_acceptance",
+    "register_drafter",
+    "register_proposer",
+]
 
 _ROOMS = {
     "Proposer": "proposers",
     "Rule": "acceptance",
+    "TextDrafter": "drafters",
     "TokenTree": "trees",
     "register_acceptance": "acceptance",
+    "register_drafter": "drafters",
     "register_proposer": "proposers",
 }
 

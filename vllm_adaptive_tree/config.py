@@ -2,9 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any, Self
 
 from vllm_adaptive_tree.acceptance import REGISTERED, RULES, VLLM_RULES
+from vllm_adaptive_tree.drafters import CHECKPOINTS, DRAFTERS
+from vllm_adaptive_tree.options import Options
 from vllm_adaptive_tree.proposers import PROPOSERS, MethodOptions
 
 VLLM_KEYS = (
@@ -36,6 +39,13 @@ class TreeOptions:
     """Import path of the method's class; a registered name is unknown in other processes."""
     acceptance: str | None = None
     """Import path of the rule, unless it is built in."""
+    draft: str | None = None
+    """Kind of the draft: one of `CHECKPOINTS`, or the name of a draft without a checkpoint; None: told by the
+    checkpoint."""
+    drafter: str | None = None
+    """Import path of a draft without a checkpoint."""
+    lookup: Options | None = None
+    """The options of that draft, of its class's `Options`."""
 
     def __post_init__(self) -> None:
         nodes, rule = self.num_speculative_tokens, self.rejection_sample_method
@@ -70,24 +80,29 @@ class TreeOptions:
                     f"speculative_config[{key!r}] has no meaning with method {method!r}; remove it. "
                     f"Known keys: {_names(OUR_KEYS + VLLM_KEYS)}"
                 )
-        for key, what in (("model", "the draft model"), ("num_speculative_tokens", "the node budget, 25 for example")):
+        for key, what in (("model", "the draft"), ("num_speculative_tokens", "the node budget, 25 for example")):
             if given.get(key) is None:
                 raise ValueError(f"speculative_config[{key!r}] is missing: method {method!r} needs {what}")
         if not isinstance(given["model"], str) or not given["model"]:
-            raise ValueError(f"speculative_config['model'] must name the draft model, got {given['model']!r}")
+            raise ValueError(f"speculative_config['model'] must name the draft, got {given['model']!r}")
         proposer = PROPOSERS.path(method)
         if proposer is None:
             raise ValueError(
                 f"speculative_config['method']: {method!r} is no tree method; use one of {_names(PROPOSERS.names())}"
             )
         rule = given.get("rejection_sample_method", "auto")
+        draft, drafter = _draft(given["model"], given.get("tree", {}))
+        tree, lookup = _tree_options(given.get("tree", {}), method, PROPOSERS.load(proposer).Options, drafter)
         options = cls(
             method=method,
             num_speculative_tokens=given["num_speculative_tokens"],
             rejection_sample_method=rule,
-            tree=_tree_options(given.get("tree", {}), method, PROPOSERS.load(proposer).Options),
+            tree=tree,
             proposer=proposer,
             acceptance=REGISTERED.path(rule) if isinstance(rule, str) and rule not in RULES else None,
+            draft=draft,
+            drafter=drafter,
+            lookup=lookup,
         )
         return options, {key: given[key] for key in ("model", *VLLM_KEYS) if key in given}
 
@@ -96,7 +111,10 @@ class TreeOptions:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        return cls(**{**data, "tree": PROPOSERS.load(data["proposer"]).Options(**data["tree"])})
+        tree, lookup = PROPOSERS.load(data["proposer"]).Options(**data["tree"]), None
+        if data["drafter"] is not None:
+            lookup = DRAFTERS.load(data["drafter"]).Options(**data["lookup"])
+        return cls(**{**data, "tree": tree, "lookup": lookup})
 
 
 def is_tree_method(speculative_config: Any) -> bool:
@@ -107,22 +125,45 @@ def is_tree_method(speculative_config: Any) -> bool:
     return isinstance(method, str) and PROPOSERS.path(method) is not None
 
 
-def _tree_options(tree: Any, method: str, options: type[MethodOptions]) -> MethodOptions:
+def _draft(model: str, tree: Any) -> tuple[str | None, str | None]:
+    """The kind of the draft as the user gives it, and the import path of a draft without a checkpoint.
+
+    A folder in the working directory comes before a draft of the same name.
+    """
+    said = tree.get("draft") if isinstance(tree, Mapping) else None
+    kinds = CHECKPOINTS + DRAFTERS.names()
+    if said is not None and said not in kinds:
+        raise ValueError(f"speculative_config['tree']['draft'] must be one of {_names(kinds)}, got {said!r}")
+    name = model if said is None and not Path(model).is_dir() else said
+    path = DRAFTERS.path(name) if name is not None else None
+    if said is not None and path is not None and said != model:
+        raise ValueError(
+            f"speculative_config['tree']['draft'] is {said!r}, which has no checkpoint: give 'model' as {said!r} too, "
+            f"not {model!r}"
+        )
+    return (said, None) if path is None else (name, path)
+
+
+def _tree_options(
+    tree: Any, method: str, options: type[MethodOptions], drafter: str | None
+) -> tuple[MethodOptions, Options | None]:
+    """The method's options, and those of a draft without a checkpoint."""
     if not isinstance(tree, Mapping):
         raise ValueError(f"speculative_config['tree'] must be a mapping of options, got {tree!r}")
     given = {key.replace("-", "_"): value for key, value in tree.items()}
+    given.pop("draft", None)
+    own = None if drafter is None else DRAFTERS.load(drafter).Options
     known = tuple(one.name for one in fields(options))
-    if "draft" in given and "draft" not in known:
-        raise ValueError(
-            "speculative_config['tree']['draft'] means nothing yet: this release drafts with an independent model, "
-            "told by its checkpoint; remove the key"
-        )
+    of_draft = () if own is None else tuple(one.name for one in fields(own))
     for key in given:
-        if key not in known:
+        if key not in (*known, *of_draft):
             raise ValueError(
-                f"speculative_config['tree'][{key!r}] is not an option of {method!r}; known options: {_names(known)}"
+                f"speculative_config['tree'][{key!r}] is not an option of {method!r}; known options: "
+                f"{_names(('draft', *known, *of_draft))}"
             )
-    return options(**given)
+    return options(**{key: given[key] for key in given if key in known}), (
+        None if own is None else own(**{key: given[key] for key in given if key in of_draft and key not in known})
+    )
 
 
 def _names(names: tuple[str, ...]) -> str:

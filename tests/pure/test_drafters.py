@@ -35,7 +35,8 @@ class Kind(NamedTuple):
     law: Callable[[int, tuple[int, ...]], Tensor]  # logits [V] of a request behind a path, by hand
 
     def catch_up(self, *_: Any) -> tuple[Rows, Any]:
-        rows, state = self.drafter.begin(*self.said)
+        begin = getattr(self.drafter, "start", None) or self.drafter.begin
+        rows, state = begin(*self.said)
         return rows, state
 
     def grow(self, *arguments: Any) -> tuple[Rows, Any]:

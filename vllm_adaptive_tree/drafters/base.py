@@ -6,15 +6,20 @@ Three kinds implement it, and a proposer does not know which one it has:
   node passes to its children (hidden states, positions of its keys) is the state, by slot.
 - one forward (`one_forward.py`): the logits of all levels are known before the first level is chosen, by depth alone or
   by depth and parent token.
-- look-up (`lookup.py`): weighted continuations of the text, no model.
+- look-up (`lookup.py`): weighted continuations of the text, no model. These are registered by name (`TextDrafter`).
 
 Nodes may share a distribution but never a draw: the children of each node are sampled with random numbers of their own.
 If all parents of a level shared one draw, `traversal` would be biased (total variation 0.09 on a toy model).
 """
 
-from typing import Any, NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 from torch import Tensor
+
+from vllm_adaptive_tree.options import Options
 
 
 class Frontier(NamedTuple):
@@ -50,3 +55,49 @@ class Drafter(Protocol):
     def grow(self, tokens: Tensor, parent: Tensor, state: Any) -> tuple[Rows, Any]:
         """Read one level of nodes, `tokens` and `parent` as in `Frontier`. Returns their rows and the new state."""
         ...
+
+
+class Texts(NamedTuple):
+    """The tokens of R requests so far, prompt and output."""
+
+    requests: Sequence[str]
+    """Their names; a name may come again once it has been forgotten."""
+    tokens: Tensor
+    """[R, L] int64; anything after a request's own length."""
+    length: Tensor
+    """[R] int64, at least 1. The last token is the root."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftOptions(Options):
+    """Of a draft that has none."""
+
+
+class TextDrafter(ABC):
+    """A draft without a checkpoint: it reads the tokens of each request. Users name it in `model`.
+
+    On Model Runner V2 all tensors are on the device, and looking at one from the host stops the pipeline.
+    """
+
+    Options: ClassVar[type[Options]] = DraftOptions
+    """A frozen dataclass: what users may set in `tree` for this draft, beside the options of the method."""
+
+    @classmethod
+    @abstractmethod
+    def build(cls, options: Any, *, vocabulary: int) -> Self:
+        """Make one from its `Options`; `vocabulary`: of the target, V.
+
+        Raises:
+            ValueError: a file named by the options is missing or invalid.
+        """
+
+    @abstractmethod
+    def begin(self, texts: Texts) -> tuple[Rows, Any]:
+        """The roots' rows (W = 1), and the state of R trees."""
+
+    @abstractmethod
+    def grow(self, tokens: Tensor, parent: Tensor, state: Any) -> tuple[Rows, Any]:
+        """As in `Drafter`."""
+
+    def forget(self, requests: Collection[str]) -> None:  # noqa: B027
+        """These requests have ended."""

@@ -24,7 +24,7 @@ class Lookup:
     def __init__(self, vocabulary: int):
         self.vocabulary = vocabulary
 
-    def begin(self, tokens: Tensor, weight: Tensor) -> tuple[Rows, Continuations]:
+    def start(self, tokens: Tensor, weight: Tensor) -> tuple[Rows, Continuations]:
         """M continuations for each of R requests, `tokens` [R, M, K] and `weight` [R, M] as in `Continuations`."""
         through = torch.ones_like(weight, dtype=torch.bool)[:, None]
         depth = torch.zeros_like(tokens[:, :1, 0])

@@ -49,8 +49,8 @@ def check_arguments(args: Any) -> None:
         raise ValueError("additional_config must be a mapping with a tree method: its options travel in it")
 
 
-def check_draft(args: Any, draft: str, revision: str | None) -> None:
-    """Refuse a draft that cannot be read, is not an independent model, or has another vocabulary than the target.
+def check_draft(args: Any, draft: str, revision: str | None, kind: str | None) -> None:
+    """Refuse a draft that cannot be read, is not of the `kind` said, or has another vocabulary than the target.
 
     vLLM would judge by the path; this judges by the checkpoint. `args` is vLLM's EngineArgs.
     """
@@ -68,7 +68,7 @@ def check_draft(args: Any, draft: str, revision: str | None) -> None:
         name in architecture.lower() for architecture in architectures for name in HEAD_ARCHITECTURES
     )
     why = ", ".join(architectures) if head else why_a_head(tensor_names(draft, revision) or ())
-    if why is not None:
+    if why is not None and kind in (None, "model"):
         raise ValueError(
             f"speculative_config['model']: {draft!r} is a draft head ({why}); this release drafts with an independent "
             "model that shares the target's vocabulary"
@@ -97,7 +97,7 @@ def check_config(config: Any, options: TreeOptions) -> None:
             "speculative_config['method']: VLLM_USE_V2_MODEL_RUNNER=1 asks for Model Runner V2, which needs Triton; "
             "unset it"
         )
-    if spec.method != "draft_model":
+    if spec.method == "draft_model" and options.draft != "model":
         raise ValueError(
             f"speculative_config['model']: vLLM takes {spec.model!r} for a {spec.method!r} draft; this release drafts "
             "with an independent model"

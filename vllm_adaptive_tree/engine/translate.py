@@ -4,6 +4,7 @@ import contextlib
 import copy
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ logger = init_logger(f"vllm.{__name__}")
 WORKER = "vllm_adaptive_tree.engine.cpu_worker.TreeWorker"
 GPU_WORKER = "vllm_adaptive_tree.engine.gpu_worker.TreeGPUWorker"
 
+VLLM_METHODS = {"model": "draft_model", "eagle": "eagle", "eagle3": "eagle3", "mtp": "mtp"}
+"""Kind of the draft -> vLLM's method; a draft without a checkpoint goes as "ngram"."""
 HEAD_NAMES = ("eagle-", "eagle3", "dflash", "dspark")
 """Substrings of a draft's path that make vLLM take it for a head, whatever `method` says."""
 
@@ -41,16 +44,18 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
     options = fitting(options, pair.proposer)
     checks.check_arguments(args)
     check_folder(options.tree.cost_profile)
-    checks.check_draft(args, vllm_keys["model"], vllm_keys.get("revision"))
+    if options.drafter is None:
+        checks.check_draft(args, vllm_keys["model"], vllm_keys.get("revision"), options.draft)
+        options = replace(options, draft=options.draft or "model")
 
     args = copy.copy(args)
     args.worker_cls = WORKER if current_platform.is_cpu() else GPU_WORKER
     args.additional_config = {**args.additional_config, CONFIG_KEY: options.to_json()}
-    with _neutral_path(vllm_keys["model"], vllm_keys.get("revision")) as path:
+    with _path(options, vllm_keys) as path:
         args.speculative_config = {
             **vllm_keys,
             "model": path,
-            "method": "draft_model",
+            "method": VLLM_METHODS.get(str(options.draft), "ngram"),
             "num_speculative_tokens": options.num_speculative_tokens,
             # One size for every batch of Model Runner V1, which allocates slots itself; with a schedule vLLM pads no
             # resumed or cached request with draft tokens -1.
@@ -58,7 +63,8 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
         }
         config = original(args, *rest, **kwargs)
         config.speculative_config.model = vllm_keys["model"]
-        config.speculative_config.draft_model_config.model = vllm_keys["model"]
+        if options.drafter is None:
+            config.speculative_config.draft_model_config.model = vllm_keys["model"]
     setattr(config.speculative_config, MARK, mark)
     checks.check_config(config, options)
     if config.use_v2_model_runner:
@@ -71,11 +77,12 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
     if not current_platform.is_cpu():  # our kernel runs between the pieces of a graph
         config.compilation_config.cudagraph_mode = CUDAGraphMode.PIECEWISE
     logger.info(
-        "Tree speculative decoding: %s with up to %d nodes per request and step, draft model %s, acceptance rule %s "
+        "Tree speculative decoding: %s with up to %d nodes per request and step, draft %s (%s), acceptance rule %s "
         "(%s children), Model Runner %s, asynchronous scheduling %s, %s",
         options.method,
         options.num_speculative_tokens,
         vllm_keys["model"],
+        options.draft,
         pair.rule_name,
         pair.proposer.kind,
         "V2" if config.use_v2_model_runner else "V1",
@@ -92,6 +99,13 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
     if pair.loss is not None:
         logger.warning("allow_lossy: %s", pair.loss)
     return config
+
+
+def _path(options: TreeOptions, vllm_keys: dict[str, Any]) -> contextlib.AbstractContextManager[str]:
+    """What vLLM is told to load. It judges some kinds by the path, whatever `method` says."""
+    if options.draft in ("model", "mtp"):
+        return _neutral_path(vllm_keys["model"], vllm_keys.get("revision"))
+    return contextlib.nullcontext(vllm_keys["model"] if options.drafter is None else "ngram")
 
 
 @contextlib.contextmanager

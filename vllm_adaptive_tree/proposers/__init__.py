@@ -2,8 +2,9 @@
 
 from typing import Any
 
+from vllm_adaptive_tree.options import option
 from vllm_adaptive_tree.proposers.base import Proposal, Proposer, Request, draft_tree
-from vllm_adaptive_tree.proposers.options import MethodOptions, Steered, option
+from vllm_adaptive_tree.proposers.options import MethodOptions, Steered
 from vllm_adaptive_tree.proposers.static_tree import StaticTree
 from vllm_adaptive_tree.registry import Registry
 

@@ -7,20 +7,12 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from vllm_adaptive_tree.options import count, file, flag, fraction, one_of
 from vllm_adaptive_tree.proposers.base import log_softmax_at
 from vllm_adaptive_tree.proposers.best_first import BestFirst, Candidates, Growth, best_candidates
 from vllm_adaptive_tree.proposers.gate import FEATURES, Gate, entropy
 from vllm_adaptive_tree.proposers.opt_tree import top_children
-from vllm_adaptive_tree.proposers.options import (
-    UnscaledOptions,
-    bundled,
-    count,
-    file,
-    flag,
-    fraction,
-    one_of,
-    readable,
-)
+from vllm_adaptive_tree.proposers.options import UnscaledOptions, bundled, readable
 
 TIE = 1e-6
 """Weight of the log path probability against the log confidence: it only breaks ties."""

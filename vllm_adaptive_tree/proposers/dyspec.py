@@ -7,19 +7,11 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
+from vllm_adaptive_tree.options import count, is_number, one_of, option
 from vllm_adaptive_tree.proposers.base import rng_keys, softmax_at
 from vllm_adaptive_tree.proposers.best_first import BestFirst, Candidates, Growth, Level, best_candidates
 from vllm_adaptive_tree.proposers.children import draw_children
-from vllm_adaptive_tree.proposers.options import (
-    GREEDY_DRAFT_TEMPERATURE,
-    MethodOptions,
-    Steered,
-    count,
-    is_number,
-    one_of,
-    option,
-    threshold,
-)
+from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE, MethodOptions, Steered, threshold
 from vllm_adaptive_tree.trees.tree_batch import EMPTY
 
 TARGET_FILL = 0.75  # of the node budget

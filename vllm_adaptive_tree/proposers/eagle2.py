@@ -6,10 +6,11 @@ from typing import Self
 from torch import Tensor
 
 from vllm_adaptive_tree.drafters import Frontier
+from vllm_adaptive_tree.options import count
 from vllm_adaptive_tree.proposers.base import log_softmax_at
 from vllm_adaptive_tree.proposers.best_first import BestFirst, Candidates, Growth, Level, best_candidates
 from vllm_adaptive_tree.proposers.opt_tree import top_children
-from vllm_adaptive_tree.proposers.options import UnscaledOptions, count
+from vllm_adaptive_tree.proposers.options import UnscaledOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from vllm_adaptive_tree.acceptance import Kind
+from vllm_adaptive_tree.options import count, file, fraction, one_of, option
 from vllm_adaptive_tree.proposers.gate import Gate, entropy
-from vllm_adaptive_tree.proposers.options import bundled, count, file, fraction, one_of, option, readable
+from vllm_adaptive_tree.proposers.options import bundled, readable
 from vllm_adaptive_tree.proposers.static_tree import ShapedOptions, StaticTree, is_k_config
 from vllm_adaptive_tree.trees import Shape
 

@@ -6,17 +6,10 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
+from vllm_adaptive_tree.options import count, is_number, option
 from vllm_adaptive_tree.proposers.base import log_softmax_at
 from vllm_adaptive_tree.proposers.best_first import BestFirst, Candidates, Growth, Level
-from vllm_adaptive_tree.proposers.options import (
-    GREEDY_DRAFT_TEMPERATURE,
-    MethodOptions,
-    Steered,
-    count,
-    is_number,
-    option,
-    threshold,
-)
+from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE, MethodOptions, Steered, threshold
 from vllm_adaptive_tree.vocab_ops import joint_topk
 
 THRESHOLD = 0.5

@@ -1,10 +1,10 @@
 """Validated `tree` options: field checks, and the options common to all methods."""
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from vllm_adaptive_tree.options import Options, flag, is_int, is_number, option
 
 GREEDY_DRAFT_TEMPERATURE = 0.6
 """Draft temperature for greedy requests with `draft_temperature: "auto"` while no budget fits one: raw probabilities
@@ -24,39 +24,6 @@ class Steered(NamedTuple):
     """The draft temperature of greedy requests: between steps, fitted to the tokens the target takes."""
 
 
-def option(default: Any, check: Callable[[Any], bool], what: str) -> Any:
-    """A field validated by `check`; `what` completes the error message "must be ..."."""
-    return field(default=default, metadata={"check": check, "what": what})
-
-
-def is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def count(default: int) -> Any:
-    return option(default, lambda value: is_int(value) and value >= 1, "a whole number of at least 1")
-
-
-def flag(default: bool) -> Any:
-    return option(default, lambda value: isinstance(value, bool), "true or false")
-
-
-def fraction(default: float) -> Any:
-    return option(default, lambda value: is_number(value) and 0 <= value <= 1, "a number between 0 and 1")
-
-
-def file() -> Any:
-    return option(None, lambda value: value is None or (isinstance(value, str) and bool(value)), "the path of a file")
-
-
-def one_of(default: Any, *names: str) -> Any:
-    return option(default, lambda value: value in names, f"one of {', '.join(map(repr, names))}")
-
-
 def threshold(default: Any, what: str, *, none: bool = False) -> Any:
     """`none`: whether None is allowed."""
     return option(
@@ -67,7 +34,7 @@ def threshold(default: Any, what: str, *, none: bool = False) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MethodOptions:
+class MethodOptions(Options):
     """Options common to all methods."""
 
     allow_lossy: bool = flag(default=False)
@@ -87,13 +54,7 @@ class MethodOptions:
     folder per pair, machine and method; None: nothing is kept."""
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            value = getattr(self, one.name)
-            if "check" in one.metadata and not one.metadata["check"](value):
-                raise ValueError(
-                    f"speculative_config['tree'][{one.name!r}] must be {one.metadata['what']}, got {value!r}"
-                )
-            object.__setattr__(self, one.name, _as_tuples(value))  # JSON gives lists; both must compare equal
+        Options.__post_init__(self)
         if self.cost_profile not in (None, "auto") and self.budget != "auto":
             raise ValueError(
                 f"speculative_config['tree']['cost_profile'] is read and written with budget 'auto' only, got "
@@ -123,10 +84,6 @@ class UnscaledOptions(MethodOptions):
 
     def temperature(self, own: float, fitted: float = GREEDY_DRAFT_TEMPERATURE) -> float:
         return 1.0
-
-
-def _as_tuples(value: Any) -> Any:
-    return tuple(map(_as_tuples, value)) if isinstance(value, list | tuple) else value
 
 
 def readable(file: str | Path | None, key: str) -> Path:

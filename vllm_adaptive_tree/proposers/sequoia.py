@@ -9,7 +9,8 @@ from typing import Self
 import torch
 from torch.nn.functional import pad
 
-from vllm_adaptive_tree.proposers.options import bundled, count, file, readable
+from vllm_adaptive_tree.options import count, file
+from vllm_adaptive_tree.proposers.options import bundled, readable
 from vllm_adaptive_tree.proposers.static_tree import ShapedOptions, StaticTree
 from vllm_adaptive_tree.trees import Shape
 

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from vllm_adaptive_tree.acceptance import Kind
 from vllm_adaptive_tree.drafters import Frontier, Rows
+from vllm_adaptive_tree.options import is_int, option
 from vllm_adaptive_tree.proposers.base import Proposal, Proposer, Request, rng_keys, softmax_at
 from vllm_adaptive_tree.proposers.children import draw_children
-from vllm_adaptive_tree.proposers.options import MethodOptions, is_int, option
+from vllm_adaptive_tree.proposers.options import MethodOptions
 from vllm_adaptive_tree.trees import Shape, SlicedMask, TreeBatch
 from vllm_adaptive_tree.trees.orders import permuted
 from vllm_adaptive_tree.trees.tree_batch import EMPTY

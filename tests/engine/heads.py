@@ -1,0 +1,75 @@
+"""Heads with random weights for the bundled target, in the formats that people publish."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tests.engine.engines import TARGET
+
+CONFIG: dict[str, Any] = json.loads((Path(TARGET) / "config.json").read_text())
+HIDDEN, INNER, VOCABULARY = CONFIG["hidden_size"], CONFIG["intermediate_size"], CONFIG["vocab_size"]
+QUERIES, KEYS = (CONFIG[name] * CONFIG["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
+REDUCED = 512
+
+
+def eagle(folder: Path) -> str:
+    """EAGLE (1): it says no more of itself than that it is a Llama of one layer."""
+    weights = {
+        "fc.weight": _random(0, HIDDEN, 2 * HIDDEN),
+        **_layer("layers.0", HIDDEN),
+        "layers.0.post_attention_layernorm.weight": torch.ones(HIDDEN),
+    }
+    return _written(folder, {**_config(), "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True}, weights)
+
+
+def eagle3(folder: Path, *, reduced: bool = False) -> str:
+    """EAGLE-3 with the target's vocabulary, or with every fourth of its first tokens."""
+    size = REDUCED if reduced else VOCABULARY
+    weights = {
+        "fc.weight": _random(1, HIDDEN, 3 * HIDDEN),
+        **_layer("midlayer", 2 * HIDDEN),
+        **{
+            f"midlayer.{name}.weight": torch.ones(HIDDEN)
+            for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+        },
+        "norm.weight": torch.ones(HIDDEN),
+        "lm_head.weight": _random(2, size, HIDDEN),
+    }
+    if reduced:
+        ids = torch.arange(0, VOCABULARY, 4)[:size]
+        weights |= {"d2t": ids - torch.arange(size), "t2d": torch.zeros(VOCABULARY, dtype=torch.bool)}
+        weights["t2d"][ids] = True
+    config = {**_config(), "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": size}
+    return _written(folder, config, weights)
+
+
+def _config() -> dict[str, Any]:
+    return {**CONFIG, "num_hidden_layers": 1, "tie_word_embeddings": False}
+
+
+def _layer(name: str, width: int) -> dict[str, Tensor]:
+    shapes = {
+        "self_attn.q_proj": (QUERIES, width),
+        "self_attn.k_proj": (KEYS, width),
+        "self_attn.v_proj": (KEYS, width),
+        "self_attn.o_proj": (HIDDEN, QUERIES),
+        "mlp.gate_proj": (INNER, HIDDEN),
+        "mlp.up_proj": (INNER, HIDDEN),
+        "mlp.down_proj": (HIDDEN, INNER),
+    }
+    return {f"{name}.{part}.weight": _random(3 + at, *shape) for at, (part, shape) in enumerate(shapes.items())}
+
+
+def _random(seed: int, *shape: int) -> Tensor:
+    return 0.05 * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _written(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    save_file(weights, folder / "model.safetensors")
+    return str(folder)

@@ -1,0 +1,73 @@
+"""Prompt look-up: what followed the last tokens of a text where they occurred in it before."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from vllm_adaptive_tree.drafters.base import Rows, TextDrafter, Texts
+from vllm_adaptive_tree.drafters.lookup import Continuations, Lookup
+from vllm_adaptive_tree.options import Options, count
+
+MATCHES = 8
+"""Occurrences of each request that are kept: the longest, of these the latest."""
+LENGTH = 16
+"""Tokens of a continuation."""
+LONGER = 4.0
+"""How much more an occurrence weighs than one that is a token shorter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NGramOptions(Options):
+    prompt_lookup_min: int = count(default=1)
+    """Tokens that an occurrence has in common with the end of the text, at least; as in vLLM."""
+    prompt_lookup_max: int = count(default=4)
+    """More are not compared."""
+
+    def __post_init__(self) -> None:
+        Options.__post_init__(self)
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ValueError(
+                f"speculative_config['tree']['prompt_lookup_min'] must be at most 'prompt_lookup_max', got "
+                f"{self.prompt_lookup_min} and {self.prompt_lookup_max}"
+            )
+
+
+class NGram(Lookup, TextDrafter):
+    """Prompt look-up decoding (Saxena, 2023) as a tree: all occurrences at once, merged by their common prefixes."""
+
+    Options: ClassVar[type[Options]] = NGramOptions
+
+    def __init__(self, vocabulary: int, shortest: int, longest: int):
+        super().__init__(vocabulary)
+        self.shortest, self.longest = shortest, longest
+
+    @classmethod
+    def build(cls, options: NGramOptions, *, vocabulary: int) -> Self:
+        return cls(vocabulary, options.prompt_lookup_min, options.prompt_lookup_max)
+
+    def begin(self, texts: Texts) -> tuple[Rows, Continuations]:
+        tokens, weight = self.occurrences(texts.tokens, texts.length)
+        return self.start(tokens, weight)
+
+    def occurrences(self, tokens: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
+        """Continuations of texts [R, L] of a `length` [R]: tokens [R, M, K], -1 pads, and weights [R, M], 0 for
+        none."""
+        requests, longest = tokens.shape
+        place = torch.arange(longest, device=tokens.device)
+        following = place < length[:, None]  # [R, L]: a continuation begins here
+        common = torch.zeros_like(tokens)  # tokens before each place that are those at the end of the text
+        same = following
+        for back in range(1, min(self.longest, longest - 1) + 1):
+            last = tokens.gather(1, (length - back).clamp(min=0)[:, None])
+            same = same & (place >= back) & (tokens.roll(back, 1) == last)
+            common += same
+        score = common * longest + place  # longer ones first, then later ones
+        score = score.masked_fill(common < self.shortest, -1)
+        best, start = score.topk(min(MATCHES, longest), 1)
+        weight = torch.where(best >= 0, LONGER ** common.gather(1, start).float(), 0.0)
+        at = start[:, :, None] + torch.arange(LENGTH, device=tokens.device)
+        inside = (at < length[:, None, None]) & (best >= 0)[:, :, None]
+        found = tokens.gather(1, at.clamp(max=longest - 1).flatten(1)).view(requests, -1, LENGTH)
+        return found.masked_fill(~inside, -1), weight
