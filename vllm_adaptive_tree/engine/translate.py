@@ -26,7 +26,8 @@ WORKER = "vllm_adaptive_tree.engine.cpu_worker.TreeWorker"
 GPU_WORKER = "vllm_adaptive_tree.engine.gpu_worker.TreeGPUWorker"
 
 VLLM_METHODS = {"model": "draft_model", "eagle": "eagle", "eagle3": "eagle3", "mtp": "mtp"}
-"""Kind of the draft -> vLLM's method; a draft without a checkpoint goes as "ngram"."""
+"""Kind of the draft -> vLLM's method. A draft without a checkpoint goes as "ngram", which Model Runner V2 takes too; V1
+lets a "custom_class" be made by whatever stands in its place, and imports no n-gram matcher for it."""
 HEAD_NAMES = ("eagle-", "eagle3", "dflash", "dspark")
 """Substrings of a draft's path that make vLLM take it for a head, whatever `method` says."""
 
@@ -65,6 +66,8 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
         config.speculative_config.model = vllm_keys["model"]
         if options.drafter is None:
             config.speculative_config.draft_model_config.model = vllm_keys["model"]
+        elif not config.use_v2_model_runner:
+            config.speculative_config.method = "custom_class"
     setattr(config.speculative_config, MARK, mark)
     checks.check_config(config, options)
     if config.use_v2_model_runner:
