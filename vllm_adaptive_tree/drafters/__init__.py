@@ -19,7 +19,7 @@ def _lacks(what: Any) -> str | None:
 
 DRAFTERS: Registry[type[TextDrafter]] = Registry(
     "drafter",
-    {"ngram": "vllm_adaptive_tree.drafters.ngram:NGram"},
+    {"ngram": "vllm_adaptive_tree.drafters.ngram:NGram", "suffix": "vllm_adaptive_tree.drafters.suffix:Suffix"},
     group="vllm_adaptive_tree.drafters",
     lacks=_lacks,
     reserved=CHECKPOINTS,

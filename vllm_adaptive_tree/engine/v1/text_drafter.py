@@ -49,13 +49,15 @@ class HostTextDrafter:
             return Rows(torch.empty(0)), None
         batch, rows, length = self.runner.input_batch, list(roots), [1 + root for root in roots.values()]
         tokens = torch.from_numpy(batch.token_ids_cpu[rows, : max(length)]).long()
-        return self.draft.begin(Texts([batch.req_ids[row] for row in rows], tokens, torch.tensor(length)))
+        prompt = torch.from_numpy(batch.num_prompt_tokens[rows]).long()
+        return self.draft.begin(Texts([batch.req_ids[row] for row in rows], tokens, torch.tensor(length), prompt))
 
     def grow(self, tokens: Tensor, parent: Tensor, state: Any) -> tuple[Rows, Any]:
         return self.draft.grow(tokens, parent, state)
 
     def sample_state(self) -> Any:
         name = "_"
-        _, state = self.draft.begin(Texts([name], torch.zeros(1, 8, dtype=torch.int64), torch.tensor([8])))
+        length = torch.tensor([8])
+        _, state = self.draft.begin(Texts([name], torch.zeros(1, 8, dtype=torch.int64), length, length))
         self.draft.forget([name])
         return state
