@@ -29,7 +29,8 @@ def occurrences(text: list[int], shortest: int, longest: int) -> list[tuple[tupl
         if common >= shortest:
             found.append((common, start))
     found = sorted(found, reverse=True)[:MATCHES]
-    return [(tuple(text[start : start + LENGTH]), LONGER**common) for common, start in found]
+    total = LONGER + sum(LONGER**common for common, _ in found)
+    return [(tuple(text[start : start + LENGTH]), pytest.approx(LONGER**common / total)) for common, start in found]
 
 
 @pytest.mark.parametrize(("shortest", "longest"), [(1, 4), (2, 3), (1, 1), (3, 8)])
