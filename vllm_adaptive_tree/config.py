@@ -25,6 +25,17 @@ VLLM_KEYS = (
 
 OUR_KEYS = ("method", "model", "num_speculative_tokens", "rejection_sample_method", "tree")
 
+UNSERVED = {
+    "medusa": "Medusa heads",
+    "mlp_speculator": "an MLP speculator",
+    "xpress": "an XPress head",
+    "peagle": "a P-EAGLE head",
+    "dflash": "a DFlash head",
+    "dspark": "a DSpark head",
+    "suffix": "a suffix tree",
+}
+"""Kinds of drafts that other software serves and this release does not, and what to call them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeOptions:
@@ -76,28 +87,32 @@ class TreeOptions:
         method = given["method"]
         for key in given:
             if key not in OUR_KEYS + VLLM_KEYS:
+                if key == "parallel_drafting":
+                    raise ValueError(f"speculative_config[{key!r}] asks for a draft of one forward; {served()}")
                 raise ValueError(
                     f"speculative_config[{key!r}] has no meaning with method {method!r}; remove it. "
                     f"Known keys: {_names(OUR_KEYS + VLLM_KEYS)}"
                 )
+        model, tree = given.get("model"), given.get("tree", {})
+        own = isinstance(tree, Mapping) and tree.get("draft") == "mtp"  # MTP layers may be the target's own
         for key, what in (("model", "the draft"), ("num_speculative_tokens", "the node budget, 25 for example")):
-            if given.get(key) is None:
+            if given.get(key) is None and not (key == "model" and own):
                 raise ValueError(f"speculative_config[{key!r}] is missing: method {method!r} needs {what}")
-        if not isinstance(given["model"], str) or not given["model"]:
-            raise ValueError(f"speculative_config['model'] must name the draft, got {given['model']!r}")
+        if model is not None and (not isinstance(model, str) or not model):
+            raise ValueError(f"speculative_config['model'] must name the draft, got {model!r}")
         proposer = PROPOSERS.path(method)
         if proposer is None:
             raise ValueError(
                 f"speculative_config['method']: {method!r} is no tree method; use one of {_names(PROPOSERS.names())}"
             )
         rule = given.get("rejection_sample_method", "auto")
-        draft, drafter = _draft(given["model"], given.get("tree", {}))
-        tree, lookup = _tree_options(given.get("tree", {}), method, PROPOSERS.load(proposer).Options, drafter)
+        draft, drafter = _draft(model, tree)
+        of_method, lookup = _tree_options(tree, method, PROPOSERS.load(proposer).Options, drafter)
         options = cls(
             method=method,
             num_speculative_tokens=given["num_speculative_tokens"],
             rejection_sample_method=rule,
-            tree=tree,
+            tree=of_method,
             proposer=proposer,
             acceptance=REGISTERED.path(rule) if isinstance(rule, str) and rule not in RULES else None,
             draft=draft,
@@ -125,16 +140,27 @@ def is_tree_method(speculative_config: Any) -> bool:
     return isinstance(method, str) and PROPOSERS.path(method) is not None
 
 
-def _draft(model: str, tree: Any) -> tuple[str | None, str | None]:
+def served() -> str:
+    """The end of an error about a draft."""
+    return (
+        "this release drafts with an independent model, an EAGLE or EAGLE-3 head, the target's MTP layers, or 'model': "
+        f"{' or '.join(map(repr, DRAFTERS.names()))}"
+    )
+
+
+def _draft(model: str | None, tree: Any) -> tuple[str | None, str | None]:
     """The kind of the draft as the user gives it, and the import path of a draft without a checkpoint.
 
     A folder in the working directory comes before a draft of the same name.
     """
     said = tree.get("draft") if isinstance(tree, Mapping) else None
     kinds = CHECKPOINTS + DRAFTERS.names()
+    name = said if said is not None or model is None or Path(model).is_dir() else model
+    key = "['model']" if said is None else "['tree']['draft']"
+    if name in tuple(UNSERVED) and name not in kinds:
+        raise ValueError(f"speculative_config{key} asks for {UNSERVED[name]}, not served yet; {served()}")
     if said is not None and said not in kinds:
         raise ValueError(f"speculative_config['tree']['draft'] must be one of {_names(kinds)}, got {said!r}")
-    name = model if said is None and not Path(model).is_dir() else said
     path = DRAFTERS.path(name) if name is not None else None
     if said is not None and path is not None and said != model:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""A draft is told by the names of its tensors, whatever its config.json says."""
+"""Names and shapes of the tensors of a draft, in every format of files, and what they say."""
 
 import json
 import shutil
@@ -7,73 +7,92 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from vllm.engine.arg_utils import EngineArgs
 
-from tests.engine.engines import DRAFT, TARGET, tree
-from vllm_adaptive_tree.engine.checkpoint import tensor_names, why_a_head
+from tests.engine.engines import DRAFT, TARGET
+from vllm_adaptive_tree.engine.checkpoint import Shape, tensor_shapes
+from vllm_adaptive_tree.engine.draft_kind import of_tensors
 
-EAGLE = ("fc.weight", "layers.0.mlp.up_proj.weight", "embed_tokens.weight")
+EAGLE = {"fc.weight": (4, 8), "layers.0.mlp.up_proj.weight": (2, 4), "embed_tokens.weight": (3, 4)}
 
 
-def checkpoint(folder: Path, *names: str, kind: str = "safetensors") -> str:
-    """A folder that says it is the demo's draft, a Llama, and holds tensors of these names."""
+def checkpoint(folder: Path, shapes: dict[str, Shape], kind: str = "safetensors") -> str:
+    """A folder that says it is the demo's draft, a Llama, and holds tensors of these shapes."""
     folder.mkdir()
     shutil.copy(Path(DRAFT) / "config.json", folder)
-    tensors = {name: torch.zeros(1) for name in names}
-    half = len(names) // 2
+    tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    parts = {f"model-{place}.safetensors": {name: tensors[name]} for place, name in enumerate(tensors)}
+    index = {"weight_map": {name: file for file, part in parts.items() for name in part}}
     match kind:
         case "safetensors":
             save_file(tensors, folder / "model.safetensors")
-        case "shards":
-            save_file({name: tensors[name] for name in names[:half]}, folder / "model-1.safetensors")
-            save_file({name: tensors[name] for name in names[half:]}, folder / "model-2.safetensors")
+        case "shards" | "listed shards":
+            for file, part in parts.items():
+                save_file(part, folder / file)
+            if kind == "listed shards":
+                save_file({"tok_embeddings.weight": torch.zeros(1)}, folder / "consolidated.safetensors")
+                (folder / "model.safetensors.index.json").write_text(json.dumps(index))
         case "bin":
             torch.save(tensors, folder / "pytorch_model.bin")
             torch.save({"lr": 1}, folder / "training_args.bin")
-        case _:  # an index alone: the files that it lists are not looked at
-            (folder / kind).write_text(json.dumps({"weight_map": dict.fromkeys(names, "elsewhere")}))
+        case _:  # an index alone
+            (folder / kind).write_text(json.dumps(index))
     return str(folder)
 
 
-def start(draft: str) -> None:
-    args = EngineArgs(model=TARGET, speculative_config={**tree(8), "model": draft}, max_model_len=512)
-    args.create_engine_config()
+@pytest.mark.parametrize("kind", ["safetensors", "shards", "listed shards", "bin"])
+def test_shapes_are_read_from_every_format(kind: str, tmp_path: Path) -> None:
+    assert tensor_shapes(checkpoint(tmp_path / "draft", EAGLE, kind)) == EAGLE
+
+
+@pytest.mark.parametrize("index", ["model.safetensors.index.json", "pytorch_model.bin.index.json"])
+def test_an_index_alone_gives_names(index: str, tmp_path: Path) -> None:
+    assert tensor_shapes(checkpoint(tmp_path / "draft", EAGLE, index)) == dict.fromkeys(EAGLE)
+
+
+@pytest.mark.parametrize("prefix", ["", "model.", "module."])
+def test_prefixes_say_nothing(prefix: str, tmp_path: Path) -> None:
+    draft = checkpoint(tmp_path / "draft", {prefix + name: shape for name, shape in EAGLE.items()})
+    assert tensor_shapes(draft) == EAGLE
 
 
 @pytest.mark.parametrize(
-    "kind", ["safetensors", "shards", "bin", "model.safetensors.index.json", "pytorch_model.bin.index.json"]
-)
-def test_an_eagle_head_that_calls_itself_a_llama(kind: str, tmp_path: Path) -> None:
-    draft = checkpoint(tmp_path / "draft", *EAGLE, kind=kind)
-    with pytest.raises(ValueError, match=r"\['model'\]: .* is a draft head \(tensor 'fc\.weight', as an EAGLE"):
-        start(draft)
-
-
-@pytest.mark.parametrize(
-    ("names", "why"),
+    ("shapes", "kind", "why"),
     [
-        (("model.fc.weight", "model.embed_tokens.weight"), "'model.fc.weight', as an EAGLE or DFlash head"),
-        (("midlayer.mlp.up_proj.weight", "embed_tokens.weight"), "an EAGLE-3 head"),
-        (("d2t", "embed_tokens.weight"), "an EAGLE-3 head"),
-        (("hidden_norm.weight", "embed_tokens.weight"), "DFlash"),
-        (("medusa_head.0.0.linear.weight",), "Medusa heads"),
-        (("0.0.linear.weight", "0.1.weight"), "Medusa heads"),
-        (("speculator.emb.0.weight",), "an MLP speculator"),
-        (("layers.0.mlp.up_proj.weight", "lm_head.weight"), "no token embedding among its tensors (layers.0.mlp"),
+        ({"fc.weight": (4, 8), "embed_tokens.weight": (3, 4)}, "eagle", "'fc.weight' of shape [4, 8]"),
+        ({"fc.weight": None}, "eagle", "'fc.weight' of shape unknown"),
+        ({"fc.weight": (4, 12)}, "eagle3", "[4, 12]"),
+        ({"midlayer.mlp.up_proj.weight": None, "embed_tokens.weight": None}, "eagle3", "midlayer"),
+        ({"layers.0.hidden_norm.weight": None, "fc.weight": None}, "eagle3", "layers.0.hidden_norm"),
+        ({"d2t": None, "embed_tokens.weight": None}, "eagle3", "'d2t'"),
+        ({"hidden_norm.weight": None, "d2t": None}, "dflash", "hidden_norm"),
+        ({"markov_head.markov_w1.weight": None, "hidden_norm.weight": None}, "dspark", "markov"),
+        ({"mask_hidden": None, "midlayer.mlp.up_proj.weight": None}, "peagle", "mask_hidden"),
+        ({"medusa_head.0.0.linear.weight": None}, "medusa", "medusa_head"),
+        ({"0.0.linear.weight": None, "0.1.weight": None}, "medusa", "'0.0.linear.weight'"),
+        ({"speculator.emb.0.weight": None}, "mlp_speculator", "speculator.emb"),
+        (
+            {"layers.0.mlp.up_proj.weight": None, "lm_head.weight": None},
+            "other",
+            "no token embedding among its tensors",
+        ),
     ],
 )
-def test_other_heads(names: tuple[str, ...], why: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is a draft head") as error:
-        start(checkpoint(tmp_path / "draft", *names))
-    assert why in str(error.value)
+def test_heads(shapes: dict[str, Shape | None], kind: str, why: str) -> None:
+    fact = of_tensors(shapes)
+    assert fact is not None
+    assert fact.kind == kind
+    assert why in fact.why
 
 
 @pytest.mark.parametrize("model", [TARGET, DRAFT])
 def test_independent_models(model: str) -> None:
-    names = tensor_names(model)
-    assert names is not None
-    assert "model.embed_tokens.weight" in names
-    assert why_a_head(names) is None
+    shapes = tensor_shapes(model)
+    assert shapes is not None
+    config = json.loads((Path(model) / "config.json").read_text())
+    assert shapes["embed_tokens.weight"] == (config["vocab_size"], config["hidden_size"])
+    fact = of_tensors(shapes)
+    assert fact is not None
+    assert fact.kind == "model"
 
 
 @pytest.mark.parametrize(
@@ -83,21 +102,22 @@ def test_independent_models(model: str) -> None:
         ("model.decoder.embed_tokens.weight", "model.decoder.layers.0.fc1.weight"),  # OPT
         ("tok_embeddings.weight", "layers.0.attention.wq.weight", "output.weight"),  # Mistral's own files
         ("model.embed_tokens.weight", "model.layers.61.eh_proj.weight"),  # a whole model with MTP layers
-        (),
     ],
 )
 def test_names_of_other_families(names: tuple[str, ...]) -> None:
-    assert why_a_head(names) is None
+    fact = of_tensors(dict.fromkeys(names))
+    assert fact is not None
+    assert fact.kind == "model"
 
 
 def test_what_cannot_be_told_is_left_to_vllm(tmp_path: Path) -> None:
     folder = tmp_path / "draft"
     folder.mkdir()
-    assert tensor_names(str(folder)) is None
+    assert tensor_shapes(str(folder)) is None
     (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
     (folder / "pytorch_model.bin").write_text("no checkpoint either")
-    assert tensor_names(str(folder)) is None
-    assert tensor_names("nobody/has-this") is None  # nothing is cached, and the tests are offline
+    assert tensor_shapes(str(folder)) is None
+    assert tensor_shapes("nobody/has-this") is None  # nothing is cached, and the tests are offline
 
 
 def test_a_cached_hub_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,6 +126,5 @@ def test_a_cached_hub_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (repo / "refs").mkdir(parents=True)
     (repo / "refs" / "main").write_text("0" * 40)
     (repo / "snapshots").mkdir()
-    checkpoint(repo / "snapshots" / ("0" * 40), *EAGLE)
-    names = tensor_names("somebody/eagle")
-    assert names == set(EAGLE)
+    checkpoint(repo / "snapshots" / ("0" * 40), EAGLE)
+    assert tensor_shapes("somebody/eagle") == EAGLE

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from vllm_adaptive_tree.config import OUR_KEYS, VLLM_KEYS, TreeOptions, is_tree_method
+from vllm_adaptive_tree.drafters import CHECKPOINTS
 from vllm_adaptive_tree.proposers import METHODS
 
 ALL = {"allow_lossy": False, "budget": "auto", "cost_profile": "auto"}
@@ -145,9 +146,9 @@ def test_the_budget_of_a_batch():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model": None}, r"\['model'\] is missing: method 'dyspec' needs the draft model"),
-        ({"model": ""}, r"\['model'\] must name the draft model, got ''"),
-        ({"model": 3}, r"\['model'\] must name the draft model, got 3"),
+        ({"model": None}, r"\['model'\] is missing: method 'dyspec' needs the draft$"),
+        ({"model": ""}, r"\['model'\] must name the draft, got ''"),
+        ({"model": 3}, r"\['model'\] must name the draft, got 3"),
         ({"num_speculative_tokens": None}, r"\['num_speculative_tokens'\] is missing.*25 for example"),
         ({"num_speculative_tokens": 0}, r"\['num_speculative_tokens'\].*whole number of at least 1.*got 0"),
         ({"num_speculative_tokens": True}, r"\['num_speculative_tokens'\].*got True"),
@@ -224,10 +225,45 @@ def test_no_option_is_left_unchecked():
 
 
 @EVERY_METHOD
-@pytest.mark.parametrize("value", ["model", "eagle", None])
-def test_the_checkpoint_tells_the_kind_of_draft(method, value):
-    with pytest.raises(ValueError, match=r"\['draft'\] means nothing yet: .*independent model.*checkpoint; remove"):
-        parsed(method, {"draft": value})
+@pytest.mark.parametrize("kind", [None, *CHECKPOINTS])
+def test_the_kind_of_draft_may_be_said(method, kind):
+    options = parsed(method, {"draft": kind})
+    assert (options.draft, options.drafter) == (kind, None)
+    assert in_another_process(options) == options
+
+
+def test_a_draft_without_a_checkpoint(tmp_path, monkeypatch):
+    for tree in ({}, {"draft": "ngram"}):
+        options = parsed("opt_tree", {**tree, "prompt_lookup_max": 6}, model="ngram")
+        assert (options.draft, options.lookup.prompt_lookup_max) == ("ngram", 6)
+        assert in_another_process(options) == options
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ngram").mkdir()
+    assert parsed("opt_tree", model="ngram").drafter is None, "a folder of that name comes first"
+    assert parsed("opt_tree", {"draft": "ngram"}, model="ngram").drafter is not None
+
+
+def test_mtp_layers_may_be_the_target_s():
+    keys = {"method": "opt_tree", "num_speculative_tokens": 25, "tree": {"draft": "mtp"}}
+    assert TreeOptions.parse(keys)[1] == {}
+    assert TreeOptions.parse({**keys, "model": "draft"})[1] == {"model": "draft"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tree": {"draft": "beagle"}}, r"\['draft'\] must be one of model, eagle, eagle3, mtp, ngram, got 'beagle'"),
+        ({"tree": {"draft": ["eagle"]}}, r"\['draft'\] must be one of .*, got \['eagle'\]"),
+        ({"tree": {"draft": "ngram"}}, r"'ngram', which has no checkpoint: give 'model' as 'ngram' too, not 'draft'"),
+        ({"tree": {"draft": "medusa"}}, r"\['draft'\] asks for Medusa heads, not served yet; .* EAGLE-3 head"),
+        ({"tree": {"draft": "dflash"}}, r"\['draft'\] asks for a DFlash head, not served yet; .* 'ngram'"),
+        ({"model": "suffix"}, r"\['model'\] asks for a suffix tree, not served yet; .* 'ngram'"),
+        ({"parallel_drafting": True}, r"\['parallel_drafting'\] asks for a draft of one forward; this release drafts"),
+    ],
+)
+def test_drafts_that_are_not_served(change, message):
+    with pytest.raises(ValueError, match=message):
+        TreeOptions.parse({**config("opt_tree"), **change})
 
 
 @pytest.mark.parametrize(

@@ -146,8 +146,6 @@ def test_it_decides_whether_an_engine_starts(folder, method):
     with pytest.raises(ValueError, match="allow_lossy"):
         resolve(replace(options(folder, method, {}), **biased))
     assert not resolve(replace(options(folder, method, {"allow_lossy": True}), **biased)).lossless
-    with pytest.raises(ValueError, match=r"\['draft'\]"):
-        options(folder, method, {"draft": "eagle"})
 
 
 @pytest.mark.parametrize(

@@ -1,47 +1,53 @@
-"""The tensor names of a draft's checkpoint, and what they say about it; no weight is read."""
+"""What a checkpoint says of itself: its config.json, and the names and shapes of its tensors; no weight is read."""
 
 import json
 import pickle
-from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 PREFIXES = ("model.", "module.")
-HEAD_MODULES = {
-    "fc": "an EAGLE or DFlash head: joins token and target state",
-    "midlayer": "an EAGLE-3 head",
-    "d2t": "an EAGLE-3 head: a vocabulary of its own",
-    "t2d": "an EAGLE-3 head: a vocabulary of its own",
-    "hidden_norm": "an EAGLE-3 or DFlash head",
-    "medusa_head": "Medusa heads",
-    "medusa_heads": "Medusa heads",
-    "lm_heads": "Medusa heads",
-    "speculator": "an MLP speculator",
-}
-"""Modules that an independent model does not have at its top level."""
-EMBEDDINGS = ("emb", "wte")
-"""Substrings of the names of token embeddings, in every family of models."""
+
+Shape = tuple[int, ...]
 
 
-def tensor_names(model: str, revision: str | None = None) -> set[str] | None:
-    """Names of all tensors of a local folder or a hub model; None if they cannot be read without its weights."""
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    model: str
+    """A local folder or a hub name."""
+    config: dict[str, Any]
+    """The config.json as it is written; vLLM's own reading of it drops what it does not know."""
+    tensors: dict[str, Shape | None] | None
+    """Names without `PREFIXES` -> shapes, None where only an index was read; None: not known without the weights."""
+
+    @classmethod
+    def read(cls, model: str, revision: str | None, trust_remote_code: bool) -> "Checkpoint":
+        """Raises whatever Transformers raises if there is no config."""
+        return cls(model, written_config(model, revision, trust_remote_code), tensor_shapes(model, revision))
+
+    def refused(self, why: str) -> ValueError:
+        return ValueError(f"speculative_config['model']: {self.model!r} {why}")
+
+
+def written_config(model: str, revision: str | None, trust_remote_code: bool) -> dict[str, Any]:
+    from transformers import PreTrainedConfig
+    from vllm.transformers_utils.config import get_config
+
+    try:
+        written: dict[str, Any] = PreTrainedConfig.get_config_dict(model, revision=revision)[0]
+    except OSError:  # a format without a config.json, Mistral's own for example
+        written = get_config(model, trust_remote_code, revision=revision).to_dict()
+    return written
+
+
+def tensor_shapes(model: str, revision: str | None = None) -> dict[str, Shape | None] | None:
+    """Shapes of all tensors of a local folder or a hub model; None if they cannot be read without its weights."""
     folder = Path(model) if Path(model).is_dir() else _cached(model, revision)
-    names = None if folder is None else _in_folder(folder)
-    return names or (None if Path(model).is_dir() else _on_hub(model, revision))
-
-
-def why_a_head(names: Iterable[str]) -> str | None:
-    """Why a checkpoint with tensors of these names cannot be an independent model; None if it can."""
-    names = sorted(names)
-    for name in names:
-        module = _without_prefix(name).partition(".")[0]
-        if module in HEAD_MODULES or module.isdecimal():
-            return f"tensor {name!r}, as {HEAD_MODULES.get(module, 'Medusa heads')}"
-    if names and not any(part in name for name in names for part in EMBEDDINGS):
-        return f"no token embedding among its tensors ({', '.join(names[:3])}, ...)"
-    return None
+    shapes = (folder and _in_folder(folder)) or (None if Path(model).is_dir() else _on_hub(model, revision))
+    return None if shapes is None else {_without_prefix(name): shape for name, shape in shapes.items()}
 
 
 def _without_prefix(name: str) -> str:
@@ -50,25 +56,38 @@ def _without_prefix(name: str) -> str:
     return name
 
 
-def _in_folder(folder: Path) -> set[str]:
-    """Names in the files that vLLM would load: safetensors before pickles, an index before the files that it lists."""
+def _in_folder(folder: Path) -> dict[str, Shape | None]:
+    """Of the files that vLLM would load: safetensors before pickles, of these the files that an index lists."""
     for pattern in ("*.safetensors", "pytorch_model*.bin"):
-        if files := sorted(folder.glob(f"{pattern}.index.json")) or sorted(folder.glob(pattern)):
-            return {name for file in files for name in _in_file(file)}
-    return set()
+        files, found = sorted(folder.glob(pattern)), dict[str, Shape | None]()
+        if indices := sorted(folder.glob(f"{pattern}.index.json")):
+            listed = {name: file for index in indices for name, file in _listed(index).items()}
+            files, found = sorted({folder / file for file in listed.values()}), dict.fromkeys(listed)
+        for file in files:
+            found |= _in_file(file)
+        if files:
+            return found
+    return {}
 
 
-def _in_file(file: Path) -> Iterable[str]:
+def _listed(index: Path) -> dict[str, str]:
+    """Tensor -> its file; empty if there is no such index."""
+    try:
+        return dict(json.loads(index.read_text())["weight_map"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def _in_file(file: Path) -> dict[str, Shape | None]:
     """Empty if the file cannot be read, or a pickle is older than torch 1.6: vLLM's loader says what is wrong."""
     try:
-        if file.suffix == ".json":
-            return set(json.loads(file.read_text())["weight_map"])
         if file.suffix == ".safetensors":
             with safe_open(file, framework="pt") as opened:
-                return set(opened.keys())
-        return set(torch.load(file, map_location="meta", mmap=True, weights_only=True))
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError, pickle.UnpicklingError):
-        return ()
+                return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+        loaded = torch.load(file, map_location="meta", mmap=True, weights_only=True)
+        return {name: tuple(weight.shape) for name, weight in loaded.items()}
+    except (OSError, ValueError, AttributeError, RuntimeError, SafetensorError, pickle.UnpicklingError):
+        return {}
 
 
 def _cached(model: str, revision: str | None) -> Path | None:
@@ -82,13 +101,14 @@ def _cached(model: str, revision: str | None) -> Path | None:
         return None
 
 
-def _on_hub(model: str, revision: str | None) -> set[str] | None:
+def _on_hub(model: str, revision: str | None) -> dict[str, Shape | None] | None:
     """Of a model that is not cached: the hub serves the headers of safetensors by themselves."""
     import huggingface_hub
 
     if huggingface_hub.constants.HF_HUB_OFFLINE:
         return None
     try:
-        return set(huggingface_hub.get_safetensors_metadata(model, revision=revision).weight_map)
+        files = huggingface_hub.get_safetensors_metadata(model, revision=revision).files_metadata.values()
     except Exception:  # no such files, no access, no network: vLLM's own loader says what is wrong
         return None
+    return {name: tuple(tensor.shape) for file in files for name, tensor in file.tensors.items()}

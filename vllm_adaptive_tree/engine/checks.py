@@ -4,13 +4,10 @@ import os
 from typing import Any
 
 from vllm_adaptive_tree.config import TreeOptions
-from vllm_adaptive_tree.engine.checkpoint import tensor_names, why_a_head
 from vllm_adaptive_tree.engine.cpu_cache import PACKINGS
 from vllm_adaptive_tree.proposers import Proposer
 
 UNTESTED = "VLLM_ADAPTIVE_TREE_UNTESTED_GPU"
-
-HEAD_ARCHITECTURES = ("eagle", "mtp", "medusa", "dflash", "dspark", "xpress", "mlpspeculator")
 
 UNSUPPORTED_ARGUMENTS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     # attribute of EngineArgs, what it may be, what to do
@@ -49,39 +46,6 @@ def check_arguments(args: Any) -> None:
         raise ValueError("additional_config must be a mapping with a tree method: its options travel in it")
 
 
-def check_draft(args: Any, draft: str, revision: str | None, kind: str | None) -> None:
-    """Refuse a draft that cannot be read, is not of the `kind` said, or has another vocabulary than the target.
-
-    vLLM would judge by the path; this judges by the checkpoint. `args` is vLLM's EngineArgs.
-    """
-    from vllm.transformers_utils.config import get_config
-
-    try:
-        config = get_config(draft, args.trust_remote_code, revision=revision)
-    except Exception as error:
-        raise ValueError(
-            f"speculative_config['model']: cannot read a draft model at {draft!r}; give a local folder or a hub name "
-            f"with a config.json ({type(error).__name__}: {error})"
-        ) from error
-    architectures = getattr(config, "architectures", None) or []
-    head = hasattr(config, "speculators_model_type") or any(
-        name in architecture.lower() for architecture in architectures for name in HEAD_ARCHITECTURES
-    )
-    why = ", ".join(architectures) if head else why_a_head(tensor_names(draft, revision) or ())
-    if why is not None and kind in (None, "model"):
-        raise ValueError(
-            f"speculative_config['model']: {draft!r} is a draft head ({why}); this release drafts with an independent "
-            "model that shares the target's vocabulary"
-        )
-    target = get_config(args.model, args.trust_remote_code, revision=args.revision)
-    sizes = [part.get_text_config().vocab_size for part in (config, target)]
-    if sizes[0] != sizes[1]:
-        raise ValueError(
-            f"speculative_config['model']: {draft!r} has a vocabulary of {sizes[0]} tokens and the target one of "
-            f"{sizes[1]}; use a draft trained with the target's tokenizer"
-        )
-
-
 def check_config(config: Any, options: TreeOptions) -> None:
     """Refuse a built VllmConfig that a tree cannot serve."""
     from vllm.platforms import current_platform
@@ -96,11 +60,6 @@ def check_config(config: Any, options: TreeOptions) -> None:
         raise ValueError(
             "speculative_config['method']: VLLM_USE_V2_MODEL_RUNNER=1 asks for Model Runner V2, which needs Triton; "
             "unset it"
-        )
-    if spec.method == "draft_model" and options.draft != "model":
-        raise ValueError(
-            f"speculative_config['model']: vLLM takes {spec.model!r} for a {spec.method!r} draft; this release drafts "
-            "with an independent model"
         )
     for refused, what in (
         (target.runner_type != "generate", f"runner {target.runner_type!r}"),

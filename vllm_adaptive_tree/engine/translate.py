@@ -13,9 +13,10 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from vllm_adaptive_tree.config import TreeOptions
-from vllm_adaptive_tree.engine import checks
+from vllm_adaptive_tree.engine import checks, draft_checks
 from vllm_adaptive_tree.engine.common.cost_profile import check_folder
 from vllm_adaptive_tree.engine.common.node_quota import schedule
+from vllm_adaptive_tree.engine.draft_kind import NAMES, kind_of
 from vllm_adaptive_tree.engine.mark import installed
 from vllm_adaptive_tree.engine.names import CONFIG_KEY, MARK
 from vllm_adaptive_tree.methods import fitting, resolve
@@ -45,9 +46,16 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
     options = fitting(options, pair.proposer)
     checks.check_arguments(args)
     check_folder(options.tree.cost_profile)
+    draft_checks.check_target(args)
+    draft = None
     if options.drafter is None:
-        checks.check_draft(args, vllm_keys["model"], vllm_keys.get("revision"), options.draft)
-        options = replace(options, draft=options.draft or "model")
+        if vllm_keys.get("model") is None:  # MTP modules in the target's checkpoint
+            own = {"model": args.model, "revision": args.revision, "quantization": args.quantization}
+            vllm_keys = {**own, **{key: value for key, value in vllm_keys.items() if value is not None}}
+        draft = draft_checks.read_draft(args, vllm_keys["model"], vllm_keys.get("revision"))
+        options = replace(options, draft=kind_of(draft, said=options.draft, target=args.model))
+        draft_checks.check_draft(args, draft, str(options.draft), vllm_keys)
+    draft_checks.check_method(pair, str(options.draft))
 
     args = copy.copy(args)
     args.worker_cls = WORKER if current_platform.is_cpu() else GPU_WORKER
@@ -70,6 +78,8 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
             config.speculative_config.method = "custom_class"
     setattr(config.speculative_config, MARK, mark)
     checks.check_config(config, options)
+    if draft is not None and options.draft != "model":
+        draft_checks.check_head(config, draft, str(options.draft))
     if config.use_v2_model_runner:
         scheduler = config.scheduler_config
         config.speculative_config.num_speculative_tokens_per_batch_size = schedule(
@@ -85,7 +95,7 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
         options.method,
         options.num_speculative_tokens,
         vllm_keys["model"],
-        options.draft,
+        NAMES.get(str(options.draft), "no checkpoint"),
         pair.rule_name,
         pair.proposer.kind,
         "V2" if config.use_v2_model_runner else "V1",

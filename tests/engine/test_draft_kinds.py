@@ -1,0 +1,229 @@
+"""Every kind of checkpoint, under a plain and a misleading path: what it is taken for, and what is refused with what
+words. No engine starts: the configuration is built, as for one."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from vllm.engine.arg_utils import EngineArgs
+
+from tests.engine import heads
+from tests.engine.engines import TARGET, tree
+from tests.engine.heads import CONFIG, HIDDEN, VOCABULARY
+from vllm_adaptive_tree.engine.common.startup import tree_options
+
+LAYERS = CONFIG["num_hidden_layers"]
+ONE_LAYER = {**CONFIG, "num_hidden_layers": 1, "tie_word_embeddings": False}
+SILENT = {**ONE_LAYER, "architectures": ["LlamaForCausalLM"]}
+EAGLE3 = {**ONE_LAYER, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": VOCABULARY}
+DFLASH = {"model_type": "qwen3", "dflash_config": {"mask_token_id": 0, "target_layer_ids": [2, 5]}, "block_size": 8}
+
+Shapes = dict[str, tuple[int, ...]]
+EAGLE_TENSORS: Shapes = {"fc.weight": (HIDDEN, 2 * HIDDEN), "layers.0.self_attn.q_proj.weight": (8, 8)}
+EAGLE3_TENSORS: Shapes = {"fc.weight": (HIDDEN, 3 * HIDDEN), "midlayer.hidden_norm.weight": (HIDDEN,)}
+DFLASH_TENSORS: Shapes = {"fc.weight": (HIDDEN, 2 * HIDDEN), "hidden_norm.weight": (HIDDEN,)}
+WHOLE: Shapes = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN), "lm_head.weight": (VOCABULARY, HIDDEN)}
+
+
+def speculators(kind: str, **more: Any) -> dict[str, Any]:
+    """A config.json of the library `speculators`."""
+    verifier = {"name_or_path": TARGET, "architectures": CONFIG["architectures"]}
+    methods = [{"proposal_type": "greedy", "speculative_tokens": 3}]
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": kind,
+        "speculators_config": {"algorithm": kind, "proposal_methods": methods, "verifier": verifier},
+        "transformer_layer_config": {**ONE_LAYER, "model_type": "llama"},
+        "draft_vocab_size": VOCABULARY,
+        "mask_token_id": 0,
+        "aux_hidden_state_layer_ids": [2, 5],
+        **more,
+    }
+
+
+def written(folder: Path, config: dict[str, Any], tensors: Shapes) -> str:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: torch.zeros(shape) for name, shape in tensors.items()}, folder / "model.safetensors")
+    return str(folder)
+
+
+def build(draft: str | None, said: str | None = None, target: str = TARGET, **arguments: Any) -> Any:
+    keys = arguments.pop("keys", {})
+    spec = {**tree(60), "model": draft, **keys}
+    if draft is None:
+        del spec["model"]
+    if said is not None:
+        spec["tree"] = {**spec["tree"], "draft": said}
+    return EngineArgs(
+        model=target, speculative_config=spec, **{"max_model_len": 512, **arguments}
+    ).create_engine_config()
+
+
+Make = Callable[[Path], str]
+KINDS: dict[str, tuple[Make, str]] = {
+    "an independent model": (lambda folder: written(folder, CONFIG, WHOLE), "model"),
+    "EAGLE that says it is a Llama": (heads.eagle, "eagle"),
+    "EAGLE with an architecture": (
+        lambda folder: written(folder, {**SILENT, "architectures": ["EagleLlamaForCausalLM"]}, EAGLE_TENSORS),
+        "eagle",
+    ),
+    "EAGLE, converted": (
+        lambda folder: written(
+            folder,
+            {"model_type": "eagle", "architectures": ["EagleLlamaForCausalLM"], "model": SILENT, **SILENT}
+            | {"model_type": "eagle", "architectures": ["EagleLlamaForCausalLM"]},
+            EAGLE_TENSORS,
+        ),
+        "eagle",
+    ),
+    "EAGLE-3": (heads.eagle3, "eagle3"),
+    "EAGLE-3 of a reduced vocabulary": (lambda folder: heads.eagle3(folder, reduced=True), "eagle3"),
+    "EAGLE-3 by its keys": (
+        lambda folder: written(folder, {**SILENT, "draft_vocab_size": VOCABULARY}, EAGLE3_TENSORS),
+        "eagle3",
+    ),
+    "EAGLE-3 by its tensors": (lambda folder: written(folder, SILENT, EAGLE3_TENSORS), "eagle3"),
+    "EAGLE-3 by the width of fc": (
+        lambda folder: written(folder, SILENT, {"fc.weight": (HIDDEN, 3 * HIDDEN)}),
+        "eagle3",
+    ),
+    "EAGLE-3 of speculators": (
+        lambda folder: written(
+            folder, speculators("eagle3"), {"fc.weight": (HIDDEN, 3 * HIDDEN), "layers.0.hidden_norm.weight": (HIDDEN,)}
+        ),
+        "eagle3",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["draft", "eagle3-dflash-eagle-"])
+@pytest.mark.parametrize("said", [False, True], ids=["told", "said"])
+@pytest.mark.parametrize("which", KINDS)
+def test_what_a_checkpoint_is_taken_for(which: str, said: bool, name: str, tmp_path: Path) -> None:
+    make, kind = KINDS[which]
+    draft = make(tmp_path / name)
+    config = build(draft, kind if said else None)
+    spec = config.speculative_config
+    assert tree_options(config).draft == kind
+    assert spec.method == {"model": "draft_model"}.get(kind, kind)
+    assert spec.model == spec.draft_model_config.model == draft
+    assert (spec.num_speculative_tokens, config.num_lookahead_tokens) == (60, 60), "the scheduler reserves for nodes"
+    assert config.num_prefill_lookahead_tokens == (0 if kind == "model" else 1)
+    assert spec.max_num_new_slots_for_drafting == (1 if kind == "model" else 0)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], Shapes, list[str]]] = {
+    "P-EAGLE": (
+        {**ONE_LAYER, "architectures": ["PEagleDraftModel"], "ptd_token_id": 0},
+        {**EAGLE3_TENSORS, "mask_hidden": (1, 1, 3 * HIDDEN)},
+        ["a P-EAGLE head", "'PEagleDraftModel'"],
+    ),
+    "P-EAGLE that says it is EAGLE-3": (
+        EAGLE3,
+        {**EAGLE3_TENSORS, "mask_hidden": (1, 1, 3 * HIDDEN)},
+        ["a P-EAGLE head", "'mask_hidden'"],
+    ),
+    "P-EAGLE of speculators": (speculators("peagle"), {}, ["a P-EAGLE head", "speculators_model_type 'peagle'"]),
+    "Medusa": (
+        {"model_type": "medusa", "architectures": ["MedusaModel"], "hidden_size": HIDDEN, "vocab_size": VOCABULARY},
+        {"blocks.0.layers.0.weight": (HIDDEN, HIDDEN), "lm_heads.0.weight": (VOCABULARY, HIDDEN)},
+        ["Medusa heads", "model_type 'medusa'"],
+    ),
+    "Medusa's own files": (
+        {"medusa_num_heads": 2, "medusa_num_layers": 1},
+        {"0.0.linear.weight": (HIDDEN, HIDDEN)},
+        ["Medusa heads", "medusa_num_heads"],
+    ),
+    "Medusa by its tensors": (SILENT, {"0.0.linear.weight": (HIDDEN, HIDDEN)}, ["Medusa heads", "'0.0.linear.weight'"]),
+    "DFlash": (
+        {**ONE_LAYER, **DFLASH, "architectures": ["DFlashDraftModel"]},
+        DFLASH_TENSORS,
+        ["a DFlash head", "'DFlashDraftModel'"],
+    ),
+    "DFlash that says it is a Qwen3": (
+        {**ONE_LAYER, **DFLASH, "architectures": ["Qwen3ForCausalLM"]},
+        DFLASH_TENSORS,
+        ["a DFlash head", "dflash_config"],
+    ),
+    "DFlash by its tensors": (SILENT, DFLASH_TENSORS, ["a DFlash head", "'hidden_norm.weight'"]),
+    "DFlash2 of speculators": (speculators("dflash2"), DFLASH_TENSORS, ["a DFlash head", "'dflash2'"]),
+    "LiLiCorr": ({**ONE_LAYER, "architectures": ["LiLiCorrDraftModel"]}, {}, ["a DFlash head", "'LiLiCorrDraftModel'"]),
+    "DSpark": (
+        {**ONE_LAYER, "model_type": "qwen3", "architectures": ["Qwen3DSparkModel"], "block_size": 5},
+        {**DFLASH_TENSORS, "markov_head.markov_w1.weight": (VOCABULARY, 16)},
+        ["a DSpark head", "'Qwen3DSparkModel'"],
+    ),
+    "DSpark by its tensors": (
+        SILENT,
+        {**DFLASH_TENSORS, "markov_head.markov_w1.weight": (VOCABULARY, 16)},
+        ["a DSpark head", "markov_w1"],
+    ),
+    "an MLP speculator": (
+        {"model_type": "mlp_speculator", "architectures": ["MLPSpeculatorPreTrainedModel"]},
+        {"speculator.emb.0.weight": (VOCABULARY, HIDDEN)},
+        ["an MLP speculator", "model_type"],
+    ),
+    "XPress": ({**ONE_LAYER, "architectures": ["Qwen3XPressModel"]}, {}, ["an XPress head", "'Qwen3XPressModel'"]),
+    "MTP of speculators": (speculators("mtp"), {}, ["of a kind that is not known", "'mtp'"]),
+    "nothing that is known": (
+        SILENT,
+        {"layers.0.mlp.up_proj.weight": (8, 8), "lm_head.weight": (8, 8)},
+        ["of a kind that is not known", "no token embedding among its tensors (layers.0.mlp"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["draft", "eagle3"])
+@pytest.mark.parametrize("said", [None, "eagle3"])
+@pytest.mark.parametrize("which", REFUSED)
+def test_kinds_that_are_not_served(which: str, said: str | None, name: str, tmp_path: Path) -> None:
+    config, tensors, words = REFUSED[which]
+    with pytest.raises(ValueError, match=r"\['model'\]: .*, not served yet; this release drafts with") as error:
+        build(written(tmp_path / name, config, tensors), said)
+    assert all(word in str(error.value) for word in (*words, "EAGLE-3 head", "'ngram'")), error.value
+
+
+CONTRADICTIONS: dict[str, tuple[dict[str, Any], Shapes, str | None, list[str]]] = {
+    "said eagle, tensors of eagle3": (SILENT, EAGLE3_TENSORS, "eagle", ["'eagle'", "EAGLE-3 head", "midlayer"]),
+    "said eagle3, tensors of eagle": (SILENT, EAGLE_TENSORS, "eagle3", ["'eagle3'", "EAGLE head", "[256, 512]"]),
+    "said model, tensors of eagle": (SILENT, EAGLE_TENSORS, "model", ["'model'", "EAGLE head", "fc.weight"]),
+    "said eagle, tensors of a model": (CONFIG, WHOLE, "eagle", ["'eagle'", "independent model", "token embedding"]),
+    "said eagle, architecture of eagle3": (EAGLE3, {}, "eagle", ["'eagle'", "EAGLE-3 head", "LlamaForCausalLMEagle3"]),
+    "said mtp, architecture of eagle3": (EAGLE3, EAGLE3_TENSORS, "mtp", ["'mtp'", "EAGLE-3 head"]),
+    "config of eagle3, tensors of eagle": (
+        EAGLE3,
+        EAGLE_TENSORS,
+        None,
+        ["LlamaForCausalLMEagle3", "[256, 512]", "correct the config.json"],
+    ),
+    "config of eagle, tensors of a model": (
+        {**SILENT, "architectures": ["EagleLlamaForCausalLM"]},
+        WHOLE,
+        None,
+        ["EagleLlamaForCausalLM", "independent model", "correct the config.json"],
+    ),
+    "keys of eagle3, tensors of eagle": (
+        {**SILENT, "draft_vocab_size": VOCABULARY},
+        EAGLE_TENSORS,
+        None,
+        ["draft_vocab_size", "EAGLE head", "give the kind in 'tree' as 'draft'"],
+    ),
+}
+
+
+@pytest.mark.parametrize("which", CONTRADICTIONS)
+def test_contradictions_name_both_facts(which: str, tmp_path: Path) -> None:
+    config, tensors, said, words = CONTRADICTIONS[which]
+    with pytest.raises(ValueError, match="speculative_config") as error:
+        build(written(tmp_path / "draft", config, tensors), said)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_what_is_said_settles_what_the_keys_leave_open(tmp_path: Path) -> None:
+    draft = written(tmp_path / "draft", {**SILENT, "draft_vocab_size": VOCABULARY}, EAGLE_TENSORS)
+    assert build(draft, "eagle").speculative_config.method == "eagle"
