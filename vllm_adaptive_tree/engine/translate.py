@@ -26,7 +26,8 @@ WORKER = "vllm_adaptive_tree.engine.cpu_worker.TreeWorker"
 GPU_WORKER = "vllm_adaptive_tree.engine.gpu_worker.TreeGPUWorker"
 
 VLLM_METHODS = {"model": "draft_model", "eagle": "eagle", "eagle3": "eagle3", "mtp": "mtp"}
-"""Kind of the draft -> vLLM's method; a draft without a checkpoint goes as "ngram"."""
+"""Kind of the draft -> vLLM's method; a draft without a checkpoint is "ngram", and while the config is built
+"ngram_gpu", for which vLLM does not switch asynchronous scheduling off."""
 HEAD_NAMES = ("eagle-", "eagle3", "dflash", "dspark")
 """Substrings of a draft's path that make vLLM take it for a head, whatever `method` says."""
 
@@ -55,7 +56,7 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
         args.speculative_config = {
             **vllm_keys,
             "model": path,
-            "method": VLLM_METHODS.get(str(options.draft), "ngram"),
+            "method": VLLM_METHODS.get(str(options.draft), "ngram_gpu"),
             "num_speculative_tokens": options.num_speculative_tokens,
             # One size for every batch of Model Runner V1, which allocates slots itself; with a schedule vLLM pads no
             # resumed or cached request with draft tokens -1.
@@ -65,6 +66,8 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
         config.speculative_config.model = vllm_keys["model"]
         if options.drafter is None:
             config.speculative_config.draft_model_config.model = vllm_keys["model"]
+        else:
+            config.speculative_config.method = "ngram"
     setattr(config.speculative_config, MARK, mark)
     checks.check_config(config, options)
     if config.use_v2_model_runner:
