@@ -27,8 +27,9 @@ WORKER = "vllm_adaptive_tree.engine.cpu_worker.TreeWorker"
 GPU_WORKER = "vllm_adaptive_tree.engine.gpu_worker.TreeGPUWorker"
 
 VLLM_METHODS = {"model": "draft_model", "eagle": "eagle", "eagle3": "eagle3", "mtp": "mtp"}
-"""Kind of the draft -> vLLM's method. A draft without a checkpoint goes as "ngram", which Model Runner V2 takes too; V1
-lets a "custom_class" be made by whatever stands in its place, and imports no n-gram matcher for it."""
+"""Kind of the draft -> vLLM's method. A draft without a checkpoint is "ngram_gpu" while the config is built, for which
+vLLM does not switch asynchronous scheduling off. Then it is "ngram" for Model Runner V2, which keeps tokens on the device
+for it; V1 makes a "custom_class" from whatever stands in its place."""
 HEAD_NAMES = ("eagle-", "eagle3", "dflash", "dspark")
 """Substrings of a draft's path that make vLLM take it for a head, whatever `method` says."""
 
@@ -64,7 +65,7 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
         args.speculative_config = {
             **vllm_keys,
             "model": path,
-            "method": VLLM_METHODS.get(str(options.draft), "ngram"),
+            "method": VLLM_METHODS.get(str(options.draft), "ngram_gpu"),
             "num_speculative_tokens": options.num_speculative_tokens,
             # One size for every batch of Model Runner V1, which allocates slots itself; with a schedule vLLM pads no
             # resumed or cached request with draft tokens -1.
@@ -74,8 +75,8 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
         config.speculative_config.model = vllm_keys["model"]
         if options.drafter is None:
             config.speculative_config.draft_model_config.model = vllm_keys["model"]
-        elif not config.use_v2_model_runner:
-            config.speculative_config.method = "custom_class"
+        else:
+            config.speculative_config.method = "ngram" if config.use_v2_model_runner else "custom_class"
     setattr(config.speculative_config, MARK, mark)
     checks.check_config(config, options)
     if draft is not None and options.draft != "model":
