@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from vllm_adaptive_tree.acceptance import REGISTERED, RULES, VLLM_RULES
-from vllm_adaptive_tree.drafters import CHECKPOINTS, DRAFTERS
+from vllm_adaptive_tree.drafters import CHECKPOINTS, DRAFTERS, Lookup, TextDrafter
 from vllm_adaptive_tree.options import Options
 from vllm_adaptive_tree.proposers import PROPOSERS, MethodOptions
 
@@ -32,9 +32,25 @@ UNSERVED = {
     "peagle": "a P-EAGLE head",
     "dflash": "a DFlash head",
     "dspark": "a DSpark head",
-    "suffix": "a suffix tree",
 }
 """Kinds of drafts that other software serves and this release does not, and what to call them."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextDraft:
+    """A draft without a checkpoint."""
+
+    path: str
+    """Import path of its `TextDrafter`."""
+    options: Options
+    """Of that class."""
+
+    def build(self, vocabulary: int) -> TextDrafter:
+        return DRAFTERS.load(self.path).build(self.options, vocabulary=vocabulary)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any] | None) -> "TextDraft | None":
+        return None if data is None else cls(data["path"], DRAFTERS.load(data["path"]).Options(**data["options"]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,10 +69,10 @@ class TreeOptions:
     draft: str | None = None
     """Kind of the draft: one of `CHECKPOINTS`, or the name of a draft without a checkpoint; None: told by the
     checkpoint."""
-    drafter: str | None = None
-    """Import path of a draft without a checkpoint."""
-    lookup: Options | None = None
-    """The options of that draft, of its class's `Options`."""
+    text: TextDraft | None = None
+    """The draft, if it has no checkpoint."""
+    lookup: TextDraft | None = None
+    """Continuations to merge into the trees of the draft."""
 
     def __post_init__(self) -> None:
         nodes, rule = self.num_speculative_tokens, self.rejection_sample_method
@@ -106,8 +122,8 @@ class TreeOptions:
                 f"speculative_config['method']: {method!r} is no tree method; use one of {_names(PROPOSERS.names())}"
             )
         rule = given.get("rejection_sample_method", "auto")
-        draft, drafter = _draft(model, tree)
-        of_method, lookup = _tree_options(tree, method, PROPOSERS.load(proposer).Options, drafter)
+        draft, path = _draft(model, tree)
+        of_method, text, lookup = _tree_options(tree, method, PROPOSERS.load(proposer).Options, path)
         options = cls(
             method=method,
             num_speculative_tokens=given["num_speculative_tokens"],
@@ -116,7 +132,7 @@ class TreeOptions:
             proposer=proposer,
             acceptance=REGISTERED.path(rule) if isinstance(rule, str) and rule not in RULES else None,
             draft=draft,
-            drafter=drafter,
+            text=text,
             lookup=lookup,
         )
         return options, {key: given[key] for key in ("model", *VLLM_KEYS) if key in given}
@@ -126,10 +142,9 @@ class TreeOptions:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        tree, lookup = PROPOSERS.load(data["proposer"]).Options(**data["tree"]), None
-        if data["drafter"] is not None:
-            lookup = DRAFTERS.load(data["drafter"]).Options(**data["lookup"])
-        return cls(**{**data, "tree": tree, "lookup": lookup})
+        tree = PROPOSERS.load(data["proposer"]).Options(**data["tree"])
+        texts = {name: TextDraft.from_json(data[name]) for name in ("text", "lookup")}
+        return cls(**{**data, "tree": tree, **texts})
 
 
 def is_tree_method(speculative_config: Any) -> bool:
@@ -171,25 +186,43 @@ def _draft(model: str | None, tree: Any) -> tuple[str | None, str | None]:
 
 
 def _tree_options(
-    tree: Any, method: str, options: type[MethodOptions], drafter: str | None
-) -> tuple[MethodOptions, Options | None]:
-    """The method's options, and those of a draft without a checkpoint."""
+    tree: Any, method: str, options: type[MethodOptions], text: str | None
+) -> tuple[MethodOptions, TextDraft | None, TextDraft | None]:
+    """The method's options; the draft, if it has no checkpoint but the import path `text`; and what to merge."""
     if not isinstance(tree, Mapping):
         raise ValueError(f"speculative_config['tree'] must be a mapping of options, got {tree!r}")
     given = {key.replace("-", "_"): value for key, value in tree.items()}
     given.pop("draft", None)
-    own = None if drafter is None else DRAFTERS.load(drafter).Options
-    known = tuple(one.name for one in fields(options))
-    of_draft = () if own is None else tuple(one.name for one in fields(own))
+    paths = text, _lookup(given.pop("lookup", None))
+    classes = [options, *(DRAFTERS.load(path).Options for path in paths if path is not None)]
+    known = [name for one in classes for name in _fields(one)]
     for key in given:
-        if key not in (*known, *of_draft):
+        if key not in known:
             raise ValueError(
                 f"speculative_config['tree'][{key!r}] is not an option of {method!r}; known options: "
-                f"{_names(('draft', *known, *of_draft))}"
+                f"{_names(('draft', 'lookup', *known))}"
             )
-    return options(**{key: given[key] for key in given if key in known}), (
-        None if own is None else own(**{key: given[key] for key in given if key in of_draft and key not in known})
-    )
+    of_method = options(**{key: value for key, value in given.items() if key in _fields(options)})
+    found = []
+    for path in paths:
+        own = None if path is None else DRAFTERS.load(path).Options
+        mine = {key: value for key, value in given.items() if own is not None and key in _fields(own)}
+        found.append(None if own is None or path is None else TextDraft(path, own(**mine)))
+    return of_method, found[0], found[1]
+
+
+def _lookup(name: Any) -> str | None:
+    """The import path of the `Lookup` that `tree: {"lookup": name}` asks for."""
+    if name is None:
+        return None
+    names = tuple(one for one in DRAFTERS.names() if issubclass(DRAFTERS.load(str(DRAFTERS.path(one))), Lookup))
+    if name not in names:
+        raise ValueError(f"speculative_config['tree']['lookup'] must be one of {_names(names)}, got {name!r}")
+    return DRAFTERS.path(name)
+
+
+def _fields(options: type[Options]) -> tuple[str, ...]:
+    return tuple(one.name for one in fields(options))
 
 
 def _names(names: tuple[str, ...]) -> str:

@@ -55,6 +55,11 @@ def resolve(options: TreeOptions) -> Pair:
             f"speculative_config['rejection_sample_method']: {name!r} accepts whole paths, but init_width={init_width} "
             "needs a rule that walks node by node, for example rrsw"
         )
+    if options.lookup is not None and name != "target_only":
+        raise ValueError(
+            f"speculative_config['tree']['lookup']: {name!r} has to know how every node was sampled, and merged "
+            "continuations were not; set 'rejection_sample_method' to 'target_only', or remove 'lookup'"
+        )
     proposer.kind = kind or proposer.kinds[0]
     loss = None
     if init_width > 1:

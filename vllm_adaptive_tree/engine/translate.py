@@ -28,8 +28,8 @@ GPU_WORKER = "vllm_adaptive_tree.engine.gpu_worker.TreeGPUWorker"
 
 VLLM_METHODS = {"model": "draft_model", "eagle": "eagle", "eagle3": "eagle3", "mtp": "mtp"}
 """Kind of the draft -> vLLM's method. A draft without a checkpoint is "ngram_gpu" while the config is built, for which
-vLLM does not switch asynchronous scheduling off. Then it is "ngram" for Model Runner V2, which keeps tokens on the device
-for it; V1 makes a "custom_class" from whatever stands in its place."""
+vLLM does not switch asynchronous scheduling off. Then it is "ngram" for Model Runner V2, which keeps tokens on the
+device for it; V1 makes a "custom_class" from whatever stands in its place."""
 HEAD_NAMES = ("eagle-", "eagle3", "dflash", "dspark")
 """Substrings of a draft's path that make vLLM take it for a head, whatever `method` says."""
 
@@ -49,7 +49,7 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
     check_folder(options.tree.cost_profile)
     draft_checks.check_target(args)
     draft = None
-    if options.drafter is None:
+    if options.text is None:
         if vllm_keys.get("model") is None:  # MTP modules in the target's checkpoint
             own = {"model": args.model, "revision": args.revision, "quantization": args.quantization}
             vllm_keys = {**own, **{key: value for key, value in vllm_keys.items() if value is not None}}
@@ -73,7 +73,7 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
         }
         config = original(args, *rest, **kwargs)
         config.speculative_config.model = vllm_keys["model"]
-        if options.drafter is None:
+        if options.text is None:
             config.speculative_config.draft_model_config.model = vllm_keys["model"]
         else:
             config.speculative_config.method = "ngram" if config.use_v2_model_runner else "custom_class"
@@ -119,7 +119,7 @@ def _path(options: TreeOptions, vllm_keys: dict[str, Any]) -> contextlib.Abstrac
     """What vLLM is told to load. It judges some kinds by the path, whatever `method` says."""
     if options.draft in ("model", "mtp"):
         return _neutral_path(vllm_keys["model"], vllm_keys.get("revision"))
-    return contextlib.nullcontext(vllm_keys["model"] if options.drafter is None else "ngram")
+    return contextlib.nullcontext(vllm_keys["model"] if options.text is None else "ngram")
 
 
 @contextlib.contextmanager

@@ -14,7 +14,9 @@ from vllm_adaptive_tree.engine.common.request_flags import has_grammar, is_greed
 from vllm_adaptive_tree.engine.v1.catch_up import Step
 from vllm_adaptive_tree.engine.v1.drafter import TimedDrafter
 from vllm_adaptive_tree.engine.v1.drafts import Draft, to_drafts
+from vllm_adaptive_tree.engine.v1.text_drafter import texts
 from vllm_adaptive_tree.proposers import Proposal, Request, draft_tree
+from vllm_adaptive_tree.proposers.merging import merge
 from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE
 from vllm_adaptive_tree.rng import CounterRNG
 
@@ -57,7 +59,8 @@ class DraftingStep:
         reads_hidden = runner.recorder is not None and runner.recorder.reads_hidden
         drafter = TimedDrafter(runner.drafter, runner.clock, [rows.hidden] if reads_hidden else [])
         with runner.clock.phase("tree"):
-            proposal, drafts = self._trees(drafter, rows, state, nodes, request, others)
+            places = {item.row: item.root for item in rooted if item.root is not None}
+            proposal, drafts = self._trees(drafter, rows, state, nodes, request, others, places)
             grammar = [has_grammar(runner.requests[name].sampling_params) for name in names]
             if any(grammar):
                 tree = proposal.tree.first_paths(torch.tensor(grammar), runner.proposer.max_depth)
@@ -87,9 +90,17 @@ class DraftingStep:
         )
 
     def _trees(
-        self, drafter: TimedDrafter, rows: Rows, state: Any, nodes: int, request: Request, others: int
+        self,
+        drafter: TimedDrafter,
+        rows: Rows,
+        state: Any,
+        nodes: int,
+        request: Request,
+        others: int,
+        roots: Mapping[int, int],
     ) -> tuple[Proposal, list[Draft]]:
-        """One tree for each of R requests from the `rows` of their roots, of rank 0: as tensors, and on the host."""
+        """One tree for each of R requests from the `rows` of their roots, of rank 0: as tensors, and on the host.
+        `roots`: the requests' rows in the batch -> positions of the roots."""
         runner, budget = self.runner, self.runner.budget
         levels, dead = list[Tensor](), list[Tensor]()
         keep = runner.recorder is not None or runner.pair.rule is not RULES["target_only"]
@@ -105,6 +116,9 @@ class DraftingStep:
             lost=dead.append,
         )
         self.dead += int(torch.cat(dead, 1).sum())
+        if runner.lookup is not None:
+            _, found = runner.lookup.begin(texts(runner.input_batch, roots))
+            proposal = merge(proposal, found, nodes=nodes, max_depth=runner.proposer.max_depth)
         proposal = proposal_from_rank_0(proposal)
         drafts = to_drafts(proposal, levels, request.temperature, request.initial, drafter.hidden)
         if budget is None or not budget.limited:

@@ -64,6 +64,8 @@ class TreeModelRunner(CPUModelRunner):
         self.scheduled: dict[int, Draft] = {}  # of this step, by row
         self.judged: dict[int, Draft] = {}  # with those that a grammar has rejected: not accepted, to the budget
         self.seeds = Seeds(vllm_config.model_config.seed)
+        lookup = self.options.lookup
+        self.lookup = None if lookup is None else lookup.build(vllm_config.model_config.get_vocab_size())
         self.steering = Steering(self.proposer, self.options.tree.steered)
         self.cuts_sampled = self.proposer.kind != "one_hot"
         """Whether the budget cuts trees of sampled children."""
@@ -108,6 +110,8 @@ class TreeModelRunner(CPUModelRunner):
             self.drafts.pop(request, None)
         self.seeds.forget(finished)
         self.drafter.forget(finished)
+        if self.lookup is not None:
+            self.lookup.forget(finished)
         return super()._update_states(scheduler_output)
 
     # -- verify: the trees of this step, their positions, their mask

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_adaptive_tree.drafters import DRAFTERS, Rows, Texts
+from vllm_adaptive_tree.drafters import Rows, Texts
 from vllm_adaptive_tree.engine.common.startup import tree_options
 from vllm_adaptive_tree.engine.v1.catch_up import CatchUp, Step
 from vllm_adaptive_tree.trees import SlicedMask
@@ -21,9 +21,8 @@ class HostTextDrafter:
 
     def __init__(self, vllm_config: Any):
         options = tree_options(vllm_config)
-        assert options.drafter is not None
-        vocabulary = vllm_config.model_config.get_vocab_size()
-        self.draft = DRAFTERS.load(options.drafter).build(options.lookup, vocabulary=vocabulary)
+        assert options.text is not None
+        self.draft = options.text.build(vllm_config.model_config.get_vocab_size())
 
     def load_model(self, target: Any) -> None:
         """There is none."""
@@ -47,10 +46,7 @@ class HostTextDrafter:
         roots = {item.row: item.root for item in items if item.root is not None}
         if not roots:
             return Rows(torch.empty(0)), None
-        batch, rows, length = self.runner.input_batch, list(roots), [1 + root for root in roots.values()]
-        tokens = torch.from_numpy(batch.token_ids_cpu[rows, : max(length)]).long()
-        prompt = torch.from_numpy(batch.num_prompt_tokens[rows]).long()
-        return self.draft.begin(Texts([batch.req_ids[row] for row in rows], tokens, torch.tensor(length), prompt))
+        return self.draft.begin(texts(self.runner.input_batch, roots))
 
     def grow(self, tokens: Tensor, parent: Tensor, state: Any) -> tuple[Rows, Any]:
         return self.draft.grow(tokens, parent, state)
@@ -61,3 +57,11 @@ class HostTextDrafter:
         _, state = self.draft.begin(Texts([name], torch.zeros(1, 8, dtype=torch.int64), length, length))
         self.draft.forget([name])
         return state
+
+
+def texts(batch: Any, roots: Mapping[int, int]) -> Texts:
+    """Of vLLM's InputBatch, the requests with a root: their row -> its position."""
+    rows, length = list(roots), [1 + root for root in roots.values()]
+    tokens = torch.from_numpy(batch.token_ids_cpu[rows, : max(length)]).long()
+    prompt = torch.from_numpy(batch.num_prompt_tokens[rows]).long()
+    return Texts([batch.req_ids[row] for row in rows], tokens, torch.tensor(length), prompt)

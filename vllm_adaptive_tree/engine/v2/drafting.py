@@ -16,8 +16,10 @@ from vllm_adaptive_tree.drafters import Frontier, Rows
 from vllm_adaptive_tree.engine.v2.drafts import Drafts
 from vllm_adaptive_tree.engine.v2.kernel_dispatch import counter_rng
 from vllm_adaptive_tree.engine.v2.readback import AsyncReadback
+from vllm_adaptive_tree.engine.v2.texts import texts
 from vllm_adaptive_tree.engine.v2.verification import Verification
 from vllm_adaptive_tree.proposers import Request, draft_tree
+from vllm_adaptive_tree.proposers.merging import merge
 from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE
 from vllm_adaptive_tree.trees import TreeBatch
 from vllm_adaptive_tree.trees.tree_batch import EMPTY
@@ -63,8 +65,9 @@ class TreeDrafting(BaseSpeculator):
     missed: int
     """Tokens of earlier steps that it has read in this step."""
 
-    def __init__(self, runner: Any):
-        """After vLLM's part of the class has been initialized."""
+    def __init__(self, runner: Any, states: Any):
+        """After vLLM's part of the class has been initialized. `states`: vLLM's RequestState."""
+        self.states = states
         self.options, self.pair, self.flags = runner.options, runner.pair, runner.flags
         self.budget, self.steering, self.readback = runner.budget, runner.steering, AsyncReadback()
         self.random = self.options.tree.temperature(2.0)  # the draft's, if it does not follow the request's own
@@ -72,6 +75,10 @@ class TreeDrafting(BaseSpeculator):
         self.device, self.num_speculative_steps = runner.device, self.options.num_speculative_tokens
         self.drafts = Drafts(runner.max_num_reqs, self.num_speculative_steps, self.device)
         self.late, self.missed, self.forwards = None, 0, 0
+        lookup, nodes = self.options.lookup, self.num_speculative_steps
+        self.levels = nodes if lookup else min(self.pair.proposer.max_depth, nodes)
+        """The largest depth of a tree."""
+        self.lookup = None if lookup is None else lookup.build(runner.vllm_config.model_config.get_vocab_size())
         self.dead: Tensor | None = None  # number of dead rows of the last trees, until the metrics take it
 
     @abstractmethod
@@ -99,6 +106,8 @@ class TreeDrafting(BaseSpeculator):
 
     def forget(self, request: str) -> None:
         """It has ended, is preempted, or comes again with more input."""
+        if self.lookup is not None:
+            self.lookup.forget([request])
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         """A level has as many rows as its trees are wide: no graph fits."""
@@ -187,7 +196,11 @@ class TreeDrafting(BaseSpeculator):
             agree=agree,
             keep=levels.append if self.pair.rule is not RULES["target_only"] else lambda _: None,
             lost=dead.append,
-        ).padded(self.num_speculative_steps)
+        )
+        if self.lookup is not None:
+            _, found = self.lookup.begin(texts(batch, self.states))
+            proposal = merge(proposal, found, nodes=self.num_speculative_steps, max_depth=self.pair.proposer.max_depth)
+        proposal = proposal.padded(self.num_speculative_steps)
         self.dead = torch.cat(dead, 1).sum()
         if self.steering.steered.fill and 1 + self.forwards < most:  # else the limit may have stopped them
             rooted = sampled[: batch.num_reqs] > 0
@@ -199,7 +212,7 @@ class TreeDrafting(BaseSpeculator):
         grammar = self.flags.grammar[batch.idx_mapping_np]
         if grammar.any():
             chains = async_tensor_h2d(grammar, device=self.device)
-            proposal = proposal._replace(tree=proposal.tree.first_paths(chains, self.pair.proposer.max_depth))
+            proposal = proposal._replace(tree=proposal.tree.first_paths(chains, self.levels))
         sharpens = self.budget is not None and self.budget.temperature is not None
         logits = roots.rows.logits[:, 0] if sharpens else None
         self.drafts.store(batch.idx_mapping, roots.position, proposal, levels, shaping, logits)

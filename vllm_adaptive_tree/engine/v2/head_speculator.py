@@ -24,7 +24,7 @@ class HeadSpeculator(PagedDraft, EagleSpeculator):
 
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any, req_states: Any):
         EagleSpeculator.__init__(self, vllm_config, device)
-        TreeDrafting.__init__(self, runner)
+        TreeDrafting.__init__(self, runner, req_states)
 
     def verified(self, step: Verification, nodes: Tensor, batch: Any) -> None:
         self.path = step.path_rows(nodes, batch.num_tokens_after_padding)

@@ -114,7 +114,7 @@ class TreeModelRunnerV2(ModelRunner):
         self.rejection_sampler = TreeSampler(
             self.sampler,
             self.pair,
-            levels=min(self.pair.proposer.max_depth, nodes),
+            levels=self.speculator.levels,
             nodes=nodes,
             flags=self.flags,
         )

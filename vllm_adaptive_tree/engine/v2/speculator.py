@@ -19,7 +19,7 @@ class ModelSpeculator(CatchUpSpeculator):
 
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any, req_states: Any):
         StandaloneARSpeculator.__init__(self, vllm_config, device)
-        TreeDrafting.__init__(self, runner)
+        TreeDrafting.__init__(self, runner, req_states)
         self.tokens = req_states.all_token_ids.gpu
 
     def _build_attn_metadata(self, *args: Any, query_start_loc_np: np.ndarray, **kwargs: Any) -> Any:
