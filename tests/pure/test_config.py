@@ -9,6 +9,8 @@ import pytest
 
 from vllm_adaptive_tree.config import OUR_KEYS, VLLM_KEYS, TreeOptions, is_tree_method
 from vllm_adaptive_tree.drafters import CHECKPOINTS
+from vllm_adaptive_tree.drafters.ngram import NGram
+from vllm_adaptive_tree.methods import resolve
 from vllm_adaptive_tree.proposers import METHODS
 
 ALL = {"allow_lossy": False, "budget": "auto", "cost_profile": "auto"}
@@ -130,7 +132,7 @@ def test_unknown_tree_keys_list_the_known_ones(method):
     ) as e:
         parsed(method, {"depht": 3})
     known = str(e.value).rsplit(": ", 1)[1].split(", ")
-    assert set(known) == {"draft", *DEFAULTS[method]}
+    assert set(known) == {"draft", "lookup", *DEFAULTS[method]}
 
 
 def test_the_budget_of_a_batch():
@@ -228,19 +230,19 @@ def test_no_option_is_left_unchecked():
 @pytest.mark.parametrize("kind", [None, *CHECKPOINTS])
 def test_the_kind_of_draft_may_be_said(method, kind):
     options = parsed(method, {"draft": kind})
-    assert (options.draft, options.drafter) == (kind, None)
+    assert (options.draft, options.text) == (kind, None)
     assert in_another_process(options) == options
 
 
 def test_a_draft_without_a_checkpoint(tmp_path, monkeypatch):
     for tree in ({}, {"draft": "ngram"}):
         options = parsed("opt_tree", {**tree, "prompt_lookup_max": 6}, model="ngram")
-        assert (options.draft, options.lookup.prompt_lookup_max) == ("ngram", 6)
+        assert (options.draft, options.text.options.prompt_lookup_max) == ("ngram", 6)
         assert in_another_process(options) == options
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ngram").mkdir()
-    assert parsed("opt_tree", model="ngram").drafter is None, "a folder of that name comes first"
-    assert parsed("opt_tree", {"draft": "ngram"}, model="ngram").drafter is not None
+    assert parsed("opt_tree", model="ngram").text is None, "a folder of that name comes first"
+    assert parsed("opt_tree", {"draft": "ngram"}, model="ngram").text is not None
 
 
 def test_mtp_layers_may_be_the_target_s():
@@ -252,12 +254,14 @@ def test_mtp_layers_may_be_the_target_s():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tree": {"draft": "beagle"}}, r"\['draft'\] must be one of model, eagle, eagle3, mtp, ngram, got 'beagle'"),
+        (
+            {"tree": {"draft": "beagle"}},
+            r"\['draft'\] must be one of model, eagle, eagle3, mtp, .*, got 'beagle'",
+        ),
         ({"tree": {"draft": ["eagle"]}}, r"\['draft'\] must be one of .*, got \['eagle'\]"),
         ({"tree": {"draft": "ngram"}}, r"'ngram', which has no checkpoint: give 'model' as 'ngram' too, not 'draft'"),
         ({"tree": {"draft": "medusa"}}, r"\['draft'\] asks for Medusa heads, not served yet; .* EAGLE-3 head"),
         ({"tree": {"draft": "dflash"}}, r"\['draft'\] asks for a DFlash head, not served yet; .* 'ngram'"),
-        ({"model": "suffix"}, r"\['model'\] asks for a suffix tree, not served yet; .* 'ngram'"),
         ({"parallel_drafting": True}, r"\['parallel_drafting'\] asks for a draft of one forward; this release drafts"),
     ],
 )
@@ -301,3 +305,19 @@ def test_configuring_does_not_import_vllm():
     check = "import sys, vllm_adaptive_tree.methods; sys.exit('vllm' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
+
+
+def test_a_look_up_is_merged_where_the_rule_samples_from_the_target():
+    options = parsed("opt_tree", {"lookup": "ngram", "prompt_lookup_min": 2})
+    assert options.lookup.options == NGram.Options(prompt_lookup_min=2)
+    assert TreeOptions.from_json(json.loads(json.dumps(options.to_json()))) == options
+    assert resolve(options).rule_name == "target_only"
+    for method, rule in (("dyspec", "auto"), ("opt_tree", "traversal")):
+        options, _ = TreeOptions.parse(config(method, {"lookup": "ngram"}, rejection_sample_method=rule))
+        with pytest.raises(ValueError, match=r"\['lookup'\]: 'traversal' has to know .* set 'rejection_sample_method'"):
+            resolve(options)
+    resolve(TreeOptions.parse(config("dyspec", {"lookup": "ngram"}, rejection_sample_method="target_only"))[0])
+    with pytest.raises(ValueError, match=r"\['lookup'\] must be one of ngram, suffix, got 'eagle3'"):
+        parsed("opt_tree", {"lookup": "eagle3"})
+    with pytest.raises(ValueError, match="'prompt_lookup_min'] is not an option of 'opt_tree'"):
+        parsed("opt_tree", {"prompt_lookup_min": 2})
