@@ -16,7 +16,7 @@ from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.engine import checks, draft_checks
 from vllm_adaptive_tree.engine.common.cost_profile import check_folder
 from vllm_adaptive_tree.engine.common.node_quota import schedule
-from vllm_adaptive_tree.engine.draft_kind import NAMES, kind_of
+from vllm_adaptive_tree.engine.draft_kind import NAMES, VLLM_METHODS, kind_of
 from vllm_adaptive_tree.engine.mark import installed
 from vllm_adaptive_tree.engine.names import CONFIG_KEY, MARK
 from vllm_adaptive_tree.methods import fitting, resolve
@@ -26,8 +26,6 @@ logger = init_logger(f"vllm.{__name__}")
 WORKER = "vllm_adaptive_tree.engine.cpu_worker.TreeWorker"
 GPU_WORKER = "vllm_adaptive_tree.engine.gpu_worker.TreeGPUWorker"
 
-VLLM_METHODS = {"model": "draft_model", "eagle": "eagle", "eagle3": "eagle3", "mtp": "mtp"}
-"""Kind of the draft -> vLLM's method; a draft without a checkpoint goes as "ngram"."""
 HEAD_NAMES = ("eagle-", "eagle3", "dflash", "dspark")
 """Substrings of a draft's path that make vLLM take it for a head, whatever `method` says."""
 
@@ -75,8 +73,8 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
             config.speculative_config.draft_model_config.model = vllm_keys["model"]
     setattr(config.speculative_config, MARK, mark)
     checks.check_config(config, options)
-    if draft is not None and options.draft != "model":
-        draft_checks.check_head(config, draft, str(options.draft))
+    if draft is not None:
+        draft_checks.check_fit(config, draft, str(options.draft))
     if config.use_v2_model_runner:
         scheduler = config.scheduler_config
         config.speculative_config.num_speculative_tokens_per_batch_size = schedule(
