@@ -32,7 +32,6 @@ UNSERVED = {
     "peagle": "a P-EAGLE head",
     "dflash": "a DFlash head",
     "dspark": "a DSpark head",
-    "suffix": "a suffix tree",
 }
 """Kinds of drafts that other software serves and this release does not, and what to call them."""
 

@@ -107,7 +107,9 @@ class Spoiler:
         def caught_up(items: list[Any], *args: Any) -> tuple[Rows, Any]:
             rows, state = catch_up(items, *args)
             prompts = [
-                runner.requests[runner.input_batch.req_ids[one.row]].prompt_token_ids for one in items if one.has_root
+                runner.requests[runner.input_batch.req_ids[one.row]].prompt_token_ids
+                for one in items
+                if one.root is not None
             ]
             self.row = prompts.index(wanted) if wanted in prompts else None
             if column is None:

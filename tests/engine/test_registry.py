@@ -1,4 +1,4 @@
-"""Proposers and rules of third parties, in an engine that runs in a process of its own."""
+"""Proposers, rules and drafts of third parties, in an engine that runs in a process of its own."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import pytest
 from vllm import SamplingParams
 
 from tests.engine.engines import DRAFT, PROMPTS, TARGET, Engines, assert_identical, generate
-from vllm_adaptive_tree import register_acceptance, register_proposer
+from vllm_adaptive_tree import register_acceptance, register_drafter, register_proposer
 from vllm_adaptive_tree.proposers import StaticTree
 
 THIRD_PARTY = Path(__file__).parent / "third_party"  # as a folder of installed packages: `fans` and its metadata
@@ -33,7 +33,7 @@ class Own(StaticTree):
     pass
 
 def main():
-    method, rule, target, draft, prompts, params = json.load(sys.stdin)
+    method, rule, target, draft, tree, prompts, params = json.load(sys.stdin)
     try:
         register_proposer("own", Own)
     except ValueError as error:
@@ -42,7 +42,7 @@ def main():
     register_acceptance("registered", "fans:PLAIN")
     llm = LLM(target, dtype="float32", enforce_eager=True, max_model_len=512, disable_log_stats=False,
               speculative_config={"method": method, "model": draft, "num_speculative_tokens": 12,
-                                  "rejection_sample_method": rule, "tree": {"budget": None, "width": 3, "length": 4}})
+                                  "rejection_sample_method": rule, "tree": {"budget": None, **tree}})
     params = [SamplingParams(**own) for own in params]
     outputs = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
     counters = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
@@ -66,16 +66,31 @@ def plain(engines: Engines) -> list[Any]:
     return outputs[:GREEDY]
 
 
+CHAINS = {"width": 3, "length": 4}
+
+
 @pytest.mark.parametrize(
-    ("method", "rule"),
-    [("fan", "plain"), ("registered", "registered")],  # by entry points; by the functions
+    ("method", "rule", "draft", "tree", "nodes"),
+    [
+        ("fan", "plain", DRAFT, CHAINS, (10, 12)),  # by entry points
+        ("registered", "registered", DRAFT, CHAINS, (10, 12)),  # by the functions
+        ("opt_tree", "auto", "again", {"period": 6}, (4, 6)),
+    ],
 )
-def test_third_parties_decode_in_a_spawned_engine(plain: list[Any], method: str, rule: str, tmp_path: Path) -> None:
+def test_third_parties_decode_in_a_spawned_engine(
+    plain: list[Any],
+    method: str,
+    rule: str,
+    draft: str,
+    tree: dict[str, Any],
+    nodes: tuple[int, int],
+    tmp_path: Path,
+) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     result = subprocess.run(
         [sys.executable, script],
-        input=json.dumps([method, rule, TARGET, DRAFT, PROMPTS[:ALL], params()]),
+        input=json.dumps([method, rule, TARGET, draft, tree, PROMPTS[:ALL], params()]),
         env={
             **os.environ,
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
@@ -93,7 +108,7 @@ def test_third_parties_decode_in_a_spawned_engine(plain: list[Any], method: str,
     assert "__main__" in found["refused"]
     assert "pkg.module:Name" in found["refused"]
     assert not found["in_process"]
-    assert 10 < found["nodes"] <= 12, "three chains of four"
+    assert nodes[0] < found["nodes"] <= nodes[1]
     assert found["accepted"] > 0
     names = ("token_ids", "text", "finish_reason")
     assert_identical(
@@ -113,9 +128,12 @@ def test_what_cannot_travel_to_the_engine_is_refused() -> None:
     for path in ("no.such.module:Class", "vllm_adaptive_tree.proposers:NoSuchClass", "vllm_adaptive_tree"):
         with pytest.raises(ValueError, match="cannot be imported here"):
             register_proposer("refused", path)
-    for register, name in ((register_proposer, "dyspec"), (register_acceptance, "rrsw"), (register_acceptance, "auto")):
+    taken = (register_proposer, "dyspec"), (register_acceptance, "rrsw"), (register_acceptance, "auto")
+    for register, name in (*taken, (register_drafter, "ngram"), (register_drafter, "eagle3")):
         with pytest.raises(ValueError, match="is built in"):
             register(name, "vllm_adaptive_tree.proposers:StaticTree")
+    with pytest.raises(ValueError, match="is no drafter: derive it from"):
+        register_drafter("refused", "vllm_adaptive_tree.proposers:StaticTree")
 
 
 def test_the_guide_shows_this_package() -> None:

@@ -65,8 +65,6 @@ class Speculator(ModelSpeculator):
         self.kv_cache_config = SimpleNamespace(kv_cache_groups=[cache])
         self.layers = [Layer(str(i), shard, load.requests * pages) for i in range(shard.model.layers)]
         self.draft_attn_layer_names = {layer.layer_name for layer in self.layers}
-        self.last_token_indices = torch.arange(load.requests)
-        self.expanded_positions = torch.full((load.requests,), load.context - 1 - load.depth)
 
     def _run_model(self, tokens: Tensor, positions: Tensor, metadata: Any, *rest: Any) -> Tensor:
         rows, size = len(tokens), self.shard.model.head_size
@@ -90,9 +88,9 @@ class Speculator(ModelSpeculator):
             idx_mapping_np=torch.arange(requests).numpy(),
             seq_lens_cpu_upper_bound=torch.full((requests,), self.load.context, dtype=torch.int32),
         )
-        return self._trees(
-            batch, self.roots, torch.zeros(requests), torch.arange(requests), torch.ones(requests), 1 << 30
-        )
+        root = torch.full((requests,), self.load.context - 1 - self.load.depth)
+        roots = self.begin(batch, root, root, None)
+        return self._trees(batch, roots, torch.zeros(requests), torch.arange(requests), torch.ones(requests), 1 << 30)
 
 
 CASES = {

@@ -33,6 +33,7 @@ RUNS = {  # room -> the extras with which all of it works, where it imports some
     "bench": ("bench", VLLM),
     "cli": ("bench", "demo", VLLM),
     "cli.serve": (VLLM,),
+    "drafters.suffix": ("suffix",),
     "nodes": ("ray",),
 }
 

@@ -33,7 +33,9 @@ def test_the_example(texts: dict[str, str], tmp_path: Path) -> None:
     assert {node for node, _, _ in said} == {"node-1", "node-2"}
     assert all(float(tokens) > 1.5 for _, tokens, _ in said)
     emitted = sum(float(tokens) * int(steps) for _, tokens, steps in said)
-    assert 0.8 < emitted / (47 * len(rows)) < 1.2  # a row's first token is its prompt's; its last step may be cut
+    # A row's first token is its prompt's; its last step may be cut. An engine reports its figures every second, and the
+    # last ones end with it: a third of a run as short as this one.
+    assert 0.4 < emitted / (47 * len(rows)) < 1.2
     shown = ended.stdout.split("\n---\n")[:2]
     assert all(text in {prompt + texts[prompt] for prompt in texts} for text in shown)
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from vllm_adaptive_tree.drafters.base import Drafter, DraftOptions, Frontier, Rows, TextDrafter, Texts
-from vllm_adaptive_tree.drafters.lookup import Lookup
+from vllm_adaptive_tree.drafters.lookup import Continuations, Lookup
 from vllm_adaptive_tree.drafters.one_forward import ByDepth, ByParent
 from vllm_adaptive_tree.registry import Registry
 
@@ -19,7 +19,7 @@ def _lacks(what: Any) -> str | None:
 
 DRAFTERS: Registry[type[TextDrafter]] = Registry(
     "drafter",
-    {"ngram": "vllm_adaptive_tree.drafters.ngram:NGram"},
+    {"ngram": "vllm_adaptive_tree.drafters.ngram:NGram", "suffix": "vllm_adaptive_tree.drafters.suffix:Suffix"},
     group="vllm_adaptive_tree.drafters",
     lacks=_lacks,
     reserved=CHECKPOINTS,
@@ -45,6 +45,7 @@ __all__ = [
     "DRAFTERS",
     "ByDepth",
     "ByParent",
+    "Continuations",
     "DraftOptions",
     "Drafter",
     "Frontier",

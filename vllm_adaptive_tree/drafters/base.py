@@ -66,6 +66,8 @@ class Texts(NamedTuple):
     """[R, L] int64; anything after a request's own length."""
     length: Tensor
     """[R] int64, at least 1. The last token is the root."""
+    prompt: Tensor
+    """[R] int64: how many of these are the prompt's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from vllm_adaptive_tree.drafters.base import Rows
 
 class Continuations(NamedTuple):
     tokens: Tensor  # [R, M, K], -1 pads
-    weight: Tensor  # [R, M], 0: no continuation
+    weight: Tensor  # [R, M], its probability; 0: no continuation
     through: Tensor  # [R, S, M] bool: which continuations pass through each slot so far, the root first
     depth: Tensor  # [R, S]
 

@@ -15,7 +15,8 @@ MATCHES = 8
 LENGTH = 16
 """Tokens of a continuation."""
 LONGER = 4.0
-"""How much more an occurrence weighs than one that is a token shorter."""
+"""How much more an occurrence weighs than one that is a token shorter. That nothing comes again weighs as much as an
+occurrence of one token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +68,7 @@ class NGram(Lookup, TextDrafter):
         score = score.masked_fill(common < self.shortest, -1)
         best, start = score.topk(min(MATCHES, longest), 1)
         weight = torch.where(best >= 0, LONGER ** common.gather(1, start).float(), 0.0)
+        weight = weight / (weight.sum(1, keepdim=True) + LONGER)
         at = start[:, :, None] + torch.arange(LENGTH, device=tokens.device)
         inside = (at < length[:, None, None]) & (best >= 0)[:, :, None]
         found = tokens.gather(1, at.clamp(max=longest - 1).flatten(1)).view(requests, -1, LENGTH)

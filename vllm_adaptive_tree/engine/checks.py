@@ -98,8 +98,13 @@ def check_config(config: Any, options: TreeOptions) -> None:
         )
 
 
-def check_hidden_size(proposer: Proposer, hidden_size: int) -> None:
-    """Refuse a method that reads hidden states of another width than the draft's."""
+def check_hidden_size(proposer: Proposer, hidden_size: int | None) -> None:
+    """Refuse a method that reads hidden states of another width than the draft's; None: it has no hidden states."""
+    if proposer.hidden_size is not None and hidden_size is None:
+        raise ValueError(
+            "speculative_config['tree']['gate']: the decision model reads the draft's hidden states, and a draft "
+            "without a checkpoint has none; use stop 'type2', or a draft model"
+        )
     if proposer.hidden_size not in (None, hidden_size):
         raise ValueError(
             f"speculative_config['tree']['gate']: the decision model reads hidden states of {proposer.hidden_size}, "

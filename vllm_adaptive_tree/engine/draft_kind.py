@@ -20,7 +20,7 @@ NAMES = {
     **UNSERVED,
 }
 VLLM_METHODS = {"model": "draft_model", "eagle": "eagle", "eagle3": "eagle3", "mtp": "mtp"}
-"""Kind -> vLLM's method; a draft without a checkpoint goes as "ngram"."""
+"""Kind -> vLLM's method."""
 OTHER = "a draft head of a kind that is not known here"
 
 SPECULATORS = {name: name for name in ("eagle3", "peagle", "dflash", "dspark", "xpress")} | {"dflash2": "dflash"}

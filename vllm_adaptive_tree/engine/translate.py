@@ -26,6 +26,10 @@ logger = init_logger(f"vllm.{__name__}")
 WORKER = "vllm_adaptive_tree.engine.cpu_worker.TreeWorker"
 GPU_WORKER = "vllm_adaptive_tree.engine.gpu_worker.TreeGPUWorker"
 
+WITHOUT_CHECKPOINT = "ngram_gpu"
+"""vLLM's method for drafts without one while the config is built: it does not switch asynchronous scheduling off. Then
+it is "ngram" for Model Runner V2, which keeps tokens on the device for it; V1 makes a "custom_class" from whatever stands
+in its place."""
 HEAD_NAMES = ("eagle-", "eagle3", "dflash", "dspark")
 """Substrings of a draft's path that make vLLM take it for a head, whatever `method` says."""
 
@@ -61,7 +65,7 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
         args.speculative_config = {
             **vllm_keys,
             "model": path,
-            "method": VLLM_METHODS.get(str(options.draft), "ngram"),
+            "method": VLLM_METHODS.get(str(options.draft), WITHOUT_CHECKPOINT),
             "num_speculative_tokens": options.num_speculative_tokens,
             # One size for every batch of Model Runner V1, which allocates slots itself; with a schedule vLLM pads no
             # resumed or cached request with draft tokens -1.
@@ -71,6 +75,8 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
         config.speculative_config.model = vllm_keys["model"]
         if options.drafter is None:
             config.speculative_config.draft_model_config.model = vllm_keys["model"]
+        else:
+            config.speculative_config.method = "ngram" if config.use_v2_model_runner else "custom_class"
     setattr(config.speculative_config, MARK, mark)
     checks.check_config(config, options)
     if draft is not None:

@@ -7,29 +7,67 @@ from vllm_adaptive_tree.engine.common.coverage import Coverage
 
 
 class CatchUp(NamedTuple):
-    """Tokens of one request from position `start` on, the new root last if there is one."""
+    """Tokens of one request, and the tree that shall grow after them."""
 
     row: int  # of the request in vLLM's batch
     start: int  # the draft's K/V is in the cache up to here
-    tokens: list[int]
-    has_root: bool  # a tree shall grow from the last token, which is read again in the next step
+    tokens: list[int]  # for the positions from there on
+    root: int | None  # position of the root as the target counts; None: no tree
+    states: Sequence[int] = ()  # rows of the step's flat batch with the target's states for a head
 
 
-def new_tokens(runner: Any, scheduled: Mapping[str, int], sampled: Sequence[bool], nodes: int) -> list[CatchUp]:
-    """The tokens of this step, of every request that has any for the draft; `nodes`: room of each tree."""
-    batch, found = runner.input_batch, []
-    limit = runner.effective_drafter_max_model_len
-    for row, name in enumerate(batch.req_ids):
-        state = runner.requests[name]
-        start = int(batch.num_computed_tokens_cpu[row])
-        end = int(batch.num_tokens_no_spec[row]) if sampled[row] else start + scheduled[name]
-        max_tokens = state.sampling_params.max_tokens
-        finishing = max_tokens is not None and max_tokens - len(state.output_token_ids) <= 1
-        has_root = sampled[row] and nodes > 0 and not finishing and end < min(limit, runner.max_model_len)
-        end = min(end if has_root or not sampled[row] else end - 1, limit)
-        if end > start:
-            found.append(CatchUp(row, start, batch.token_ids_cpu[row, start:end].tolist(), has_root))
-    return found
+class Step(NamedTuple):
+    """What a step has done, as its drafting sees it."""
+
+    runner: Any
+    scheduled: Mapping[str, int]  # tokens by request
+    sampled: Sequence[bool]  # whether a request has sampled, by row
+    nodes: int  # room of each tree
+
+    def spans(self) -> list[tuple[int, int, int, int | None]]:
+        """Of each request of the batch: its row, the tokens read before this step, the tokens that are known now, and
+        the position of its root; None: it is finishing, has tokens left to read, or is too long for the draft."""
+        runner, batch, found = self.runner, self.runner.input_batch, []
+        limit = min(runner.effective_drafter_max_model_len, runner.max_model_len)
+        for row, name in enumerate(batch.req_ids):
+            state = runner.requests[name]
+            start = int(batch.num_computed_tokens_cpu[row])
+            end = int(batch.num_tokens_no_spec[row]) if self.sampled[row] else start + self.scheduled[name]
+            max_tokens = state.sampling_params.max_tokens
+            finishing = max_tokens is not None and max_tokens - len(state.output_token_ids) <= 1
+            grows = self.sampled[row] and self.nodes > 0 and not finishing and end < limit
+            found.append((row, start, end, end - 1 if grows else None))
+        return found
+
+    def new_tokens(self) -> list[CatchUp]:
+        """For a draft that reads the target's tokens, the root last; every request that has any for it."""
+        limit, found = self.runner.effective_drafter_max_model_len, []
+        for row, start, end, root in self.spans():
+            end = min(end if root is not None or not self.sampled[row] else end - 1, limit)
+            if end > start:
+                found.append(CatchUp(row, start, self._text(row, start, end), root))
+        return found
+
+    def new_states(self, accepted: Mapping[int, Sequence[int]]) -> list[CatchUp]:
+        """For a head: at each position that the target has read, its state there and the token after it.
+
+        Args:
+            accepted: nodes of each tree of the step, by row.
+        """
+        limit, found = self.runner.effective_drafter_max_model_len, []
+        for row, start, end, root in self.spans():
+            end = min(end - 1 if self.sampled[row] else end, limit)
+            if end > start:
+                first = self.runner.step.row_start[row]
+                path = accepted.get(row, range(end - start - 1))
+                rows = [first, *(first + 1 + node for node in path)][: end - start]
+                assert len(rows) == end - start, f"{len(rows)} states of {end - start} tokens in row {row}"
+                found.append(CatchUp(row, start, self._text(row, start + 1, end + 1), root, rows))
+        return found
+
+    def _text(self, row: int, start: int, end: int) -> list[int]:
+        tokens: list[int] = self.runner.input_batch.token_ids_cpu[row, start:end].tolist()
+        return tokens
 
 
 def without_gaps(runner: Any, coverage: Coverage, news: list[CatchUp], room: int, drafting: bool) -> list[CatchUp]:
@@ -45,9 +83,9 @@ def without_gaps(runner: Any, coverage: Coverage, news: list[CatchUp], room: int
             continue
         if start < item.start or end - start > room:
             read = runner.input_batch.token_ids_cpu[item.row, start : min(end, start + room)].tolist()
-            item = CatchUp(item.row, start, read, item.has_root and len(read) == end - start)
+            item = CatchUp(item.row, start, read, item.root if len(read) == end - start else None)
         room -= len(item.tokens)
         if item.tokens:
             items.append(item)
-            coverage.read(table, start, start + len(item.tokens) - item.has_root)
+            coverage.read(table, start, start + len(item.tokens) - (item.root is not None))
     return items

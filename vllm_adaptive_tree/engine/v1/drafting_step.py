@@ -8,11 +8,10 @@ from torch import Tensor
 
 from vllm_adaptive_tree.acceptance import RULES
 from vllm_adaptive_tree.drafters import Rows
-from vllm_adaptive_tree.engine.common.coverage import Coverage
 from vllm_adaptive_tree.engine.common.node_quota import nodes_per_request
 from vllm_adaptive_tree.engine.common.ranks import proposal_from_rank_0, sync_frontier
 from vllm_adaptive_tree.engine.common.request_flags import has_grammar, is_greedy
-from vllm_adaptive_tree.engine.v1.catch_up import new_tokens, without_gaps
+from vllm_adaptive_tree.engine.v1.catch_up import Step
 from vllm_adaptive_tree.engine.v1.drafter import TimedDrafter
 from vllm_adaptive_tree.engine.v1.drafts import Draft, to_drafts
 from vllm_adaptive_tree.proposers import Proposal, Request, draft_tree
@@ -25,16 +24,18 @@ class DraftingStep:
 
     def __init__(self, runner: Any):
         self.runner = runner
-        self.coverage = Coverage(runner.kv_cache_config.num_blocks, runner.drafter.block_table.block_size)
         self.dead = 0  # draft rows without a distribution, until the metrics take the number
 
-    def propose(self, scheduled: Mapping[str, int], sampled: Sequence[bool]) -> dict[str, Draft]:
+    def propose(
+        self, scheduled: Mapping[str, int], sampled: Sequence[bool], states: Sequence[Tensor]
+    ) -> dict[str, Draft]:
         """Trees for the next step by request; none for those that are finishing, skip drafting or have tokens left to
         read.
 
         Args:
             scheduled: tokens of this step by request.
             sampled: whether a request has sampled in it, by row.
+            states: the target's hidden states of its flat batch, as in `V1Drafter.catch_up`.
         """
         runner, names, budget = self.runner, self.runner.input_batch.req_ids, self.runner.budget
         room = runner.scheduler_config.max_num_batched_tokens
@@ -42,15 +43,15 @@ class DraftingStep:
         greedy = [is_greedy(runner.requests[name].sampling_params) for name in names]
         drafting = budget is None or budget.drafts(greedy)
         with runner.clock.phase("draft"):
-            news = new_tokens(runner, scheduled, sampled, nodes)
-            items = without_gaps(runner, self.coverage, news, room + len(news), drafting)  # each may have its new root
-            rows, state = runner.drafter.catch_up(items)
+            news = runner.drafter.news(Step(runner, scheduled, sampled, nodes), runner.accepted)
+            items = runner.drafter.due(news, room + len(news), drafting)  # each may have its new root
+            rows, state = runner.drafter.catch_up(items, states, runner.proposer.mask(nodes))
         if state is None:
             return {}
-        rooted = [item for item in items if item.has_root]
+        rooted = [item for item in items if item.root is not None]
         names = [names[item.row] for item in rooted]
-        others = sum(item.has_root for item in news) - len(rooted)
-        request = self._request(names, torch.tensor([item.start + len(item.tokens) - 1 for item in rooted]))
+        others = sum(item.root is not None for item in news) - len(rooted)
+        request = self._request(names, torch.tensor([item.root for item in rooted]))
         if runner.initial is not None:
             request = request._replace(initial=runner.initial[[item.row for item in rooted]])
         reads_hidden = runner.recorder is not None and runner.recorder.reads_hidden
@@ -92,7 +93,6 @@ class DraftingStep:
         runner, budget = self.runner, self.runner.budget
         levels, dead = list[Tensor](), list[Tensor]()
         keep = runner.recorder is not None or runner.pair.rule is not RULES["target_only"]
-        state.keys.sliced = runner.proposer.mask(nodes)
         proposal = draft_tree(
             runner.proposer,
             drafter,

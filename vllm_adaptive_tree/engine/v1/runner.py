@@ -28,14 +28,16 @@ from vllm_adaptive_tree.engine.v1 import scratch
 from vllm_adaptive_tree.engine.v1.acceptance import Requests, accept, held
 from vllm_adaptive_tree.engine.v1.budget import HostBudget
 from vllm_adaptive_tree.engine.v1.clock import PhaseClock
-from vllm_adaptive_tree.engine.v1.drafter import ModelDrafter
 from vllm_adaptive_tree.engine.v1.drafting_step import DraftingStep
 from vllm_adaptive_tree.engine.v1.drafts import Draft
+from vllm_adaptive_tree.engine.v1.head_drafter import HeadDrafter
+from vllm_adaptive_tree.engine.v1.model_drafter import ModelDrafter
 from vllm_adaptive_tree.engine.v1.recorder import Recorder
 from vllm_adaptive_tree.engine.v1.scheduling import affordable, scheduled_draft
 from vllm_adaptive_tree.engine.v1.scratch import ScratchBlocks
 from vllm_adaptive_tree.engine.v1.seeds import Seeds, without_discarded
 from vllm_adaptive_tree.engine.v1.target import Target
+from vllm_adaptive_tree.engine.v1.text_drafter import HostTextDrafter
 from vllm_adaptive_tree.engine.v1.thinking_budget import ThinkingBudgets
 from vllm_adaptive_tree.engine.v1.verification import Verification
 from vllm_adaptive_tree.methods import resolve
@@ -46,13 +48,16 @@ class TreeModelRunner(CPUModelRunner):
         check_ranks(vllm_config)
         with (
             swapped(gpu_model_runner, "DraftModelProposer", ModelDrafter),
+            swapped(gpu_model_runner, "EagleProposer", HeadDrafter),
+            swapped(gpu_model_runner, "create_custom_proposer", HostTextDrafter),
             swapped(gpu_model_runner, "build_logitsprocs", _all_processors),
         ):
             super().__init__(vllm_config, device)
         self.options = tree_options(vllm_config)
         self.pair = resolve(self.options)
         self.proposer = self.pair.proposer.for_cpu()
-        checks.check_hidden_size(self.proposer, self.speculative_config.draft_model_config.get_hidden_size())
+        self.drafter.runner = self
+        checks.check_hidden_size(self.proposer, self.drafter.hidden_size)
         # Draft after bookkeeping, from token lists; vLLM's padded drafting is for its own chains.
         self.speculative_config.disable_padded_drafter_batch = True
         self.drafts: dict[str, Draft] = {}  # drafted, not yet scheduled
@@ -64,6 +69,7 @@ class TreeModelRunner(CPUModelRunner):
         """Whether the budget cuts trees of sampled children."""
         self.profile: CostProfile | None = None
         self.step: Verification | None = None
+        self.accepted: dict[int, list[int]] = {}  # nodes of each tree of this step, by row
         self.initial: Tensor | None = None  # [R, W] tokens of the next first layer, by row
         self.clock = PhaseClock()
         self.budget: HostBudget | None = None
@@ -80,7 +86,7 @@ class TreeModelRunner(CPUModelRunner):
         super().load_model(load_dummy_weights)
         for name, layer in self.compilation_config.static_forward_context.items():
             checks.check_layer(name, layer)
-            CPUTreeAttention.adopt(layer, drafts=name in self.drafter._draft_attn_layer_names)
+            CPUTreeAttention.adopt(layer, drafts=name in self.drafter.layers)
         self.model.compute_logits = self.clock.phase("verify")(self.model.compute_logits)
 
     def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -88,6 +94,7 @@ class TreeModelRunner(CPUModelRunner):
         self.scratch = ScratchBlocks(scratch.COUNT + longest)
         super().initialize_kv_cache(self.scratch.extended(kv_cache_config), *args, **kwargs)
         self.input_batch.thinking_budget_state_holder = ThinkingBudgets.of(self.vllm_config, self.device)
+        self.drafter.begin_cache(self.kv_cache_config.num_blocks)
         self.drafting = DraftingStep(self)
         for name, layer in self.compilation_config.static_forward_context.items():
             checks.check_packing(name, layer)
@@ -100,7 +107,7 @@ class TreeModelRunner(CPUModelRunner):
         for request in (*finished, *(scheduler_output.preempted_req_ids or ())):
             self.drafts.pop(request, None)
         self.seeds.forget(finished)
-        self.drafter.contexts.forget(finished)
+        self.drafter.forget(finished)
         return super()._update_states(scheduler_output)
 
     # -- verify: the trees of this step, their positions, their mask
@@ -145,7 +152,7 @@ class TreeModelRunner(CPUModelRunner):
 
     def target_groups(self) -> Iterator[tuple[Any, list[str]]]:
         """vLLM's attention groups that hold layers of the target, and those layers."""
-        drafts = self.drafter._draft_attn_layer_names
+        drafts = self.drafter.layers
         for group in (group for groups in self.attn_groups for group in groups):
             layers = [name for name in group.layer_names if name not in drafts]
             if layers:
@@ -162,7 +169,7 @@ class TreeModelRunner(CPUModelRunner):
         with without_discarded(self.input_batch.generators, self.discard_request_mask.np):
             output = super().sample_tokens(grammar_output)
         step, self.step = self.step, None
-        self.scheduled, self.judged, self.initial = {}, {}, None
+        self.scheduled, self.judged, self.accepted, self.initial = {}, {}, {}, None
         if sampling and step is not None:
             counts = (0.0, 0.0) if self.budget is None else self.budget.budget.take()
             output.cudagraph_stats = step_stats(
@@ -183,6 +190,8 @@ class TreeModelRunner(CPUModelRunner):
                 self.pair, target, step, self.scheduled, self._limits(step), lambda: self._requests(step)
             )
             tokens, nodes = accepted_from_rank_0(accepted, step.levels)
+            paths = nodes.tolist()
+            self.accepted = {row: [node for node in paths[row] if node >= 0] for row in step.trees}
             if self.initial is not None:
                 tokens = tokens.masked_fill(held(tokens), -1)
         with self.clock.phase("commit"):
@@ -215,9 +224,18 @@ class TreeModelRunner(CPUModelRunner):
         return common_attn_metadata is not None  # limits are per request; vLLM's test would stop the whole batch
 
     def propose_draft_token_ids(
-        self, scheduler_output: SchedulerOutput, sampled_token_ids: list[list[int]], *rest: Any
+        self,
+        scheduler_output: SchedulerOutput,
+        sampled_token_ids: list[list[int]],
+        sampling_metadata: Any,
+        hidden_states: Tensor,
+        sample_hidden_states: Tensor,
+        aux_hidden_states: list[Tensor] | None,
+        *rest: Any,
     ) -> list[list[int]]:
-        trees = self.drafting.propose(scheduler_output.num_scheduled_tokens, [bool(one) for one in sampled_token_ids])
+        sampled = [bool(one) for one in sampled_token_ids]
+        states = aux_hidden_states or [hidden_states]
+        trees = self.drafting.propose(scheduler_output.num_scheduled_tokens, sampled, states)
         self.drafts.update(trees)
         if self.budget is not None and self.step is not None:
             self.budget.end_step(self.step)

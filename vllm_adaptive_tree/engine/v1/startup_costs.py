@@ -12,7 +12,6 @@ from vllm_adaptive_tree.budget import Costs, Curve
 from vllm_adaptive_tree.budget.cost import profiled_rows
 from vllm_adaptive_tree.engine.common.measuring import MAX_ROWS, POINTS, fastest_on_rank_0, threshold
 from vllm_adaptive_tree.engine.v1.attention import native_metadata
-from vllm_adaptive_tree.engine.v1.catch_up import CatchUp
 
 THRESHOLD_ROUNDS, ROUNDS = 20, 5
 SECONDS = 15.0
@@ -50,7 +49,7 @@ def measured_costs(runner: Any, nodes: int) -> Costs:
 
 
 def draft_level(drafter: Any, nodes: int) -> Callable[[], Tensor]:
-    _, state = drafter.catch_up([CatchUp(row=0, start=0, tokens=[0], has_root=True)])
+    state = drafter.sample_state()
     level = torch.zeros(1, nodes, dtype=torch.int64)
     return lambda: drafter.grow(level, level, state)[0].logits
 
@@ -71,6 +70,8 @@ def target_forward(runner: Any, rows: int, context: int = 0) -> Callable[[], Ten
             metadata, runner.vllm_config, num_tokens=rows, slot_mapping=dict.fromkeys(metadata, slots)
         ):
             hidden = runner.model(input_ids=start.int(), positions=start)
+        if isinstance(hidden, tuple):  # with the states of auxiliary layers
+            hidden = hidden[0]
         logits: Tensor = runner.model.compute_logits(hidden)
         return logits
 

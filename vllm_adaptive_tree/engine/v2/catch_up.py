@@ -13,21 +13,18 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
 from vllm_adaptive_tree.engine.v2.draft_backlog import DraftBacklog, Gap
+from vllm_adaptive_tree.engine.v2.drafting import Target
+from vllm_adaptive_tree.engine.v2.paged_draft import PagedDraft
 
 
-class CatchUpSpeculator(StandaloneARSpeculator):
+class CatchUpSpeculator(PagedDraft, StandaloneARSpeculator):
     """For drafts that read token ids alone: those can be read later."""
 
     tokens: Tensor
     """[requests, length]: vLLM's, by its index of the request."""
+    reads_late = True
     backlog: DraftBacklog | None = None
     """If a budget may skip drafting."""
-
-    @property
-    def group(self) -> int:
-        """Which of vLLM's cache groups holds the draft's layers."""
-        groups = self.kv_cache_config.kv_cache_groups
-        return next(i for i, one in enumerate(groups) if self.draft_attn_layer_names & set(one.layer_names))
 
     def skip(self, batch: Any, which: np.ndarray) -> None:
         """The draft does not read this step of the requests `which` [R] bool."""
@@ -35,11 +32,14 @@ class CatchUpSpeculator(StandaloneARSpeculator):
             requests = batch.idx_mapping_np[which]
             self.backlog.skipped(requests, batch.num_computed_tokens_np[which], batch.num_scheduled_tokens[which])
 
-    def catch_up(self, batch: Any) -> int:
-        """Read the skipped tokens of this batch, at most as many as a batch may have; returns how many. Requests with
-        more of them wait for the next step."""
+    def rest(self, target: Target) -> None:
+        self.skip(target.batch, np.ones(target.batch.num_reqs, dtype=bool))
+
+    def catch_up(self, batch: Any) -> None:
+        """Read the skipped tokens of this batch, at most as many as a batch may have. Requests with more of them wait
+        for the next step."""
         if self.backlog is None:
-            return 0
+            return
         room, late, gaps = self.max_num_tokens, np.zeros(batch.num_reqs, dtype=bool), []
         for gap in self.backlog.gaps(batch.idx_mapping_np, batch.num_computed_tokens_np):
             end = min(gap.end, gap.start + room)
@@ -53,7 +53,7 @@ class CatchUpSpeculator(StandaloneARSpeculator):
             self.skip(batch, late)
         if gaps:
             self._read(batch, gaps)
-        return self.max_num_tokens - room
+        self.missed = self.max_num_tokens - room
 
     def _read(self, batch: Any, gaps: list[Gap]) -> None:
         """One forward over tokens that are in the target's cache; the host does not know exactly where they end, and

@@ -1,13 +1,14 @@
 """Drafting trees on Model Runner V2 with any kind of draft: a mixin over vLLM's speculators."""
 
 from abc import abstractmethod
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
+from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from vllm_adaptive_tree.acceptance import RULES
 from vllm_adaptive_tree.budget.planner import ALL
@@ -15,58 +16,103 @@ from vllm_adaptive_tree.drafters import Frontier, Rows
 from vllm_adaptive_tree.engine.v2.drafts import Drafts
 from vllm_adaptive_tree.engine.v2.kernel_dispatch import counter_rng
 from vllm_adaptive_tree.engine.v2.readback import AsyncReadback
+from vllm_adaptive_tree.engine.v2.verification import Verification
 from vllm_adaptive_tree.proposers import Request, draft_tree
 from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE
 from vllm_adaptive_tree.trees import TreeBatch
 from vllm_adaptive_tree.trees.tree_batch import EMPTY
 
 
-class TreeDrafting(DraftModelSpeculator):
-    """Comes before one of vLLM's speculators among the bases of a class. That class defines how its kind of draft reads
-    accepted tokens, begins and grows, and how it catches up after skipped steps.
+class Target(NamedTuple):
+    """What the target has read and sampled in a step of R requests, as vLLM passes it to a speculator."""
+
+    batch: Any  # vLLM's InputBatch
+    metadata: Any  # of the attention layers, by name
+    slots: Any  # [rows] of the cache, by the name of the layer
+    hidden: Tensor  # [rows, H]: last hidden states
+    auxiliary: list[Tensor] | None  # [rows, H] each
+    num_sampled: Tensor  # [R], 0 in the middle of a prompt
+    num_rejected: Tensor  # [R]
+    last_sampled: Tensor  # by vLLM's index of the request
+    next_prompt_tokens: Tensor  # by the same index
+
+
+class Roots(NamedTuple):
+    """Where R trees begin."""
+
+    rows: Rows  # W = 1
+    position: Tensor  # [R] as the target counts
+    state: Any  # for `grow`
+
+
+class TreeDrafting(BaseSpeculator):
+    """Comes before one of vLLM's speculators among the bases of a class. That class is a kind of draft, and defines how
+    it reads accepted tokens and grows.
     """
 
+    draft_attn_layer_names: Any = frozenset[str]()
+    """Its attention layers; their K/V is in vLLM's paged cache."""
+    hidden_size: int | None = None
+    """Of its `Rows.hidden`."""
+    reads_late = False
+    """Whether it reads nothing in a step that drafts nothing, and needs a `DraftBacklog` to read that later."""
     forwards: int
     """Draft forwards after the roots', for the last trees; `grow` counts them."""
-    late: np.ndarray | None = None
+    late: np.ndarray | None
     """[R] bool: which requests still lack tokens in this step; None if none does."""
+    missed: int
+    """Tokens of earlier steps that it has read in this step."""
 
-    def __init__(self, vllm_config: Any, device: torch.device, runner: Any):
-        super().__init__(vllm_config, device)
+    def __init__(self, runner: Any):
+        """After vLLM's part of the class has been initialized."""
         self.options, self.pair, self.flags = runner.options, runner.pair, runner.flags
         self.budget, self.steering, self.readback = runner.budget, runner.steering, AsyncReadback()
         self.random = self.options.tree.temperature(2.0)  # the draft's, if it does not follow the request's own
         self.follows = self.random != self.options.tree.temperature(3.0)
-        self.drafts = Drafts(self.max_num_reqs, self.num_speculative_steps, device)
-        self.forwards = 0
+        self.device, self.num_speculative_steps = runner.device, self.options.num_speculative_tokens
+        self.drafts = Drafts(runner.max_num_reqs, self.num_speculative_steps, self.device)
+        self.late, self.missed, self.forwards = None, 0, 0
         self.dead: Tensor | None = None  # number of dead rows of the last trees, until the metrics take it
 
     @abstractmethod
-    def read(self, batch: Any, num_rejected: Tensor, last_sampled: Tensor, *, without_attention: bool) -> Rows:
-        """One forward over the tokens that this step has accepted; the rows of the roots (W = 1)."""
-
-    @abstractmethod
-    def begin(self, batch: Any) -> tuple[Tensor, Any]:
-        """The position of each root [R], as the target counts, and the state of R trees."""
+    def roots(self, target: Target) -> Roots:
+        """Read the tokens that this step has accepted, and begin a tree after each request."""
 
     @abstractmethod
     def grow(self, tokens: Tensor, parent: Tensor, state: Any) -> tuple[Rows, Any]:
         """As in `drafters.Drafter`."""
 
-    def skip(self, batch: Any, which: np.ndarray) -> None:
-        """The draft does not read this step of the requests `which` [R] bool."""
+    @abstractmethod
+    def rest(self, target: Target) -> None:
+        """This step drafts nothing."""
 
-    def catch_up(self, batch: Any) -> int:
-        """Read the skipped tokens of this batch; returns how many."""
-        return 0
+    @abstractmethod
+    def dummy_run(self, target: Target, *, without_attention: bool) -> None:
+        """vLLM measures memory, or warms up."""
+
+    @abstractmethod
+    def measure(self, rows: int) -> Callable[[], Any]:
+        """What one level of so many nodes runs, to be timed."""
+
+    def verified(self, step: Verification, nodes: Tensor, batch: Any) -> None:
+        """The target has accepted `nodes` [R, L] of the trees of `step`, before `roots` or `rest`."""
+
+    def forget(self, request: str) -> None:
+        """It has ended, is preempted, or comes again with more input."""
+
+    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+        """A level has as many rows as its trees are wide: no graph fits."""
+
+    def capture(self) -> None:
+        """As above."""
 
     def propose(
         self,
         input_batch: Any,
         attn_metadata: Any,
         slot_mappings: Any,
-        last_hidden_states: Any,
-        aux_hidden_states: Any,
+        last_hidden_states: Tensor,
+        aux_hidden_states: list[Tensor] | None,
         num_sampled: Tensor,
         num_rejected: Tensor,
         last_sampled: Tensor,
@@ -76,42 +122,51 @@ class TreeDrafting(DraftModelSpeculator):
         *rest: Any,
         dummy_run: bool = False,
         skip_attn_for_dummy_run: bool = False,
-        dp_sync_state: Any = None,
         **_: Any,
     ) -> Tensor:
-        count, request = input_batch.num_reqs, input_batch.idx_mapping
-        without_attention = dummy_run and skip_attn_for_dummy_run
-        self._copy_request_inputs(count, request, temperature, seeds)
+        target = Target(
+            input_batch,
+            attn_metadata,
+            slot_mappings,
+            last_hidden_states,
+            aux_hidden_states,
+            num_sampled,
+            num_rejected,
+            last_sampled,
+            next_prefill_tokens,
+        )
+        request = input_batch.idx_mapping
+        nothing = torch.full((input_batch.num_reqs, self.num_speculative_steps), EMPTY, device=self.device)
+        if dummy_run:
+            self.dummy_run(target, without_attention=skip_attn_for_dummy_run)
+            return nothing
         self.readback.next_step()
-        if dummy_run or self.budget is None:
-            rows = self.read(input_batch, num_rejected, last_sampled, without_attention=without_attention)
-            if dummy_run:
-                return self.draft_tokens[:count]
-            return self._trees(input_batch, rows, temperature[request], seeds[request], num_sampled, ALL).tokens
+        self.late, self.missed = None, 0
         greedy = self.flags.greedy[input_batch.idx_mapping_np]
-        most, missed = self.budget.begin_step(greedy), 0
+        most = ALL if self.budget is None else self.budget.begin_step(greedy)
         if most == 0:
-            self.skip(input_batch, np.ones(count, dtype=bool))
+            self.rest(target)
             self.drafts.forget()
-            tokens = torch.full_like(self.draft_tokens[:count], EMPTY)
+            tokens = nothing
         else:
-            missed = self.catch_up(input_batch)
-            self.budget.steer(count, count)
-            rows = self.read(input_batch, num_rejected, last_sampled, without_attention=without_attention)
-            tree = self._trees(input_batch, rows, temperature[request], seeds[request], num_sampled, most)
-            self.budget.drafted(tree, greedy)
+            roots = self.roots(target)
+            if self.budget is not None:
+                self.budget.steer(input_batch.num_reqs, input_batch.num_reqs)
+            tree = self._trees(input_batch, roots, temperature[request], seeds[request], num_sampled, most)
+            if self.budget is not None:
+                self.budget.drafted(tree, greedy)
             tokens = tree.tokens
-        context = int(input_batch.num_computed_tokens_np.sum())
-        usual = not input_batch.has_prefill and not missed
-        self.budget.end_step(count, input_batch.num_tokens, context, self.forwards, usual=usual)
+        if self.budget is not None:
+            context = int(input_batch.num_computed_tokens_np.sum())
+            usual = not input_batch.has_prefill and not self.missed
+            self.budget.end_step(input_batch.num_reqs, input_batch.num_tokens, context, self.forwards, usual=usual)
         return tokens
 
     def _trees(
-        self, batch: Any, rows: Rows, temperature: Tensor, seed: Tensor, sampled: Tensor, most: int
+        self, batch: Any, roots: Roots, temperature: Tensor, seed: Tensor, sampled: Tensor, most: int
     ) -> TreeBatch:
-        """One tree for each of R requests from the `rows` of their roots, at most `most` levels deep; `temperature`,
-        `seed` [R]; `sampled` [R]: how many tokens each emitted, 0 in the middle of a prompt."""
-        root, state = self.begin(batch)
+        """One tree for each of R requests, at most `most` levels deep; `temperature`, `seed` [R]; `sampled` [R]: how
+        many tokens each emitted, 0 in the middle of a prompt."""
         greedy = temperature == 0
         fitted = GREEDY_DRAFT_TEMPERATURE if self.budget is None else self.budget.greedy_temperature
         certain = self.options.tree.temperature(0.0, fitted)
@@ -125,10 +180,10 @@ class TreeDrafting(DraftModelSpeculator):
         proposal = draft_tree(
             self.pair.proposer,
             self,
-            rows,
-            state,
+            roots.rows,
+            roots.state,
             nodes=self.num_speculative_steps,
-            request=Request(shaping, greedy, counter_rng(seed, root, purpose=0)),
+            request=Request(shaping, greedy, counter_rng(seed, roots.position, purpose=0)),
             agree=agree,
             keep=levels.append if self.pair.rule is not RULES["target_only"] else lambda _: None,
             lost=dead.append,
@@ -146,8 +201,8 @@ class TreeDrafting(DraftModelSpeculator):
             chains = async_tensor_h2d(grammar, device=self.device)
             proposal = proposal._replace(tree=proposal.tree.first_paths(chains, self.pair.proposer.max_depth))
         sharpens = self.budget is not None and self.budget.temperature is not None
-        roots = rows.logits[:, 0] if sharpens else None
-        self.drafts.store(batch.idx_mapping, root, proposal, levels, shaping, roots)
+        logits = roots.rows.logits[:, 0] if sharpens else None
+        self.drafts.store(batch.idx_mapping, roots.position, proposal, levels, shaping, logits)
         return proposal.tree
 
     def _grown(self, counts: Tensor) -> None:

@@ -20,10 +20,13 @@ from vllm_adaptive_tree.engine.patches import swapped
 from vllm_adaptive_tree.engine.v2.attention import DenseTrees, KernelTrees, PagedTreeAttention
 from vllm_adaptive_tree.engine.v2.budget import SETTLED, DeviceBudget
 from vllm_adaptive_tree.engine.v2.draft_backlog import DraftBacklog
+from vllm_adaptive_tree.engine.v2.drafting import TreeDrafting
+from vllm_adaptive_tree.engine.v2.head_speculator import HeadSpeculator
 from vllm_adaptive_tree.engine.v2.node_selection import NodeSelection
 from vllm_adaptive_tree.engine.v2.sampler import TreeSampler
 from vllm_adaptive_tree.engine.v2.speculator import ModelSpeculator
 from vllm_adaptive_tree.engine.v2.step_stats import StepStats
+from vllm_adaptive_tree.engine.v2.text_speculator import TextSpeculator
 from vllm_adaptive_tree.engine.v2.verification import Verification
 from vllm_adaptive_tree.methods import resolve
 
@@ -33,6 +36,13 @@ else:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as ModelRunner
 
 
+SPECULATORS: dict[str, Any] = {
+    "model": ModelSpeculator,
+    "eagle": HeadSpeculator,
+    "eagle3": HeadSpeculator,
+    "mtp": HeadSpeculator,
+}
+"""By the kind of the draft; any other is without a checkpoint."""
 IN_FLIGHT = 2
 """At most so many steps, of which the scheduler does not know yet how many nodes were accepted."""
 
@@ -42,8 +52,6 @@ class TreeModelRunnerV2(ModelRunner):
         check_ranks(vllm_config)
         self.options = tree_options(vllm_config)
         self.pair = resolve(self.options)
-        draft = vllm_config.speculative_config.draft_model_config
-        checks.check_hidden_size(self.pair.proposer, draft.get_hidden_size())
         if self.pair.init_width > 1:
             raise ValueError("speculative_config['tree']['init_width'] above 1 is not supported by Model Runner V2")
         self.steering = Steering(self.pair.proposer, self.options.tree.steered)
@@ -60,6 +68,7 @@ class TreeModelRunnerV2(ModelRunner):
         self.flags = RequestFlags(vllm_config.scheduler_config.max_num_seqs, self.pair, self.options)
         with swapped(model_runner, "init_speculator", self._speculator):
             super().__init__(vllm_config, device)
+        checks.check_hidden_size(self.pair.proposer, self.speculator.hidden_size)
 
     def begin_budget(self, planner: Planner, temperature: DraftTemperature | None = None) -> None:
         """Ranks that must agree on every number keep to the costs and the temperature of the start."""
@@ -77,7 +86,7 @@ class TreeModelRunnerV2(ModelRunner):
                 self.input_buffers.query_start_loc,
                 self.budget,
             )
-        if self.options.tree.budget == "auto":
+        if self.options.tree.budget == "auto" and self.speculator.reads_late:
             group = self.kv_cache_config.kv_cache_groups[self.speculator.group]
             coverage = Coverage(self.kv_cache_config.num_blocks, group.kv_cache_spec.block_size)
             coverage.renew(slice(None))
@@ -89,10 +98,9 @@ class TreeModelRunnerV2(ModelRunner):
             for name, layer in self.compilation_config.static_forward_context.items():
                 checks.check_packing(name, layer)
 
-    def _speculator(self, vllm_config: Any, device: torch.device, req_states: Any) -> ModelSpeculator:
-        speculator = ModelSpeculator(vllm_config, device, self)
-        speculator.tokens = req_states.all_token_ids.gpu
-        return speculator
+    def _speculator(self, vllm_config: Any, device: torch.device, req_states: Any) -> TreeDrafting:
+        kind = SPECULATORS.get(str(self.options.draft), TextSpeculator)
+        return kind(vllm_config, device, self, req_states)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
@@ -116,8 +124,10 @@ class TreeModelRunnerV2(ModelRunner):
     def _remove_request(self, req_id: str) -> bool:
         """Called if a request has ended, is preempted, or comes again with more input."""
         index = self.req_states.req_id_to_index.get(req_id)
-        if index is not None and self.backlog is not None:
-            self.backlog.removed(index)
+        if index is not None:
+            self.speculator.forget(req_id)
+            if self.backlog is not None:
+                self.backlog.removed(index)
         removed: bool = super()._remove_request(req_id)
         return removed
 
@@ -186,6 +196,7 @@ class TreeModelRunnerV2(ModelRunner):
             self.stats.verified(step.tree)
             step.commit(nodes, self.metadata, self.compilation_config.static_forward_context, self.slots)
             step.write_path(input_batch.input_ids, tokens, nodes)
+            self.speculator.verified(step, nodes, input_batch)
         return sampled
 
     def sample_tokens(self, grammar_output: Any) -> Any:

@@ -3,8 +3,6 @@
 from functools import partial
 from typing import Any
 
-import torch
-
 from vllm_adaptive_tree.budget import Costs, Curve
 from vllm_adaptive_tree.budget.cost import profiled_rows
 from vllm_adaptive_tree.engine.common.measuring import MAX_ROWS, POINTS, Prepare, fastest_on_rank_0, threshold
@@ -41,7 +39,4 @@ def _target(runner: Any, rows: int) -> Prepare:
 
 
 def _level(runner: Any, rows: int) -> Prepare:
-    speculator = runner.speculator
-    tokens = torch.zeros(rows, dtype=torch.int32, device=speculator.device)
-    forward = speculator._run_model
-    return lambda: lambda: speculator.compute_draft_logits(forward(tokens, tokens.long(), None, None, None), 0)
+    return partial(runner.speculator.measure, rows)

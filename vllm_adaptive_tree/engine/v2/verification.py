@@ -55,6 +55,17 @@ class Verification(NamedTuple):
         """The accepted path after the root, in place: what the draft reads next. `tokens`, `nodes` [R, L]."""
         self._write(input_ids, nodes >= 0, tokens)
 
+    def path_rows(self, nodes: Tensor, rows: int) -> Tensor:
+        """Of so many rows of the batch, the accepted ones after each root; `nodes` [R, L]."""
+        found = torch.arange(rows, device=nodes.device)
+        self._write(found, nodes >= 0, self.first[:, None] + 1 + nodes)
+        return found
+
+    def write_linear(self, positions: Tensor) -> None:
+        """Undo `write_rows` for positions, in place."""
+        after = torch.arange(1, 1 + self.tree.tokens.shape[1], device=positions.device)
+        self._write(positions, self.tree.valid, self.root[:, None] + after)
+
     def _write(self, rows: Tensor, where: Tensor, new: Tensor) -> None:
         """`new` [R, L] to the rows after each root, `where` [R, L] is true; else the root's row is written again."""
         after = self.first[:, None] + 1 + torch.arange(new.shape[1], device=rows.device)

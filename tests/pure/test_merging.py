@@ -1,0 +1,96 @@
+"""Trees with continuations of the text merged into them, against plain dictionaries."""
+
+import math
+import random
+
+import pytest
+import torch
+
+from vllm_adaptive_tree.drafters import Continuations
+from vllm_adaptive_tree.proposers import Proposal
+from vllm_adaptive_tree.proposers.merging import GOES_ON, merge
+from vllm_adaptive_tree.trees import TreeBatch
+from vllm_adaptive_tree.trees.tree_batch import EMPTY_SLOT
+
+VOCABULARY, NODES, DEPTH, LENGTH, CHAINS = 3, 6, 3, 4, 3
+
+Path = tuple[int, ...]
+
+
+def random_tree() -> dict[Path, float]:
+    """Path -> log value, in an order with parents first."""
+    found: dict[Path, float] = {}
+    for _ in range(random.randrange(NODES + 1)):
+        parent = random.choice([(), *found])
+        path = (*parent, random.randrange(VOCABULARY))
+        if len(path) <= DEPTH and path not in found:
+            found[path] = found.get(parent, 0.0) - random.random()
+    return found
+
+
+def as_tensors(trees: list[dict[Path, float]]) -> Proposal:
+    rows, read, planned = [], [], []
+    for tree in trees:
+        paths = list(tree)
+        nodes = [(path[-1], paths.index(path[:-1]) if path[:-1] else -1, len(path), tree[path]) for path in paths]
+        rows.append(nodes + [EMPTY_SLOT] * (NODES - len(nodes)))
+        read.append([10 + at for at in range(len(nodes))] + [-1] * (NODES - len(nodes)))
+        planned.append([1, *(20 + at for at in range(len(nodes))), *[0] * (NODES - len(nodes))])
+    columns = [torch.tensor([[node[at] for node in row] for row in rows]) for at in range(4)]
+    return Proposal(TreeBatch(*columns), torch.tensor(read), torch.tensor(planned))
+
+
+def as_paths(tree: TreeBatch, row: int) -> list[Path]:
+    paths: list[Path] = []
+    tokens = zip(tree.tokens[row].tolist(), tree.parent[row].tolist(), tree.depth[row].tolist(), strict=True)
+    for token, parent, depth in tokens:
+        if token >= 0:
+            paths.append((*(paths[parent] if parent >= 0 else ()), token))
+            assert len(paths[-1]) == depth
+    return paths
+
+
+@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("nodes", [2, NODES, 12])
+def test_the_best_of_both(seed: int, nodes: int) -> None:
+    random.seed(seed)
+    trees = [random_tree() for _ in range(3)]
+    tokens = [[[random.randrange(VOCABULARY) for _ in range(LENGTH)] for _ in range(CHAINS)] for _ in trees]
+    weight = torch.rand(len(trees), CHAINS, generator=torch.Generator().manual_seed(seed)) / CHAINS
+    for row in tokens:
+        for at, chain in enumerate(row):
+            end = random.randrange(LENGTH + 1)
+            row[at] = chain[:end] + [-1] * (LENGTH - end)
+    given = as_tensors(trees)
+    found = Continuations(torch.tensor(tokens), weight, torch.ones(0), torch.ones(0))
+    merged = merge(given, found, nodes=nodes, max_depth=DEPTH)
+    for row, tree in enumerate(trees):
+        shares: dict[Path, float] = {}
+        for chain, share in zip(tokens[row], weight[row].tolist(), strict=True):
+            chain = [token for token in chain if token >= 0]
+            for end in range(1, len(chain) + 1):
+                path = tuple(chain[:end])
+                shares[path] = shares.get(path, 0.0) + share
+        worth = dict(tree)
+        for path, share in shares.items():
+            own = math.log(share) + (len(path) - 1) * math.log(GOES_ON)
+            worth[path] = max(worth.get(path, -math.inf), own)
+        paths = as_paths(merged.tree, row)
+        assert len(set(paths)) == len(paths) == min(nodes, len(worth))
+        values = merged.tree.log_weight[row, : len(paths)].tolist()
+        assert values == pytest.approx([worth[path] for path in paths], abs=1e-5)
+        assert values == pytest.approx(sorted(worth.values(), reverse=True)[:nodes], abs=1e-5)
+        drafted = list(tree)
+        read = [10 + drafted.index(path) if path in tree else -1 for path in paths]
+        assert merged.read[row, : len(paths)].tolist() == read
+        planned = [20 + drafted.index(path) if path in tree else 0 for path in paths]
+        assert merged.num_planned[row, : 1 + len(paths)].tolist() == [1, *planned]
+
+
+def test_nothing_found_changes_nothing_but_the_order() -> None:
+    random.seed(1)
+    trees = [random_tree() for _ in range(4)]
+    nothing = Continuations(torch.full((4, 1, 1), -1), torch.zeros(4, 1), torch.ones(0), torch.ones(0))
+    merged = merge(as_tensors(trees), nothing, nodes=NODES, max_depth=DEPTH)
+    for row, tree in enumerate(trees):
+        assert as_paths(merged.tree, row) == sorted(tree, key=lambda path: -tree[path])

@@ -1,0 +1,114 @@
+"""Suffix decoding (arXiv 2411.04975): what followed the end of the text before, in it and in answers to past requests.
+
+The suffix trees are those of `arctic-inference`, as in vLLM's own method; its trees are read as trees here.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import torch
+
+from vllm_adaptive_tree.drafters.base import Rows, TextDrafter, Texts
+from vllm_adaptive_tree.drafters.lookup import Continuations, Lookup
+from vllm_adaptive_tree.options import Options, count, fraction, is_int, is_number, option
+
+NODES = 64
+"""Of each request, at most, that the suffix trees are asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuffixOptions(Options):
+    """As in vLLM."""
+
+    suffix_decoding_max_tree_depth: int = count(default=24)
+    """Tokens of a match and its continuation together, at most."""
+    suffix_decoding_max_cached_requests: int = option(
+        10000, lambda value: is_int(value) and value >= 0, "a whole number of at least 0"
+    )
+    """Past requests whose answers are kept."""
+    suffix_decoding_max_spec_factor: float = option(
+        1.0, lambda value: is_number(value) and value > 0, "a number above 0"
+    )
+    """Tokens that are drafted after a match, in lengths of the match."""
+    suffix_decoding_min_token_prob: float = fraction(default=0.1)
+    """Less likely tokens, by their counts, are not drafted."""
+
+
+class Suffix(Lookup, TextDrafter):
+    """The trees are on the host: on a device each step waits for its tokens.
+
+    A tree is read as chains, one for each node: its weight is that of the text that ends there.
+    """
+
+    Options: ClassVar[type[Options]] = SuffixOptions
+
+    def __init__(self, vocabulary: int, options: SuffixOptions):
+        from arctic_inference.suffix_decoding import SuffixDecodingCache
+
+        super().__init__(vocabulary)
+        self.options = options
+        self.cache = SuffixDecodingCache(
+            max_tree_depth=options.suffix_decoding_max_tree_depth,
+            max_cached_requests=options.suffix_decoding_max_cached_requests,
+        )
+        self.seen: dict[str, int] = {}
+        """Tokens of each request that are in the cache."""
+
+    @classmethod
+    def build(cls, options: SuffixOptions, *, vocabulary: int) -> Self:
+        try:
+            return cls(vocabulary, options)
+        except ImportError as error:
+            raise ValueError(
+                f"speculative_config['model']: 'suffix' needs arctic-inference, which cannot be imported ({error}); "
+                "install 'vllm-adaptive-tree[suffix]', or use 'ngram'"
+            ) from error
+
+    def begin(self, texts: Texts) -> tuple[Rows, Continuations]:
+        rows = zip(texts.requests, texts.tokens.tolist(), texts.length.tolist(), texts.prompt.tolist(), strict=True)
+        chains = [_chains(self._speculate(name, tokens[:length], prompt)) for name, tokens, length, prompt in rows]
+        most = max((len(found) for found in chains), default=0) or 1
+        longest = max((len(tokens) for found in chains for tokens, _ in found), default=1)
+        padded = [
+            [tokens + [-1] * (longest - len(tokens)) for tokens, _ in found] + [[-1] * longest] * (most - len(found))
+            for found in chains
+        ]
+        weight = [[weight for _, weight in found] + [0.0] * (most - len(found)) for found in chains]
+        device = texts.tokens.device
+        return self.start(torch.tensor(padded, device=device), torch.tensor(weight, device=device))
+
+    def forget(self, requests: Collection[str]) -> None:
+        """Their answers stay, for others."""
+        for name in requests:
+            if self.seen.pop(name, None) is not None:
+                self.cache.stop_request(name)
+
+    def _speculate(self, name: str, tokens: list[int], prompt: int) -> Any:
+        text = np.array(tokens, dtype=np.int32)
+        if name not in self.seen:
+            self.cache.start_request(name, text[:prompt])
+            self.seen[name] = prompt
+        self.cache.add_active_response(name, text[self.seen[name] :])
+        self.seen[name] = len(text)
+        return self.cache.speculate(
+            name,
+            text[-self.options.suffix_decoding_max_tree_depth :],
+            max_spec_tokens=NODES,
+            max_spec_factor=self.options.suffix_decoding_max_spec_factor,
+            min_token_prob=self.options.suffix_decoding_min_token_prob,
+            use_tree_spec=True,
+        )
+
+
+def _chains(draft: Any) -> list[tuple[list[int], float]]:
+    """Tokens from the root to each node that more texts reach than go on from, and how many, as a fraction."""
+    weight, paths = list(draft.probs), list[list[int]]()
+    for token, parent, prob in zip(draft.token_ids, draft.parents, draft.probs, strict=True):
+        paths.append([*(paths[parent] if parent >= 0 else ()), token])
+        if parent >= 0:
+            weight[parent] -= prob
+    least = 1e-6  # counts are divided in float32
+    chains = zip(paths, weight, strict=True)
+    return [(path, value) for path, value in chains if value > least]

@@ -1,0 +1,32 @@
+"""An independent draft model: it reads tokens alone, and may read them later than the target."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.v1.spec_decode.draft_model import DraftModelProposer
+
+from vllm_adaptive_tree.engine.common.coverage import Coverage
+from vllm_adaptive_tree.engine.v1.catch_up import CatchUp, Step, without_gaps
+from vllm_adaptive_tree.engine.v1.paged_drafter import PagedDrafter
+
+
+class ModelDrafter(PagedDrafter, DraftModelProposer):
+    coverage: Coverage
+
+    def __init__(self, vllm_config: Any, device: torch.device, runner: Any = None):
+        super().__init__(vllm_config, device, runner)
+        self.begin_drafting(runner)
+
+    def begin_cache(self, blocks: int) -> None:
+        self.coverage = Coverage(blocks, self.block_table.block_size)
+
+    def news(self, step: Step, accepted: Mapping[int, Sequence[int]]) -> list[CatchUp]:
+        return step.new_tokens()
+
+    def due(self, news: list[CatchUp], room: int, drafting: bool) -> list[CatchUp]:
+        return without_gaps(self.runner, self.coverage, news, room, drafting)
+
+    def inputs(self, items: list[CatchUp], states: Sequence[Tensor] | None) -> Tensor | None:
+        return None

@@ -1,0 +1,86 @@
+"""Drafts with attention layers: their K/V of accepted tokens is in vLLM's paged cache, that of nodes outside it."""
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vllm_adaptive_tree.drafters import Rows
+from vllm_adaptive_tree.engine.common.attention import DraftKeys
+from vllm_adaptive_tree.engine.common.contexts import PagedContexts
+from vllm_adaptive_tree.engine.v2.drafting import Roots, Target, TreeDrafting
+
+
+class TreeState(NamedTuple):
+    """Of R trees; slots as in `Frontier`."""
+
+    keys: DraftKeys
+    root: Tensor  # [R]: positions of the roots' rows in the draft
+    depth: Tensor  # [R, S]
+    passed: Tensor | None  # [R, S, H]: what a node passes to its children, if the draft has such
+
+
+class PagedDraft(TreeDrafting):
+    """Satisfies `drafters.Drafter`; comes before one of vLLM's speculators with a model."""
+
+    hidden_size: int
+    first: Rows
+    """Of the roots, from the last `read`."""
+
+    @abstractmethod
+    def read(self, target: Target, *, without_attention: bool = False) -> None:
+        """One forward over the tokens that this step has accepted."""
+
+    @abstractmethod
+    def forward(self, tokens: Tensor, positions: Tensor, metadata: Any, passed: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Run the draft over nodes, `tokens` and `positions` [M], `passed` [M, H] by their parents. Returns hidden
+        states for the logits, and what the nodes pass on, both [M, H]."""
+
+    def dummy_run(self, target: Target, *, without_attention: bool) -> None:
+        self.read(target, without_attention=without_attention)
+
+    @property
+    def group(self) -> int:
+        """Which of vLLM's cache groups holds the draft's layers."""
+        groups = self.kv_cache_config.kv_cache_groups
+        return next(i for i, one in enumerate(groups) if self.draft_attn_layer_names & set(one.layer_names))
+
+    def sample_draft(self, hidden_states: Tensor, *rest: Any, **_: Any) -> Tensor:
+        """vLLM asks for the first token of a chain; its logits are those of the root."""
+        logits = self.compute_draft_logits(hidden_states, 0)
+        self.first = Rows(logits[:, None], hidden_states[:, None])
+        return logits.argmax(-1)
+
+    def begin(self, batch: Any, position: Tensor, root: Tensor, passed: Tensor | None) -> Roots:
+        """After `read`. `position` [R] of the roots as the target counts, `root` and `passed` [R, 1, H] as in
+        `TreeState`."""
+        block_size = self.kv_cache_config.kv_cache_groups[self.group].kv_cache_spec.block_size
+        longest = 1 + int(batch.seq_lens_cpu_upper_bound[: batch.num_reqs].max())
+        blocks = -(-min(longest, self.max_model_len) // block_size)
+        table = self.block_tables.input_block_tables[self.group][: batch.num_reqs, :blocks]
+        keys = DraftKeys(PagedContexts(table, block_size), root + 1)
+        return Roots(self.first, position, TreeState(keys, root, torch.zeros_like(root)[:, None], passed))
+
+    def grow(self, tokens: Tensor, parent: Tensor, state: TreeState) -> tuple[Rows, TreeState]:
+        """Read one level, `tokens` and `parent` [R, W] as in `Frontier`; unused columns cost their row too."""
+        self.forwards += 1
+        depth = state.depth.gather(1, parent) + 1
+        state.keys.open_level(parent)
+        positions = (state.root[:, None] + depth).clamp(max=self.max_model_len - 1).flatten()
+        passed = state.passed
+        if passed is not None:
+            passed = passed.gather(1, parent[:, :, None].expand(-1, -1, passed.shape[2])).flatten(0, 1)
+        metadata = dict.fromkeys(self.draft_attn_layer_names, state.keys)
+        hidden, new = self.forward(tokens.clamp(min=0).flatten().int(), positions, metadata, passed)
+        logits = self.compute_draft_logits(hidden, 0).unflatten(0, tokens.shape)
+        if state.passed is not None:
+            state = state._replace(passed=torch.cat([state.passed, new.unflatten(0, tokens.shape)], 1))
+        rows = Rows(logits, hidden.unflatten(0, tokens.shape))
+        return rows, state._replace(depth=torch.cat([state.depth, depth], 1))
+
+    def measure(self, rows: int) -> Callable[[], Any]:
+        tokens = torch.zeros(rows, dtype=torch.int32, device=self.device)
+        passed = torch.zeros(rows, self.hidden_size, dtype=self.dtype, device=self.device)
+        return lambda: self.compute_draft_logits(self.forward(tokens, tokens.long(), None, passed)[0], 0)
