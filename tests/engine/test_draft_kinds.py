@@ -1,68 +1,29 @@
 """Every kind of checkpoint, under a plain and a misleading path: what it is taken for, and what is refused with what
 words. No engine starts: the configuration is built, as for one."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
-from vllm.engine.arg_utils import EngineArgs
 
 from tests.engine import heads
-from tests.engine.engines import TARGET, tree
+from tests.engine.checkpoints import (
+    DFLASH,
+    DFLASH_TENSORS,
+    EAGLE3,
+    EAGLE3_TENSORS,
+    EAGLE_TENSORS,
+    ONE_LAYER,
+    SILENT,
+    WHOLE,
+    Shapes,
+    build,
+    speculators,
+    written,
+)
 from tests.engine.heads import CONFIG, HIDDEN, VOCABULARY
 from vllm_adaptive_tree.engine.common.startup import tree_options
-
-LAYERS = CONFIG["num_hidden_layers"]
-ONE_LAYER = {**CONFIG, "num_hidden_layers": 1, "tie_word_embeddings": False}
-SILENT = {**ONE_LAYER, "architectures": ["LlamaForCausalLM"]}
-EAGLE3 = {**ONE_LAYER, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": VOCABULARY}
-DFLASH = {"model_type": "qwen3", "dflash_config": {"mask_token_id": 0, "target_layer_ids": [2, 5]}, "block_size": 8}
-
-Shapes = dict[str, tuple[int, ...]]
-EAGLE_TENSORS: Shapes = {"fc.weight": (HIDDEN, 2 * HIDDEN), "layers.0.self_attn.q_proj.weight": (8, 8)}
-EAGLE3_TENSORS: Shapes = {"fc.weight": (HIDDEN, 3 * HIDDEN), "midlayer.hidden_norm.weight": (HIDDEN,)}
-DFLASH_TENSORS: Shapes = {"fc.weight": (HIDDEN, 2 * HIDDEN), "hidden_norm.weight": (HIDDEN,)}
-WHOLE: Shapes = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN), "lm_head.weight": (VOCABULARY, HIDDEN)}
-
-
-def speculators(kind: str, **more: Any) -> dict[str, Any]:
-    """A config.json of the library `speculators`."""
-    verifier = {"name_or_path": TARGET, "architectures": CONFIG["architectures"]}
-    methods = [{"proposal_type": "greedy", "speculative_tokens": 3}]
-    return {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": kind,
-        "speculators_config": {"algorithm": kind, "proposal_methods": methods, "verifier": verifier},
-        "transformer_layer_config": {**ONE_LAYER, "model_type": "llama"},
-        "draft_vocab_size": VOCABULARY,
-        "mask_token_id": 0,
-        "aux_hidden_state_layer_ids": [2, 5],
-        **more,
-    }
-
-
-def written(folder: Path, config: dict[str, Any], tensors: Shapes) -> str:
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file({name: torch.zeros(shape) for name, shape in tensors.items()}, folder / "model.safetensors")
-    return str(folder)
-
-
-def build(draft: str | None, said: str | None = None, target: str = TARGET, **arguments: Any) -> Any:
-    keys = arguments.pop("keys", {})
-    spec = {**tree(60), "model": draft, **keys}
-    if draft is None:
-        del spec["model"]
-    if said is not None:
-        spec["tree"] = {**spec["tree"], "draft": said}
-    return EngineArgs(
-        model=target, speculative_config=spec, **{"max_model_len": 512, **arguments}
-    ).create_engine_config()
-
 
 Make = Callable[[Path], str]
 KINDS: dict[str, tuple[Make, str]] = {

@@ -7,7 +7,7 @@ from typing import Any, get_args
 from vllm_adaptive_tree.config import served
 from vllm_adaptive_tree.drafters import CHECKPOINTS
 from vllm_adaptive_tree.engine.checkpoint import Checkpoint, written_config
-from vllm_adaptive_tree.engine.draft_kind import NAMES
+from vllm_adaptive_tree.engine.draft_kind import NAMES, VLLM_METHODS
 from vllm_adaptive_tree.methods import Pair
 
 REFUSED_MTP = {
@@ -103,16 +103,11 @@ def _check_architecture(draft: Checkpoint, kind: str, config: Any) -> None:
     from vllm.transformers_utils.configs.speculators import SpeculatorsConfig
 
     if not isinstance(config, EAGLEConfig | SpeculatorsConfig):
-        if not config.architectures:
-            raise draft.refused(
-                'names no architecture in its config.json; add that of its layer, for a Llama\'s "architectures": '
-                '["LlamaForCausalLM"]'
-            )
         config = EAGLEConfig(config, method=kind, model_type="eagle")
     if not set(config.architectures) & ModelRegistry.get_supported_archs():
         raise draft.refused(
-            f"is {NAMES[kind]} of architecture {config.architectures[0]!r}, which this vLLM does not have; use a head "
-            "of another family, or an independent model"
+            f"is {NAMES[kind]} of architecture {config.architectures[0]!r}, which this vLLM does not have; correct "
+            "'architectures' in its config.json, or use another draft"
         )
 
 
@@ -138,9 +133,13 @@ def _check_ranks(draft: Checkpoint, text: Any, ranks: int, keys: dict[str, Any])
             )
 
 
-def check_head(config: Any, draft: Checkpoint, kind: str) -> None:
-    """Refuse a head that was trained for another target. `config` is the built VllmConfig."""
+def check_fit(config: Any, draft: Checkpoint, kind: str) -> None:
+    """Refuse a draft that vLLM takes for another kind, and a head of another target. `config`: the built VllmConfig."""
     spec, target = config.speculative_config, config.model_config
+    if spec.method != VLLM_METHODS[kind]:
+        raise draft.refused(f"is {NAMES[kind]}, and vLLM can load it as {spec.method!r} only; use another draft")
+    if kind == "model":
+        return
     head, size = spec.draft_model_config.hf_config, target.get_hidden_size()
     key, own = "hidden_size", spec.draft_model_config.get_hidden_size()
     if kind == "eagle3" and getattr(head, "target_hidden_size", None):

@@ -19,6 +19,8 @@ NAMES = {
     "mtp": "an MTP module",
     **UNSERVED,
 }
+VLLM_METHODS = {"model": "draft_model", "eagle": "eagle", "eagle3": "eagle3", "mtp": "mtp"}
+"""Kind -> vLLM's method."""
 OTHER = "a draft head of a kind that is not known here"
 
 SPECULATORS = {name: name for name in ("eagle3", "peagle", "dflash", "dspark", "xpress")} | {"dflash2": "dflash"}

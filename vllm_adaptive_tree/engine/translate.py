@@ -16,7 +16,7 @@ from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.engine import checks, draft_checks
 from vllm_adaptive_tree.engine.common.cost_profile import check_folder
 from vllm_adaptive_tree.engine.common.node_quota import schedule
-from vllm_adaptive_tree.engine.draft_kind import NAMES, kind_of
+from vllm_adaptive_tree.engine.draft_kind import NAMES, VLLM_METHODS, kind_of
 from vllm_adaptive_tree.engine.mark import installed
 from vllm_adaptive_tree.engine.names import CONFIG_KEY, MARK
 from vllm_adaptive_tree.methods import fitting, resolve
@@ -26,10 +26,10 @@ logger = init_logger(f"vllm.{__name__}")
 WORKER = "vllm_adaptive_tree.engine.cpu_worker.TreeWorker"
 GPU_WORKER = "vllm_adaptive_tree.engine.gpu_worker.TreeGPUWorker"
 
-VLLM_METHODS = {"model": "draft_model", "eagle": "eagle", "eagle3": "eagle3", "mtp": "mtp"}
-"""Kind of the draft -> vLLM's method. A draft without a checkpoint is "ngram_gpu" while the config is built, for which
-vLLM does not switch asynchronous scheduling off. Then it is "ngram" for Model Runner V2, which keeps tokens on the
-device for it; V1 makes a "custom_class" from whatever stands in its place."""
+WITHOUT_CHECKPOINT = "ngram_gpu"
+"""vLLM's method for drafts without one while the config is built: it does not switch asynchronous scheduling off. Then
+it is "ngram" for Model Runner V2, which keeps tokens on the device for it; V1 makes a "custom_class" from whatever
+stands in its place."""
 HEAD_NAMES = ("eagle-", "eagle3", "dflash", "dspark")
 """Substrings of a draft's path that make vLLM take it for a head, whatever `method` says."""
 
@@ -65,7 +65,7 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
         args.speculative_config = {
             **vllm_keys,
             "model": path,
-            "method": VLLM_METHODS.get(str(options.draft), "ngram_gpu"),
+            "method": VLLM_METHODS.get(str(options.draft), WITHOUT_CHECKPOINT),
             "num_speculative_tokens": options.num_speculative_tokens,
             # One size for every batch of Model Runner V1, which allocates slots itself; with a schedule vLLM pads no
             # resumed or cached request with draft tokens -1.
@@ -79,8 +79,8 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
             config.speculative_config.method = "ngram" if config.use_v2_model_runner else "custom_class"
     setattr(config.speculative_config, MARK, mark)
     checks.check_config(config, options)
-    if draft is not None and options.draft != "model":
-        draft_checks.check_head(config, draft, str(options.draft))
+    if draft is not None:
+        draft_checks.check_fit(config, draft, str(options.draft))
     if config.use_v2_model_runner:
         scheduler = config.scheduler_config
         config.speculative_config.num_speculative_tokens_per_batch_size = schedule(

@@ -1,0 +1,210 @@
+"""A draft that does not fit the target is refused when the configuration is built, with both facts and the remedy."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine import heads
+from tests.engine.checkpoints import (
+    EAGLE3,
+    EAGLE3_TENSORS,
+    EAGLE_TENSORS,
+    ONE_LAYER,
+    SILENT,
+    WHOLE,
+    Shapes,
+    build,
+    speculators,
+    written,
+)
+from tests.engine.engines import TARGET
+from tests.engine.heads import CONFIG, HIDDEN, VOCABULARY
+from vllm_adaptive_tree.engine.common.startup import tree_options
+
+LAYERS = CONFIG["num_hidden_layers"]
+IDS = "eagle_aux_hidden_state_layer_ids"
+D2T = {**EAGLE3_TENSORS, "d2t": (512,)}
+MIMO = {**CONFIG, "architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "num_nextn_predict_layers": 1}
+
+UNFIT: dict[str, tuple[dict[str, Any], Shapes, list[str]]] = {
+    "hidden size of an EAGLE head": (
+        {**SILENT, "hidden_size": 128},
+        {"fc.weight": (128, 256)},
+        ["hidden states of 128 (hidden_size)", f"the target's have {HIDDEN}"],
+    ),
+    "hidden size of an EAGLE-3 head": (
+        {**EAGLE3, "hidden_size": 128},
+        {**EAGLE3_TENSORS, "fc.weight": (128, 3 * 128)},
+        ["hidden states of 128 (hidden_size)", f"the target's have {HIDDEN}"],
+    ),
+    "target_hidden_size": (
+        {**EAGLE3, "target_hidden_size": 4096},
+        EAGLE3_TENSORS,
+        ["hidden states of 4096 (target_hidden_size)", f"the target's have {HIDDEN}"],
+    ),
+    "width of an EAGLE head": (
+        SILENT,
+        {"fc.weight": (HIDDEN, HIDDEN)},
+        ["joins inputs of 256 (fc.weight)", "one hidden state of this target have 512"],
+    ),
+    "more auxiliary states than ids": (
+        EAGLE3,
+        {**EAGLE3_TENSORS, "fc.weight": (HIDDEN, 4 * HIDDEN)},
+        ["joins inputs of 1024", "3 layers [2, 4, 5] of this target have 768"],
+    ),
+    "fewer auxiliary states than ids": (
+        {**EAGLE3, IDS: [1, 2, 4, 5]},
+        EAGLE3_TENSORS,
+        ["joins inputs of 768", "4 layers [1, 2, 4, 5] of this target have 1024"],
+    ),
+    "ids of another target": ({**EAGLE3, IDS: [2, 16, 29]}, EAGLE3_TENSORS, ["[2, 16, 29]", IDS, f"at most {LAYERS}"]),
+    "ids that fall": ({**EAGLE3, IDS: [5, 4, 2]}, EAGLE3_TENSORS, ["[5, 4, 2]", "must increase"]),
+    "ids twice": ({**EAGLE3, "eagle_config": {IDS: [2, 2, 5]}}, EAGLE3_TENSORS, ["[2, 2, 5]", "must increase"]),
+    "ids below 0": ({**EAGLE3, IDS: [-1, 2, 5]}, EAGLE3_TENSORS, ["[-1, 2, 5]", "from 0"]),
+    "vocabulary": (
+        {**EAGLE3, "vocab_size": 2000},
+        EAGLE3_TENSORS,
+        ["vocabulary of 2000", f"{VOCABULARY}", "tokenizer"],
+    ),
+    "a larger draft vocabulary": (
+        {**EAGLE3, "draft_vocab_size": 4096},
+        D2T,
+        ["from 4096 tokens (draft_vocab_size)", f"the target has {VOCABULARY}"],
+    ),
+    "a reduced vocabulary without d2t": (
+        {**EAGLE3, "draft_vocab_size": 512},
+        EAGLE3_TENSORS,
+        [f"512 of {VOCABULARY} tokens", "no tensor 'd2t'"],
+    ),
+    "a whole vocabulary with d2t": (EAGLE3, D2T, [f"all {VOCABULARY} tokens", "a tensor 'd2t'", "remove 'd2t'"]),
+    "a family without a class": (
+        {**SILENT, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]},
+        EAGLE_TENSORS,
+        ["an EAGLE head of architecture 'EagleQwen2ForCausalLM'", "does not have"],
+    ),
+    "no architecture": (
+        {**SILENT, "architectures": None},
+        EAGLE_TENSORS,
+        ["does not have", "correct 'architectures'"],
+    ),
+    "a family that speculators knows and vLLM does not": (
+        speculators("eagle3", transformer_layer_config={**ONE_LAYER, "model_type": "gemma"}),
+        EAGLE3_TENSORS,
+        ["cannot read a draft", "gemma"],
+    ),
+}
+
+
+@pytest.mark.parametrize("which", UNFIT)
+def test_a_head_of_another_target(which: str, tmp_path: Path) -> None:
+    config, tensors, words = UNFIT[which]
+    with pytest.raises(ValueError, match=r"speculative_config\['model'\]: ") as error:
+        build(written(tmp_path / "draft", config, tensors))
+    assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.parametrize(
+    ("changes", "tensors"),
+    [
+        ({IDS: [0, 4, LAYERS]}, EAGLE3_TENSORS),
+        ({IDS: [1, 3, 5, 7]}, {**EAGLE3_TENSORS, "fc.weight": (HIDDEN, 4 * HIDDEN)}),
+        ({"eagle_config": {IDS: [1, 6]}}, {**EAGLE3_TENSORS, "fc.weight": (HIDDEN, 2 * HIDDEN)}),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, {"midlayer.hidden_norm.weight": (HIDDEN,)}),
+        ({"draft_vocab_size": 512}, D2T),
+        ({"hidden_size": 128, "target_hidden_size": HIDDEN}, {**EAGLE3_TENSORS, "fc.weight": (128, 3 * HIDDEN)}),
+    ],
+)
+def test_heads_that_fit(changes: dict[str, Any], tensors: Shapes, tmp_path: Path) -> None:
+    config = build(written(tmp_path / "draft", {**EAGLE3, **changes}, tensors))
+    assert config.speculative_config.method == "eagle3"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"tensor_parallel_size": 3}, ["cannot be cut for tensor_parallel_size=3", "attention heads"]),
+        ({"keys": {"draft_tensor_parallel_size": 2}}, ["'draft_tensor_parallel_size'] is 2", "tensor_parallel_size 1"]),
+        ({"keys": {"method": "mcsd", "tree": {"init_width": 2, "allow_lossy": True}}}, ["'init_width'", "'eagle3'"]),
+    ],
+)
+def test_options_that_a_head_does_not_take(arguments: dict[str, Any], words: list[str], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="speculative_config") as error:
+        build(heads.eagle3(tmp_path / "draft"), **arguments)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_a_look_up_has_no_hidden_states(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"'type1' reads the draft's hidden states, and 'ngram' has none"):
+        build("ngram", keys={"method": "mcsd", "tree": {"stop": "type1"}})
+
+
+def test_a_target_that_gives_no_auxiliary_states(tmp_path: Path) -> None:
+    gpt2 = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": VOCABULARY, "n_embd": HIDDEN}
+    target = written(tmp_path / "target", {**gpt2, "n_layer": LAYERS, "n_head": 4, "n_positions": 1024}, WHOLE)
+    arguments = {"target": target, "tokenizer": TARGET}
+    with pytest.raises(ValueError, match=r"EAGLE-3 head, and the target \(GPT2LMHeadModel\) gives no auxiliary"):
+        build(heads.eagle3(tmp_path / "draft"), **arguments)
+    assert build(heads.eagle(tmp_path / "other"), **arguments).speculative_config.method == "eagle"
+
+
+@pytest.mark.parametrize(("own", "given", "longest"), [(128, None, 128), (1024, 100, 100), (1024, None, 512)])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_a_shorter_context_than_the_target_s(
+    kind: str, own: int, given: int | None, longest: int, tmp_path: Path
+) -> None:
+    """The head drafts up to its own length; its positions are the target's, so that its RoPE reaches the end."""
+    base, tensors = (SILENT, EAGLE_TENSORS) if kind == "eagle" else (EAGLE3, EAGLE3_TENSORS)
+    draft = written(tmp_path / "draft", {**base, "max_position_embeddings": own}, tensors)
+    config = build(draft, keys={"max_model_len": given}).speculative_config.draft_model_config
+    assert config.max_model_len == longest
+    assert config.hf_config.max_position_embeddings == max(own, 512)
+
+
+# -- MTP modules
+
+
+@pytest.mark.parametrize("name", ["target", "eagle3"])
+@pytest.mark.parametrize(("model", "said"), [(False, "mtp"), (True, None), (True, "mtp")])
+def test_mtp_modules_of_the_target(name: str, model: bool, said: str | None, tmp_path: Path) -> None:
+    """`model` may be missing, or be the target's own folder."""
+    target = written(tmp_path / name, MIMO, WHOLE)
+    config = build(target if model else None, said, target=target, tokenizer=TARGET)
+    spec = config.speculative_config
+    assert (tree_options(config).draft, spec.method) == ("mtp", "mtp")
+    assert spec.model == spec.draft_model_config.model == target
+    assert spec.draft_model_config.architectures == ["MiMoMTPModel"]
+    assert not spec.use_multi_module_mtp()
+    assert (config.num_lookahead_tokens, config.num_prefill_lookahead_tokens) == (60, 1)
+
+
+def test_vllm_loads_the_mtp_modules_of_some_families_alone(tmp_path: Path) -> None:
+    target = written(tmp_path / "target", MIMO, WHOLE)
+    with pytest.raises(ValueError, match="is an independent model, and vLLM can load it as 'mtp' only"):
+        build(target, "model", target=target, tokenizer=TARGET)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_nextn_predict_layers": 3}, ["has 3 MTP modules", "not served yet"]),
+        ({"num_nextn_predict_layers": 0}, ["no MTP module"]),
+        (
+            {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
+            ["'llama'", "no MTP module", "remove 'draft'"],
+        ),
+        ({"architectures": ["Step3p5ForCausalLM"], "model_type": "llama"}, ["Step 3.5", "not served yet"]),
+    ],
+)
+def test_mtp_modules_that_are_not_served(changes: dict[str, Any], words: list[str], tmp_path: Path) -> None:
+    target = written(tmp_path / "target", {**MIMO, **changes}, WHOLE)
+    with pytest.raises(ValueError, match=r"speculative_config\['model'\]: ") as error:
+        build(None, "mtp", target=target, tokenizer=TARGET)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_a_head_of_speculators_as_the_target(tmp_path: Path) -> None:
+    head = written(tmp_path / "head", speculators("eagle3"), EAGLE3_TENSORS)
+    with pytest.raises(ValueError, match=r"model: .* is a head in the format of speculators, for the target") as error:
+        build(None, "mtp", target=head)
+    assert all(word in str(error.value) for word in (repr(TARGET), repr(head), "speculative_config['model']"))
