@@ -1,22 +1,19 @@
 """Random heads that agree with the target: their rows get a bonus by the position of the token that they predict."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
-from tests.engine.engines import runner_of
 from vllm_adaptive_tree.drafters import Rows
 
 Bonus = Callable[[Any, int], Tensor]
 """A request (vLLM's state of it) and a position -> [V], added to the logits of the token there."""
 
 
-def lean(llm: Any, bonus: Bonus, patch: pytest.MonkeyPatch) -> None:
-    """Add it to every row of a head of Model Runner V1."""
-    runner = runner_of(llm)
+def lean(runner: Any, bonus: Bonus, change: Callable[[Any, str, Any], None] = setattr) -> None:
+    """Add it to every row of a head, in a `runner` of Model Runner V1; `change`: `monkeypatch.setattr`, or for good."""
     catch_up, grow = runner.drafter.catch_up, runner.drafter.grow
     roots: list[tuple[Any, int]] = []
 
@@ -36,18 +33,17 @@ def lean(llm: Any, bonus: Bonus, patch: pytest.MonkeyPatch) -> None:
                 rows.logits[row, column] += bonus(request, root + 1 + depth)
         return rows, state
 
-    patch.setattr(runner.drafter, "catch_up", caught_up)
-    patch.setattr(runner.drafter, "grow", grown)
+    change(runner.drafter, "catch_up", caught_up)
+    change(runner.drafter, "grow", grown)
 
 
-def second_best(texts: list[list[int]], vocabulary: int) -> Bonus:
-    """The greedy `texts` (prompt and output) are known, but another token may seem better: accepted paths then pass
+def second_best(known: Sequence[tuple[Sequence[int], Sequence[int]]], vocabulary: int) -> Bonus:
+    """The greedy outputs are `known`, with their prompts, but another token may seem better: accepted paths then pass
     through any child."""
+    texts = {tuple(prompt): [*prompt, *output] for prompt, output in known}
 
     def bonus(request: Any, position: int) -> Tensor:
-        found = torch.zeros(vocabulary)
-        prompt = request.prompt_token_ids
-        text = next(text for text in texts if text[: len(prompt)] == prompt)
+        found, text = torch.zeros(vocabulary), texts[tuple(request.prompt_token_ids)]
         if position < len(text):
             found[text[position]] = 20.0
             found[(text[position] + 1 + position % 7) % vocabulary] = 20.2 if position % 2 else 19.8

@@ -130,10 +130,10 @@ def spy(llm: Any, reference: Reference, monkeypatch: pytest.MonkeyPatch) -> Cach
     return CacheSpy(llm, reference, monkeypatch)
 
 
-def texts(llm: Any, prompts: list[str], tokens: int = 24) -> list[list[int]]:
-    """Prompt and greedy output."""
+def texts(llm: Any, prompts: list[str], tokens: int = 24) -> list[tuple[list[int], list[int]]]:
+    """Prompts and greedy outputs."""
     outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True), use_tqdm=False)
-    return [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
+    return [(output.prompt_token_ids, list(output.outputs[0].token_ids)) for output in outputs]
 
 
 def test_chunked_prefill_and_prefix_hits(llm: Any, spy: CacheSpy) -> None:
@@ -152,7 +152,7 @@ def test_accepted_branches(llm: Any, spy: CacheSpy, monkeypatch: pytest.MonkeyPa
     known = texts(llm, PROMPTS[:6])
     spy.check()
     accepted = metric(llm, ACCEPTED)
-    lean(llm, second_best(known, heads.VOCABULARY), monkeypatch)
+    lean(runner_of(llm), second_best(known, heads.VOCABULARY), monkeypatch.setattr)
     assert texts(llm, PROMPTS[:6]) == known
     assert metric(llm, ACCEPTED) - accepted > 60
     spy.check()
@@ -161,7 +161,7 @@ def test_accepted_branches(llm: Any, spy: CacheSpy, monkeypatch: pytest.MonkeyPa
 def test_what_is_not_read_along_the_path_is_seen(llm: Any, spy: CacheSpy, monkeypatch: pytest.MonkeyPatch) -> None:
     known = texts(llm, PROMPTS[:6])
     spy.check()
-    lean(llm, second_best(known, heads.VOCABULARY), monkeypatch)
+    lean(runner_of(llm), second_best(known, heads.VOCABULARY), monkeypatch.setattr)
     new_states = Step.new_states
     monkeypatch.setattr(Step, "new_states", lambda step, accepted: new_states(step, {}))
     assert texts(llm, PROMPTS[:6]) == known
@@ -171,7 +171,7 @@ def test_what_is_not_read_along_the_path_is_seen(llm: Any, spy: CacheSpy, monkey
 
 def test_preemption(llm: Any, spy: CacheSpy, monkeypatch: pytest.MonkeyPatch) -> None:
     known = texts(llm, PROMPTS, 40)
-    lean(llm, second_best(known, heads.VOCABULARY), monkeypatch)
+    lean(runner_of(llm), second_best(known, heads.VOCABULARY), monkeypatch.setattr)
     assert texts(llm, PROMPTS, 40) == known
     assert metric(llm, "num_preemptions") > 0
     spy.check()
@@ -181,7 +181,7 @@ def test_a_budget_that_rests(llm: Any, spy: CacheSpy, monkeypatch: pytest.Monkey
     """Prompts and outputs pass while nothing grows; trees then grow from what was read meanwhile, and after it."""
     runner = runner_of(llm)
     known = texts(llm, LONG)
-    lean(llm, second_best(known, heads.VOCABULARY), monkeypatch)
+    lean(runner, second_best(known, heads.VOCABULARY), monkeypatch.setattr)
     llm.reset_prefix_cache()
     rests = []
     for seconds in (10.0, 1e-9):  # of a level
