@@ -26,9 +26,11 @@ def eagle(folder: Path) -> str:
     return _written(folder, {**_config(), "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True}, weights)
 
 
-def eagle3(folder: Path, *, reduced: bool = False) -> str:
-    """EAGLE-3 with the target's vocabulary, or with every fourth of its first tokens."""
-    size = REDUCED if reduced else VOCABULARY
+def eagle3(folder: Path, *, reduced: bool = False, vocabulary: Tensor | None = None) -> str:
+    """EAGLE-3 with the target's vocabulary, with every fourth of its first tokens, or with these."""
+    if reduced:
+        vocabulary = torch.arange(0, VOCABULARY, 4)[:REDUCED]
+    size = VOCABULARY if vocabulary is None else len(vocabulary)
     weights = {
         "fc.weight": _random(1, HIDDEN, 3 * HIDDEN),
         **_layer("midlayer", 2 * HIDDEN),
@@ -39,10 +41,9 @@ def eagle3(folder: Path, *, reduced: bool = False) -> str:
         "norm.weight": torch.ones(HIDDEN),
         "lm_head.weight": _random(2, size, HIDDEN),
     }
-    if reduced:
-        ids = torch.arange(0, VOCABULARY, 4)[:size]
-        weights |= {"d2t": ids - torch.arange(size), "t2d": torch.zeros(VOCABULARY, dtype=torch.bool)}
-        weights["t2d"][ids] = True
+    if vocabulary is not None:
+        weights |= {"d2t": vocabulary - torch.arange(size), "t2d": torch.zeros(VOCABULARY, dtype=torch.bool)}
+        weights["t2d"][vocabulary] = True
     config = {**_config(), "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": size}
     return _written(folder, config, weights)
 

@@ -6,13 +6,16 @@ Slow: `pytest -m slow -s tests/engine/test_law.py` prints the figures; LAW_DRAWS
 import os
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from vllm import SamplingParams
 
-from tests.engine.engines import DRAFT, PROMPTS, TARGET, V2, Engines
+from tests.engine.engines import DRAFT, PROMPTS, TARGET, V2, Engines, runner_of
+from tests.engine.heads import VOCABULARY, eagle3
+from tests.engine.leaning import Bonus, lean
 from vllm_adaptive_tree.engine.v1 import runner as runner_v1
 
 pytestmark = pytest.mark.slow
@@ -20,6 +23,8 @@ pytestmark = pytest.mark.slow
 DRAWS, TOKENS, TOP_K = (2_000, 3, 4) if V2 else (20_000, 4, 4)  # the interpreter is slow, and pays for every row
 DRAWS = int(os.environ.get("LAW_DRAWS", DRAWS))
 PROMPT = PROMPTS[9]  # the draft agrees with the target here, but not too much
+COPIED = ["\ndef _is\n", "\nclass Sub\n", "\n#\n#\n"]
+"""Where a text has had that prompt before, this came after it."""
 FEW = 10  # draws expected of a cell that stands alone
 
 PLAIN = {"temperature": 1.0, "top_k": TOP_K}
@@ -38,6 +43,23 @@ PAIRS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "hub pairs, spechub": ("static_tree", "spechub", {"shape": "binary"}, PLAIN),
     "top k and one, greedy_multi_draft": ("static_tree", "greedy_multi_draft", {"shape": SMALL or [3, 2, 2]}, PLAIN),
 }
+DRAFTS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "head with a reduced vocabulary, rrsw": ("dyspec", "rrsw", {"draft": "eagle3"}, PLAIN),
+    "head with a reduced vocabulary, spechub": (
+        "static_tree",
+        "spechub",
+        {"draft": "eagle3", "shape": "binary"},
+        PLAIN,
+    ),
+    "head with a reduced vocabulary, traversal": (
+        "static_tree",
+        "traversal",
+        {"draft": "eagle3", "shape": [2, 2, 1]},
+        PLAIN,
+    ),
+    "ngram, rrsw": ("dyspec", "rrsw", {}, PLAIN),
+    "ngram, traversal": ("static_tree", "traversal", {"shape": [2, 2, 1]}, PLAIN),
+}
 WRONG: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "top_k children, rrsw": ("static_tree", "rrsw", {"shape": [2, 2, 1], "children": "top_k"}, PLAIN),
     "without replacement, k_seq": (
@@ -55,13 +77,13 @@ NODES = 6 if V2 else 14
 OF_A_RULE = {"auto": 3} if V2 else {"greedy_multi_draft": 21}  # `auto`: the target's own draw at every row
 
 
-def law(params: dict[str, Any]) -> dict[tuple[int, ...], float]:
+def law(params: dict[str, Any], text: str = PROMPT) -> dict[tuple[int, ...], float]:
     """Every continuation that the target can give, with its probability."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     target = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32)
-    prompt = AutoTokenizer.from_pretrained(TARGET)(PROMPT).input_ids
-    found = {(): 1.0}
+    prompt = AutoTokenizer.from_pretrained(TARGET)(text).input_ids
+    found: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(TOKENS):
         with torch.inference_mode():
             logits = target(torch.tensor([[*prompt, *path] for path in found])).logits[:, -1]
@@ -91,6 +113,15 @@ def chi_square(drawn: Counter[tuple[int, ...]], exact: dict[tuple[int, ...], flo
     return torch.special.gammaincc(freedom, torch.tensor(statistic / 2, dtype=torch.float64)).item(), len(cells)
 
 
+def by_depth(exact: dict[tuple[int, ...], float], first: int) -> Bonus:
+    """For random heads: what the target says of each depth, whatever the path; `first`: position of depth 1."""
+    shares = torch.full((TOKENS, VOCABULARY), 1e-4)
+    for path, mass in exact.items():
+        for depth, token in enumerate(path):
+            shares[depth, token] += mass
+    return lambda _, position: shares[min(position - first, TOKENS - 1)].log()
+
+
 class FirstTrees:
     """How deep the acceptance goes in the first tree of every request."""
 
@@ -115,27 +146,34 @@ class FirstTrees:
 
 
 def drawn_by(
-    engines: Engines, pair: tuple[str, str, dict[str, Any], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    engines: Engines,
+    pair: tuple[str, str, dict[str, Any], dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    draft: str = DRAFT,
+    text: str = PROMPT,
 ) -> tuple[float, float]:
     """p value, and the share of draws with an accepted node of depth 2 or more in their first tree."""
     method, rule, options, params = pair
     llm = engines.start(
         {
             "method": method,
-            "model": DRAFT,
+            "model": draft,
             "num_speculative_tokens": OF_A_RULE.get(rule, NODES),
             "rejection_sample_method": rule,
             "tree": {"budget": None, **options},
         },
         max_num_seqs=256,
         max_num_batched_tokens=8192,
-        max_model_len=64,
+        max_model_len=64 if text == PROMPT else 128,
     )
-    exact = law(params)
+    exact, prompt = law(params, text), llm.get_tokenizer()(text).input_ids
+    if "draft" in options:
+        lean(runner_of(llm), by_depth(exact, len(prompt)), monkeypatch.setattr)
     started = time.monotonic()
     sampling = SamplingParams(n=100, max_tokens=TOKENS, ignore_eos=True, detokenize=False, **params)
-    trees = FirstTrees(len(llm.get_tokenizer()(PROMPT).input_ids), monkeypatch)
-    outputs = llm.generate([PROMPT] * (DRAWS // 100), sampling, use_tqdm=False)
+    trees = FirstTrees(len(prompt), monkeypatch)
+    outputs = llm.generate([text] * (DRAWS // 100), sampling, use_tqdm=False)
     drawn = Counter(tuple(one.token_ids) for output in outputs for one in output.outputs)
     assert drawn.total() == trees.depths.total() == DRAWS
     assert drawn.keys() <= exact.keys()
@@ -155,6 +193,18 @@ def test_tokens_follow_the_target_s_law(engines: Engines, name: str, monkeypatch
         monkeypatch.setattr(verification, "IN_GENERATION_ORDER", 0)
     p, deep = drawn_by(engines, PAIRS[name], monkeypatch)
     assert deep >= (0.1 if V2 else 0.2), "too little of what was drawn came from a tree"
+    assert p > 1e-4
+
+
+@pytest.mark.skipif(V2, reason="its laws are those of the drafts above")
+@pytest.mark.parametrize("name", DRAFTS)
+def test_other_drafts(engines: Engines, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    draft, text = "ngram", "".join(PROMPT + more for more in COPIED) + PROMPT
+    if name.startswith("head"):
+        three_of_four = torch.arange(VOCABULARY)[torch.arange(VOCABULARY) % 4 != 3]
+        draft, text = eagle3(tmp_path / "head", vocabulary=three_of_four), PROMPT
+    p, deep = drawn_by(engines, DRAFTS[name], monkeypatch, draft=draft, text=text)
+    assert deep >= 0.15, "too little of what was drawn came from a tree"
     assert p > 1e-4
 
 

@@ -158,6 +158,29 @@ def test_mcsd_stops_at_several_depths():
     assert set(trees.depth.amax(1).tolist()) == {1, 2, 3}
 
 
+def reduced(depth: int) -> Models:
+    """Drafts that know two of the target's four tokens, as a head with a vocabulary of its own does."""
+    drafts, targets = models(4, depth)
+    unknown = torch.tensor([True, False, False, True])
+    return [ToyLM(draft.logits.masked_fill(unknown, -torch.inf)) for draft in drafts], targets
+
+
+@pytest.mark.parametrize(
+    ("children", "kind", "rule"),
+    [(first, kind, rule) for first in (2, 3) for kind in KINDS for rule in legal_rules((kind,), first)],
+)
+def test_reduced_vocabulary(children, kind, rule):
+    """Also with more children than the draft knows tokens."""
+    assert bias(static(kind, Shape.k_config([children, 2])), rule, nodes=4, pairs=reduced(2)).max() < EXACT
+
+
+@pytest.mark.parametrize("name", [*CHOSEN, *DYSPEC])
+def test_reduced_vocabulary_of_other_proposers(name):
+    proposer = {**CHOSEN, **DYSPEC}[name]()
+    for rule in legal_rules(proposer.kinds, 3):
+        assert bias(proposer, rule, nodes=4, pairs=reduced(proposer.max_depth)).max() < EXACT
+
+
 @pytest.mark.parametrize(("kind", "rule"), LEGAL)
 def test_greedy_requests_get_the_argmax(kind, rule):
     assert bias(static(kind, IRREGULAR), rule, nodes=6, pairs=certain(models(3, 3)), greedy=True).max() < EXACT
