@@ -1,0 +1,148 @@
+"""Every kind of draft in the engine: greedy outputs stay those of vLLM without speculation, and trees are verified."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from safetensors.torch import save_file
+from vllm import SamplingParams
+
+from tests.engine import heads
+from tests.engine.engines import (
+    PAIR,
+    PROMPTS,
+    Engines,
+    TreeSpy,
+    assert_identical,
+    generate,
+    metric,
+    runner_of,
+    set_costs,
+)
+from vllm_adaptive_tree.proposers.gate import Gate
+
+BATCH = ["\n".join(PROMPTS[:4]), *PROMPTS[4:11]]
+NODES = 6
+CHUNKED = {"max_num_batched_tokens": 64}  # less than the first prompt
+TRAINED = PAIR / "head"
+
+
+class Case(NamedTuple):
+    draft: str  # of `models`, or a name
+    method: str
+    rule: str = "auto"
+    tree: dict[str, Any] = {}  # noqa: RUF012
+
+    @property
+    def name(self) -> str:
+        return "-".join((self.draft, self.method, self.rule))
+
+
+CASES = [
+    Case("eagle3", "opt_tree"),
+    Case("eagle3", "eagle2", tree={"top_k": 3}),
+    Case("eagle3", "dyspec"),
+    Case("eagle3", "c2t"),
+    Case("eagle3", "static_tree", tree={"shape": [2, 1, 1]}),
+    Case("eagle3", "sequoia"),
+    Case("eagle3", "mcsd", tree={"shape": [2, 1, 1]}),
+    Case("reduced", "dyspec", "rrsw", {"threshold": 0.001}),
+    Case("eagle", "opt_tree"),
+    Case("eagle", "dyspec", "rrsw"),
+    Case("ngram", "opt_tree"),
+    Case("ngram", "dyspec", "rrsw"),
+]
+
+
+def greedy() -> list[SamplingParams]:
+    return [SamplingParams(temperature=0, max_tokens=14 + 3 * i, ignore_eos=True, logprobs=2) for i in range(8)]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("heads")
+    return {
+        "eagle": heads.eagle(folder / "first"),
+        "eagle3": heads.eagle3(folder / "third"),
+        "reduced": heads.eagle3(folder / "reduced", reduced=True),
+        "trained": str(TRAINED),
+        "ngram": "ngram",
+    }
+
+
+@pytest.fixture(scope="module")
+def plain(engines: Engines) -> list[Any]:
+    return generate(engines.start(**CHUNKED), BATCH, greedy())
+
+
+def config(models: dict[str, str], case: Case, nodes: int = NODES, **tree: Any) -> dict[str, Any]:
+    kind = {"reduced": "eagle3", "trained": "eagle3"}.get(case.draft, case.draft)
+    return {
+        "method": case.method,
+        "model": models[case.draft],
+        "num_speculative_tokens": nodes,
+        "rejection_sample_method": case.rule,
+        "tree": {"draft": kind, "budget": None, **case.tree, **tree},
+    }
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_greedy(
+    engines: Engines, models: dict[str, str], plain: list[Any], case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts in chunks; the second time in cached blocks."""
+    llm = engines.start(config(models, case), **CHUNKED)
+    spy = TreeSpy(llm, monkeypatch)
+    assert_identical(plain, generate(llm, BATCH, greedy()))
+    assert_identical(plain, generate(llm, BATCH, greedy()))
+    assert metric(llm, "prefix_cache_hits") > 0
+    assert sum(map(len, spy.trees)) > 50
+    assert case.draft != "ngram" or metric(llm, "spec_decode_num_accepted_tokens") > 20
+
+
+@pytest.mark.parametrize("budget", [12, "drafts", "rests"])
+@pytest.mark.parametrize("draft", ["eagle3", "ngram"])
+def test_budget(
+    engines: Engines,
+    models: dict[str, str],
+    plain: list[Any],
+    draft: str,
+    budget: int | str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slope = {"rests": 1.0}.get(str(budget), 1e-9)
+    set_costs(monkeypatch, verify={"rows": [1, 1000], "seconds": [0.5, 0.5 + 999 * slope]})
+    fixed = budget if isinstance(budget, int) else "auto"
+    llm = engines.start(config(models, Case(draft, "opt_tree"), budget=fixed), **CHUNKED)
+    runner_of(llm).budget.live = False
+    spy = TreeSpy(llm, monkeypatch)
+    assert_identical(plain, generate(llm, BATCH, greedy()))
+    sizes = [sum(map(len, batch)) for batch in spy.batches]
+    assert not any(sizes) if budget == "rests" else any(sizes)
+    assert budget != 12 or max(sizes) <= 12
+
+
+@pytest.mark.skipif(not TRAINED.is_dir(), reason="no trained head is bundled")
+def test_a_chain_of_a_head_is_that_of_vllm(engines: Engines, models: dict[str, str]) -> None:
+    """And a tree of the same depth has more accepted."""
+    case = Case("trained", "static_tree", tree={"shape": [1, 1, 1, 1], "children": "top_k"})
+    asked = [
+        {"method": "eagle3", "model": str(TRAINED), "num_speculative_tokens": 4},
+        config(models, case, nodes=4),
+        config(models, Case("trained", "opt_tree", tree={"max_depth": 4, "threshold": 0}), nodes=12),
+    ]
+    found = []
+    for one in asked:
+        llm = engines.start(one)
+        generate(llm, BATCH, greedy())
+        found.append([metric(llm, f"spec_decode_num_{what}_tokens") for what in ("draft", "accepted")])
+    vllms, chain, wide = found
+    assert chain == vllms
+    assert wide[1] > chain[1] > 20
+
+
+def test_a_text_has_no_hidden_states(engines: Engines, models: dict[str, str], tmp_path: Path) -> None:
+    save_file(Gate(heads.HIDDEN, 4).state_dict(), tmp_path / "gate.safetensors")
+    options = {"stop": "type1", "gate": str(tmp_path / "gate.safetensors"), "shape": [2, 1]}
+    with pytest.raises(ValueError, match="a draft without a checkpoint has none"):
+        engines.start(config(models, Case("ngram", "mcsd", tree=options)))
