@@ -3,7 +3,8 @@
     python -m benchmarks.head_trees --out benchmarks/results/head_trees.json
 
 Greedy, float32, the bundled target with its head, on modules held out from their training; every row decodes the same
-prompts, 128 tokens each. It measures acceptance, not speed. A chain of K takes K forwards of the head and verifies K nodes.
+prompts, 128 tokens each. It measures acceptance, not speed. A chain of K takes K forwards of the head and verifies K
+nodes.
 """
 
 import argparse
