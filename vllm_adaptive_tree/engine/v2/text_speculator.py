@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from vllm_adaptive_tree.drafters import DRAFTERS, Rows, TextDrafter, Texts
-from vllm_adaptive_tree.engine.v2.drafting import Roots, Target, TreeDrafting
+from vllm_adaptive_tree.engine.v2.drafting import Roots, TargetOutput, TreeDrafting
 
 
 class TextSpeculator(TreeDrafting):
@@ -24,7 +24,7 @@ class TextSpeculator(TreeDrafting):
         drafter = DRAFTERS.load(self.options.drafter)
         self.drafter: TextDrafter = drafter.build(self.options.lookup, vocabulary=vocabulary)
 
-    def roots(self, target: Target) -> Roots:
+    def roots(self, target: TargetOutput) -> Roots:
         """vLLM has appended the tokens of this step to the texts; that of a request in the middle of its prompt is the
         whole prompt."""
         batch, states = target.batch, self.states
@@ -39,10 +39,10 @@ class TextSpeculator(TreeDrafting):
         self.forwards += 1
         return self.drafter.grow(tokens, parent, state)
 
-    def rest(self, target: Target) -> None:
+    def rest(self, target: TargetOutput) -> None:
         """Nothing to read."""
 
-    def dummy_run(self, target: Target, *, without_attention: bool) -> None:
+    def dummy_run(self, target: TargetOutput, *, without_attention: bool) -> None:
         """No model runs."""
 
     def forget(self, request: str) -> None:
