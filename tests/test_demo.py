@@ -11,13 +11,13 @@ import pytest
 
 from vllm_adaptive_tree.bench import demo
 from vllm_adaptive_tree.bench.demo import Demo, DemoEngine, Difference
-from vllm_adaptive_tree.bench.environment import DRAFT, ENVIRONMENT, TARGET, set_environment
+from vllm_adaptive_tree.bench.environment import DRAFT, ENVIRONMENT, HEAD, TARGET, set_environment
 from vllm_adaptive_tree.bench.offline import Setup
 from vllm_adaptive_tree.bench.plan import BASE, Config
 from vllm_adaptive_tree.bench.process import EngineProcess
 from vllm_adaptive_tree.bench.request_timing import Counters, RequestTiming, measurement
 from vllm_adaptive_tree.bench.rounds import Measurement
-from vllm_adaptive_tree.cli.demo import add_arguments, run, target_size
+from vllm_adaptive_tree.cli.demo import add_arguments, head_of, run, target_size
 
 TREE = Config("tree", "method", {"num_speculative_tokens": 4})
 
@@ -49,6 +49,13 @@ def test_the_bundled_target_is_enlarged() -> None:
     assert target_size(options("--enlarge-to", "20M")) == 20_000_000
     assert target_size(options("--model", "/mine")) == 0
     assert target_size(options("--model", "/mine", "--enlarge-to", "2B")) == 2_000_000_000
+
+
+def test_the_bundled_head_is_for_the_bundled_target() -> None:
+    assert head_of(options()) == HEAD
+    assert head_of(options("--head", "none")) is None
+    assert head_of(options("--model", "/mine")) is None
+    assert head_of(options("--model", "/mine", "--head", "/head")) == "/head"
 
 
 @pytest.mark.parametrize(
@@ -134,12 +141,12 @@ def test_demo(tmp_path: Path) -> None:
     assert "2 requests at a time" in done.stdout
     assert "enlarged to 7,999,744 parameters" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
-    assert done.stdout.count(" identical\n") == 2
+    assert done.stdout.count(" identical\n") == 4
     figures: dict[str, Any] = json.loads(file.read_text())
     assert figures["settings"]["enlarged"] == {"parameters": 7_999_744}
-    assert [row["identical"] for row in figures["rows"]] == [None, 1, 1] * 2
+    assert [row["identical"] for row in figures["rows"]] == [None, 1, 1, 1, 1] * 2
     assert figures["differences"] == []
     for one in figures["rounds"]:
-        assert one["measured"]["chain of 3"]["accepted"] > 0
+        assert all(one["measured"][name]["accepted"] > 0 for name in ("chain of 3", "head, chain of 3"))
     assert len(set(map(tuple, figures["texts"].values()))) == 1
-    assert [len(texts) for texts in figures["texts"].values()] == [2, 2, 2]
+    assert [len(texts) for texts in figures["texts"].values()] == [2] * 5

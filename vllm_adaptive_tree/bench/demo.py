@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.text import Text
 
-from vllm_adaptive_tree.bench import tables
+from vllm_adaptive_tree.bench import models, tables
 from vllm_adaptive_tree.bench.offline import Offline, Setup
 from vllm_adaptive_tree.bench.plan import BASE, Cell, Config
 from vllm_adaptive_tree.bench.process import EngineProcess
@@ -86,15 +86,17 @@ class DemoEngine(Offline):
         return margin, margin <= max(2 * step, FLOAT32_TIE)
 
 
-def configs(draft: str, *, chain: int, nodes: int) -> list[Config]:
-    def speculation(method: str, tokens: int) -> dict[str, Any]:
-        return {"method": method, "model": draft, "num_speculative_tokens": tokens}
+def configs(target: str, draft: str, head: str | None, *, chain: int, nodes: int) -> list[Config]:
+    """No speculation; vLLM's chain and OPT-Tree of the `draft`, and the same of a `head`."""
 
-    return [
-        Config(BASE, "base", None),
-        Config(f"chain of {chain}", "chain", speculation("draft_model", chain)),
-        Config(f"OPT-Tree of {nodes}", "method", speculation("opt_tree", nodes)),
-    ]
+    def both(draft: str, prefix: str) -> list[Config]:
+        tree = {"method": "opt_tree", "model": draft, "num_speculative_tokens": nodes}
+        return [
+            Config(f"{prefix}chain of {chain}", "chain", models.chain(target, draft, chain)),
+            Config(f"{prefix}OPT-Tree of {nodes}", "method", tree),
+        ]
+
+    return [Config(BASE, "base", None), *both(draft, ""), *(both(head, "head, ") if head else [])]
 
 
 def cells(prompts: int) -> dict[Cell, int]:

@@ -1,11 +1,11 @@
-"""The bundled pair of models, and the environment in which a measurement's engines start."""
+"""The bundled models, and the environment in which a measurement's engines start."""
 
 import os
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1]
 PAIR = PACKAGE / "demo_pair"
-TARGET, DRAFT = str(PAIR / "target"), str(PAIR / "draft")
+TARGET, DRAFT, HEAD = str(PAIR / "target"), str(PAIR / "draft"), str(PAIR / "head")
 ENVIRONMENT = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # each engine has a process of its own already

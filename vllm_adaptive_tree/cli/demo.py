@@ -1,4 +1,4 @@
-"""Decode the same prompts without speculation, with vLLM's chain and with OPT-Tree; compare texts, steps and speed."""
+"""Decode the same prompts without speculation, with vLLM's chains and with OPT-Tree; compare texts, steps and speed."""
 
 import argparse
 import json
@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from vllm_adaptive_tree.bench.environment import TARGET, set_environment, shown
+from vllm_adaptive_tree.bench.environment import HEAD, TARGET, set_environment, shown
 from vllm_adaptive_tree.bench.prompts import PROMPTS
 from vllm_adaptive_tree.cli.arguments import add_pair, new_file, parameters, positive, prompts_file
 from vllm_adaptive_tree.version import __version__
@@ -18,6 +18,11 @@ CACHE = 256 << 20  # bytes: plenty for the bundled pair, and three engines are a
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_pair(parser)
+    parser.add_argument(
+        "--head",
+        metavar="HEAD",
+        help="an EAGLE, EAGLE-3 or MTP head of the target, or none (default: the bundled one for the bundled target)",
+    )
     parser.add_argument(
         "--enlarge-to",
         type=_size,
@@ -60,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
             except (ValueError, OSError) as error:
                 print(f"error: the target cannot be enlarged: {error}", file=sys.stderr)
                 return 2
-        configs = demo.configs(options.draft, chain=options.chain, nodes=options.nodes)
+        configs = demo.configs(target, options.draft, head_of(options), chain=options.chain, nodes=options.nodes)
         engine = {"logprobs_mode": "raw_logits", **({"kv_cache_memory_bytes": CACHE} if bundled else {})}
         setup = Setup.of(
             configs,
@@ -84,6 +89,7 @@ def run(options: argparse.Namespace) -> int:
         "vllm": vllm.__version__,
         "model": shown(options.model),
         "draft": shown(options.draft),
+        "head": shown(head) if (head := head_of(options)) else None,
         "enlarged": {"parameters": size} if size else None,
         "max_tokens": options.max_tokens,
         "temperature": 0,
@@ -101,6 +107,12 @@ def run(options: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     return 1 if wrong else 0
+
+
+def head_of(options: argparse.Namespace) -> str | None:
+    if options.head is None:
+        return HEAD if options.model == TARGET else None
+    return None if options.head == "none" else str(options.head)
 
 
 def target_size(options: argparse.Namespace) -> int:
