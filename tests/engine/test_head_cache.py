@@ -65,7 +65,9 @@ class CacheSpy:
 
         def caught_up(items: list[CatchUp], *args: Any) -> Any:
             result = catch_up(items, *args)
-            assert len(items) == self.runner.input_batch.num_reqs, "a head reads in every step"
+            batch, most = self.runner.input_batch, self.runner.effective_drafter_max_model_len
+            short = (batch.num_computed_tokens_cpu[: batch.num_reqs] < most).sum()
+            assert len(items) == short, "a head reads in every step, up to its longest context"
             self.rests += all(item.root is None for item in items)
             for item in items:
                 self.look(item)
@@ -108,15 +110,19 @@ def reference(head: str) -> Reference:
     return Reference(head)
 
 
-@pytest.fixture(scope="module")
-def shared(engines: Engines, head: str) -> Any:
+def start(engines: Engines, head: str, **config: Any) -> Any:
     tree = {"draft": "eagle3", "budget": None, "threshold": 0}
     return engines.start(
-        {"method": "opt_tree", "model": head, "num_speculative_tokens": 12, "tree": tree},
+        {"method": "opt_tree", "model": head, "num_speculative_tokens": 12, "tree": tree, **config},
         max_model_len=320,
         max_num_batched_tokens=64,
         num_gpu_blocks_override=30,
     )
+
+
+@pytest.fixture(scope="module")
+def shared(engines: Engines, head: str) -> Any:
+    return start(engines, head)
 
 
 @pytest.fixture
@@ -195,3 +201,18 @@ def test_a_budget_that_rests(llm: Any, spy: CacheSpy, monkeypatch: pytest.Monkey
         rests.append(spy.rests)
     spy.check()
     assert rests[0] > 20 > rests[1]
+
+
+def test_a_shorter_context(
+    engines: Engines, shared: Any, head: str, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One prompt is longer than what the head reads, another request grows beyond it."""
+    prompts = [LONG[0], PROMPTS[0], PROMPTS[3]]
+    known = texts(shared, prompts, 80)
+    llm = start(engines, head, max_model_len=80)
+    spy = CacheSpy(llm, reference, monkeypatch)
+    lean(runner_of(llm), second_best(known, heads.VOCABULARY), monkeypatch.setattr)
+    assert texts(llm, prompts, 80) == known
+    assert sorted(len(text) for text in spy.texts.values())[1:] == [81, 81]
+    assert metric(llm, ACCEPTED) > 30
+    spy.check()

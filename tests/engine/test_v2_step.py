@@ -3,6 +3,7 @@
 import os
 from collections import Counter
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from vllm import SamplingParams
 
+from tests.engine import heads
 from tests.engine.engines import (
     DRAFT,
     PROMPTS,
@@ -26,6 +28,7 @@ from tests.engine.engines import (
 from tests.pure.test_no_host_sync import NoHostSync
 from vllm_adaptive_tree.budget import Plan
 from vllm_adaptive_tree.budget.acceptance_model import INFORMATION
+from vllm_adaptive_tree.drafters.ngram import NGram
 from vllm_adaptive_tree.engine.v2 import kernel_dispatch
 from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE
 
@@ -197,6 +200,45 @@ def test_a_draft_that_rests_reads_nothing_and_catches_up(engines: Engines, monke
         assert float(law[token]) == pytest.approx(weight, abs=2e-3)
 
 
+def test_a_head_that_rests_reads_on(engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its trees are those of a head that never rests, also after prompts in chunks and in blocks of earlier requests:
+    the target's hidden states are gone after a step."""
+    set_costs(monkeypatch, verify={"rows": [1, 1000], "seconds": [0.5, 0.5 + 1e-6]})
+    config = tree(4, budget="auto", draft="eagle3", max_depth=2, draft_temperature=1, threshold=0)
+    llm = engines.start({**config, "model": heads.eagle3(tmp_path)}, max_num_batched_tokens=40)
+    runner, steps, resting = runner_of(llm), 0, 0
+    drafts, budget = runner.speculator.drafts, runner.budget.budget
+    seen: dict[tuple[int, ...], list[int]] = {}  # text -> tree
+    store = drafts.store
+
+    def begin(greedy: list[bool]) -> Plan:
+        nonlocal steps
+        steps += 1
+        budget.plan = Plan(2 if steps % 8 >= resting else 0, 0.0)
+        return budget.plan
+
+    def stored(request: torch.Tensor, root: torch.Tensor, proposal: Any, *args: Any) -> None:
+        for place, (index, at) in enumerate(zip(request.tolist(), root.tolist(), strict=True)):
+            if at >= runner.req_states.prefill_len.np[index]:
+                text = runner.req_states.all_token_ids.gpu[index, : at + 1].tolist()
+                seen[tuple(text)] = proposal.tree.tokens[place].tolist()
+        store(request, root, proposal, *args)
+
+    monkeypatch.setattr(budget, "begin", begin)
+    monkeypatch.setattr(drafts, "store", stored)
+    prompts = ["\n".join(PROMPTS[:4]), PROMPTS[9]]
+    greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    expected = generate(llm, prompts, greedy)
+    trees, resting = dict(seen), 4
+    llm.reset_prefix_cache()
+    for _ in range(2):
+        seen.clear()
+        assert_identical(expected, generate(llm, prompts, greedy))
+        again = {text: seen[text] for text in seen.keys() & trees.keys()}
+        assert len(trees) > len(again) > 10
+        assert again == {text: trees[text] for text in again}
+
+
 def test_metrics(engines: Engines, plain: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes by depth; those of the last two steps have not come yet."""
     llm = engines.start(tree(12, budget=9))
@@ -212,9 +254,12 @@ def test_metrics(engines: Engines, plain: list[Any], monkeypatch: pytest.MonkeyP
     assert not [one for one in llm.get_metrics() if one.name == "vllm:adaptive_tree_phase_seconds"]
 
 
-@pytest.mark.parametrize("method", ["opt_tree", "dyspec", "mcsd"])
+@pytest.mark.parametrize(
+    ("method", "draft"),
+    [("opt_tree", "model"), ("dyspec", "model"), ("mcsd", "model"), ("opt_tree", "eagle3"), ("opt_tree", "ngram")],
+)
 def test_nothing_waits_for_the_device(
-    engines: Engines, plain: list[Any], method: str, monkeypatch: pytest.MonkeyPatch
+    engines: Engines, plain: list[Any], tmp_path: Path, method: str, draft: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Our part of a step: trees to positions, acceptance, commit, drafting; not what vLLM's CPU attention does."""
     from vllm_adaptive_tree.engine.v2 import drafting, sampler
@@ -232,8 +277,14 @@ def test_nothing_waits_for_the_device(
 
         monkeypatch.setattr(owner, name, run)
 
-    config = {"method": method, "model": DRAFT, "num_speculative_tokens": 9, "tree": {"budget": 12}}
-    llm = engines.start(config)
+    models = {"model": DRAFT, "eagle3": heads.eagle3(tmp_path), "ngram": "ngram"}
+    own: dict[str, list[tuple[Any, str]]] = {
+        "eagle3": [(Verification, "path_rows"), (Verification, "write_linear")],
+        "ngram": [(NGram, "begin")],
+    }
+    options = {"budget": 12, "draft": draft}
+    llm = engines.start({"method": method, "model": models[draft], "num_speculative_tokens": 9, "tree": options})
+    guards = own.get(draft, [])
     for owner, name in (
         (Verification, "write_rows"),
         (Verification, "write_path"),
@@ -241,10 +292,11 @@ def test_nothing_waits_for_the_device(
         (Verification, "commit"),
         (sampler, "accept"),
         (drafting, "draft_tree"),
+        *guards,
     ):
         guarded(owner, name)
     assert_identical(plain, generate(llm, BATCH, parameters()))
-    assert len(calls) == 6
+    assert len(calls) == 6 + len(guards)
     assert min(calls.values()) > 3
 
 

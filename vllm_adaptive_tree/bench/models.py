@@ -12,6 +12,19 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 MULTIPLE = 64  # of the intermediate size, as kernels expect
 
 
+def chain(target: str, draft: str, tokens: int) -> dict[str, Any]:
+    """The `speculative_config` of vLLM's own speculation with the same draft, `tokens` at a time."""
+    from vllm_adaptive_tree.drafters import DRAFTERS
+    from vllm_adaptive_tree.engine.checkpoint import Checkpoint
+    from vllm_adaptive_tree.engine.draft_kind import VLLM_METHODS, kind_of
+
+    if draft in DRAFTERS.names() and not Path(draft).is_dir():
+        lookup = {"prompt_lookup_min": 1, "prompt_lookup_max": 4} if draft == "ngram" else {}  # as ours
+        return {"method": draft, "num_speculative_tokens": tokens, **lookup}
+    kind = kind_of(Checkpoint.read(draft, None, trust_remote_code=False), said=None, target=target)
+    return {"method": VLLM_METHODS[kind], "model": draft, "num_speculative_tokens": tokens}
+
+
 def enlarge(source: Path, target: Path, to: int) -> int:
     """Write a copy of a Llama-like checkpoint with about `to` parameters; returns how many it has.
 

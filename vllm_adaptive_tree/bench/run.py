@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm_adaptive_tree.bench.environment import shown
 from vllm_adaptive_tree.bench.first import measure_first
-from vllm_adaptive_tree.bench.models import enlarged, random_draft
+from vllm_adaptive_tree.bench.models import chain, enlarged, random_draft
 from vllm_adaptive_tree.bench.offline import Setup
 from vllm_adaptive_tree.bench.plan import BASE, Cell, Config, Role, Stage, stages
 from vllm_adaptive_tree.bench.process import EngineProcess
@@ -115,8 +115,7 @@ def configs(options: Namespace, target: str) -> list[Config]:
 
     found = [Config(BASE, "base", None)]
     for count in options.chains:
-        chain = {"method": "draft_model", "model": options.draft, "num_speculative_tokens": count}
-        found.append(Config(f"chain {count}", "chain", chain))
+        found.append(Config(f"chain {count}", "chain", chain(target, options.draft, count)))
     found += [tree(method, "method", options.draft, method) for method in options.methods]
     for name, given in options.config:
         speculation = {"model": options.draft, **given, "tree": {**COLD, **given.get("tree", {})}}

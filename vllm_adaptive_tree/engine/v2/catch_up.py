@@ -13,7 +13,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
 from vllm_adaptive_tree.engine.v2.draft_backlog import DraftBacklog, Gap
-from vllm_adaptive_tree.engine.v2.drafting import Target
+from vllm_adaptive_tree.engine.v2.drafting import TargetOutput
 from vllm_adaptive_tree.engine.v2.paged_draft import PagedDraft
 
 
@@ -32,7 +32,7 @@ class CatchUpSpeculator(PagedDraft, StandaloneARSpeculator):
             requests = batch.idx_mapping_np[which]
             self.backlog.skipped(requests, batch.num_computed_tokens_np[which], batch.num_scheduled_tokens[which])
 
-    def rest(self, target: Target) -> None:
+    def rest(self, target: TargetOutput) -> None:
         self.skip(target.batch, np.ones(target.batch.num_reqs, dtype=bool))
 
     def catch_up(self, batch: Any) -> None:

@@ -25,7 +25,7 @@ from vllm_adaptive_tree.trees import TreeBatch
 from vllm_adaptive_tree.trees.tree_batch import EMPTY
 
 
-class Target(NamedTuple):
+class TargetOutput(NamedTuple):
     """What the target has read and sampled in a step of R requests, as vLLM passes it to a speculator."""
 
     batch: Any  # vLLM's InputBatch
@@ -82,7 +82,7 @@ class TreeDrafting(BaseSpeculator):
         self.dead: Tensor | None = None  # number of dead rows of the last trees, until the metrics take it
 
     @abstractmethod
-    def roots(self, target: Target) -> Roots:
+    def roots(self, target: TargetOutput) -> Roots:
         """Read the tokens that this step has accepted, and begin a tree after each request."""
 
     @abstractmethod
@@ -90,11 +90,11 @@ class TreeDrafting(BaseSpeculator):
         """As in `drafters.Drafter`."""
 
     @abstractmethod
-    def rest(self, target: Target) -> None:
+    def rest(self, target: TargetOutput) -> None:
         """This step drafts nothing."""
 
     @abstractmethod
-    def dummy_run(self, target: Target, *, without_attention: bool) -> None:
+    def dummy_run(self, target: TargetOutput, *, without_attention: bool) -> None:
         """vLLM measures memory, or warms up."""
 
     @abstractmethod
@@ -133,7 +133,7 @@ class TreeDrafting(BaseSpeculator):
         skip_attn_for_dummy_run: bool = False,
         **_: Any,
     ) -> Tensor:
-        target = Target(
+        target = TargetOutput(
             input_batch,
             attn_metadata,
             slot_mappings,

@@ -8,7 +8,7 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import prepare_prefill_inputs
 
-from vllm_adaptive_tree.engine.v2.drafting import Roots, Target, TreeDrafting
+from vllm_adaptive_tree.engine.v2.drafting import Roots, TargetOutput, TreeDrafting
 from vllm_adaptive_tree.engine.v2.paged_draft import PagedDraft
 from vllm_adaptive_tree.engine.v2.verification import Verification
 
@@ -30,16 +30,16 @@ class HeadSpeculator(PagedDraft, EagleSpeculator):
         self.path = step.path_rows(nodes, batch.num_tokens_after_padding)
         step.write_linear(batch.positions)
 
-    def roots(self, target: Target) -> Roots:
+    def roots(self, target: TargetOutput) -> Roots:
         self.read(target)
         count = target.batch.num_reqs
         root = self.input_buffers.positions[:count]
         return self.begin(target.batch, root + 1, root, self.hidden_states[:count, None])
 
-    def rest(self, target: Target) -> None:
+    def rest(self, target: TargetOutput) -> None:
         self.read(target)
 
-    def read(self, target: Target, *, without_attention: bool = False) -> None:
+    def read(self, target: TargetOutput, *, without_attention: bool = False) -> None:
         batch, hidden = target.batch, target.hidden
         if target.auxiliary:
             hidden = self.model.combine_hidden_states(torch.cat(target.auxiliary, -1))
@@ -56,7 +56,7 @@ class HeadSpeculator(PagedDraft, EagleSpeculator):
             target.next_prompt_tokens,
             self.max_num_reqs,
         )
-        self._prefill(batch.num_reqs, batch.num_tokens, target.metadata, target.slots, None)
+        self._prefill(batch.num_reqs, batch.num_tokens_after_padding, target.metadata, target.slots, None)
 
     def forward(self, tokens: Tensor, positions: Tensor, metadata: Any, passed: Tensor | None) -> tuple[Tensor, Tensor]:
         """Not by way of vLLM's buffers: a level may have more rows."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from vllm_adaptive_tree.drafters import Rows
 from vllm_adaptive_tree.engine.common.attention import DraftKeys
 from vllm_adaptive_tree.engine.common.contexts import PagedContexts
-from vllm_adaptive_tree.engine.v2.drafting import Roots, Target, TreeDrafting
+from vllm_adaptive_tree.engine.v2.drafting import Roots, TargetOutput, TreeDrafting
 
 
 class TreeState(NamedTuple):
@@ -30,7 +30,7 @@ class PagedDraft(TreeDrafting):
     """Of the roots, from the last `read`."""
 
     @abstractmethod
-    def read(self, target: Target, *, without_attention: bool = False) -> None:
+    def read(self, target: TargetOutput, *, without_attention: bool = False) -> None:
         """One forward over the tokens that this step has accepted."""
 
     @abstractmethod
@@ -38,7 +38,7 @@ class PagedDraft(TreeDrafting):
         """Run the draft over nodes, `tokens` and `positions` [M], `passed` [M, H] by their parents. Returns hidden
         states for the logits, and what the nodes pass on, both [M, H]."""
 
-    def dummy_run(self, target: Target, *, without_attention: bool) -> None:
+    def dummy_run(self, target: TargetOutput, *, without_attention: bool) -> None:
         self.read(target, without_attention=without_attention)
 
     @property

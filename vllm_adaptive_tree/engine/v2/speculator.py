@@ -8,7 +8,7 @@ from torch import Tensor
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
 from vllm_adaptive_tree.engine.v2.catch_up import CatchUpSpeculator
-from vllm_adaptive_tree.engine.v2.drafting import Roots, Target, TreeDrafting
+from vllm_adaptive_tree.engine.v2.drafting import Roots, TargetOutput, TreeDrafting
 
 
 class ModelSpeculator(CatchUpSpeculator):
@@ -29,14 +29,14 @@ class ModelSpeculator(CatchUpSpeculator):
             query_start_loc_np[1:] = np.maximum(query_start_loc_np[1:], min(self.longest, query_start_loc_np[-1]))
         return super()._build_attn_metadata(*args, query_start_loc_np=query_start_loc_np, **kwargs)
 
-    def roots(self, target: Target) -> Roots:
+    def roots(self, target: TargetOutput) -> Roots:
         batch = target.batch
         self.catch_up(batch)
         self.read(target)
         root = self.expanded_positions[self.last_token_indices[: batch.num_reqs]]
         return self.begin(batch, root, root, None)
 
-    def read(self, target: Target, *, without_attention: bool = False) -> None:
+    def read(self, target: TargetOutput, *, without_attention: bool = False) -> None:
         batch = target.batch
         self.longest = 1 + int(batch.num_scheduled_tokens.max())
         self._prefill(batch, target.num_rejected, target.last_sampled, batch.num_reqs, without_attention, None)

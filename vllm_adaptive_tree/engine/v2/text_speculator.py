@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from vllm_adaptive_tree.drafters import Rows, Texts
-from vllm_adaptive_tree.engine.v2.drafting import Roots, Target, TreeDrafting
+from vllm_adaptive_tree.engine.v2.drafting import Roots, TargetOutput, TreeDrafting
 from vllm_adaptive_tree.engine.v2.texts import texts
 
 
@@ -23,7 +23,7 @@ class TextSpeculator(TreeDrafting):
         assert self.options.text is not None
         self.drafter = self.options.text.build(vllm_config.model_config.get_vocab_size())
 
-    def roots(self, target: Target) -> Roots:
+    def roots(self, target: TargetOutput) -> Roots:
         found = texts(target.batch, self.states)
         rows, state = self.drafter.begin(found)
         return Roots(rows, found.length - 1, state)
@@ -32,10 +32,10 @@ class TextSpeculator(TreeDrafting):
         self.forwards += 1
         return self.drafter.grow(tokens, parent, state)
 
-    def rest(self, target: Target) -> None:
+    def rest(self, target: TargetOutput) -> None:
         """Nothing to read."""
 
-    def dummy_run(self, target: Target, *, without_attention: bool) -> None:
+    def dummy_run(self, target: TargetOutput, *, without_attention: bool) -> None:
         """No model runs."""
 
     def forget(self, request: str) -> None:
