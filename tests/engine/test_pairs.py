@@ -1,5 +1,6 @@
 """Pairs of other shapes and families than the bundled one, random but not flat: a noisy copy of the target drafts."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ from transformers import AutoModelForCausalLM as Model
 from transformers import AutoTokenizer, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 from vllm import LLM, SamplingParams
 
-from tests.engine.engines import DRAFT, PROMPTS, TARGET, Engines, assert_identical, generate, metric, tree
+from tests.engine import heads
+from tests.engine.engines import DRAFT, PROMPTS, TARGET, V2, Engines, assert_identical, generate, metric, tree
 
 COMMON = {
     "vocab_size": 2048,
@@ -78,3 +80,19 @@ def test_a_draft_of_another_shape_and_shorter_context(engines: Engines, tmp_path
     llm = engines.start({**tree(12), "model": DRAFT, "max_model_len": 64})
     assert_identical(expected, generate(llm, PROMPTS[:4], params))
     assert metric(llm, "spec_decode_num_accepted_tokens") > 0
+
+
+def test_a_head_of_a_shorter_context(engines: Engines, tmp_path: Path) -> None:
+    """Requests that outgrow it go on without drafts; its positions are the target's."""
+    params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True, logprobs=2)
+    expected = generate(engines.start(), PROMPTS[:4], params)
+    draft = heads.eagle3(tmp_path / "draft")
+    config = Path(draft) / "config.json"
+    drafted = []
+    for own, given in ((512, None), (64, None), (512, 64)):
+        config.write_text(json.dumps({**json.loads(config.read_text()), "max_position_embeddings": own}))
+        llm = engines.start({**tree(12), "model": draft, "max_model_len": given})
+        assert_identical(expected, generate(llm, PROMPTS[:4], params))
+        drafted.append(metric(llm, "spec_decode_num_draft_tokens"))
+    assert V2 or drafted[0] > 1.5 * drafted[1], "V2 drafts to the end"
+    assert drafted[1] == drafted[2] > 0

@@ -6,7 +6,7 @@ from typing import Any
 from vllm.v1.worker import cpu_worker
 
 from vllm_adaptive_tree.amx import allow_amx
-from vllm_adaptive_tree.engine.common.startup import finish_startup, save_profile
+from vllm_adaptive_tree.engine.common.startup import available_memory, finish_startup, save_profile
 from vllm_adaptive_tree.engine.installation import here
 from vllm_adaptive_tree.engine.patches import swapped
 from vllm_adaptive_tree.engine.v1.recorder import Recorder
@@ -30,6 +30,9 @@ class TreeWorker(cpu_worker.CPUWorker):
             return
         with swapped(cpu_worker, "CPUModelRunner", TreeModelRunner):
             super().init_device()
+
+    def determine_available_memory(self) -> int:
+        return available_memory(self, super().determine_available_memory())
 
     def compile_or_warm_up_model(self) -> Any:
         times = super().compile_or_warm_up_model()

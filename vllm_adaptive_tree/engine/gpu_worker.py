@@ -4,7 +4,7 @@ from typing import Any
 
 from vllm.v1.worker import gpu_worker
 
-from vllm_adaptive_tree.engine.common.startup import finish_startup, save_profile
+from vllm_adaptive_tree.engine.common.startup import available_memory, finish_startup, save_profile
 from vllm_adaptive_tree.engine.installation import here
 from vllm_adaptive_tree.engine.v2 import startup_costs
 from vllm_adaptive_tree.engine.v2.runner import TreeModelRunnerV2
@@ -13,6 +13,9 @@ from vllm_adaptive_tree.engine.v2.runner import TreeModelRunnerV2
 class TreeGPUWorker(gpu_worker.Worker):
     def _make_model_runner(self) -> Any:
         return TreeModelRunnerV2(self.vllm_config, self.device)
+
+    def determine_available_memory(self) -> int:
+        return available_memory(self, super().determine_available_memory())
 
     def compile_or_warm_up_model(self) -> Any:
         times = super().compile_or_warm_up_model()

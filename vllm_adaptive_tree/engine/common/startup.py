@@ -1,13 +1,16 @@
 """What a worker checks before its models are loaded, and measures or reads after that; for both model runners."""
 
+from collections.abc import Collection
 from typing import Any, NamedTuple, Protocol
 
 from vllm.logger import init_logger
 
+from vllm_adaptive_tree.acceptance import RULES
 from vllm_adaptive_tree.budget import Costs, DraftTemperature, Planner
 from vllm_adaptive_tree.budget.reading import member
 from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.engine.common.cost_profile import LEARNT, CostProfile, digest, key_of
+from vllm_adaptive_tree.engine.common.draft_memory import DraftMemory, LevelBuffers, own_weights, readable
 from vllm_adaptive_tree.engine.common.ranks import object_from_rank_0, objects_of_all
 from vllm_adaptive_tree.engine.common.steering import Steering
 from vllm_adaptive_tree.engine.installation import NODE, difference, here
@@ -75,6 +78,46 @@ def _content(file: str | None) -> str | None:
         return digest(file)
     except OSError as error:
         return str(error)
+
+
+def draft_memory(runner: Any, layers: Collection[str], draft: Any) -> DraftMemory:
+    """What the draft of a loaded `runner` takes, logged before the KV cache is sized. `layers`: its attention layers;
+    `draft`: its module, None if it has none."""
+    config, options = runner.vllm_config, runner.options
+    spec = config.speculative_config.draft_model_config
+    levels = LevelBuffers.of(
+        requests=config.scheduler_config.max_num_seqs,
+        nodes=options.num_speculative_tokens,
+        depth=runner.pair.proposer.max_depth,
+        vocabulary=config.model_config.get_vocab_size(),
+        size=config.model_config.dtype.itemsize,
+        hidden=None if draft is None or options.draft == "model" else spec.get_hidden_size(),
+        kept=runner.pair.rule is not RULES["target_only"],
+    )
+    specs = [config.compilation_config.static_forward_context[name].get_kv_cache_spec(config) for name in layers]
+    kv = sum(one.page_size_bytes // one.block_size for one in specs)
+    memory = DraftMemory(own_weights(draft, runner.get_model()), kv, levels)
+    logger.info("Draft memory of each rank: %s", memory.describe(config.model_config.max_model_len))
+    return memory
+
+
+def available_memory(worker: Any, available: int) -> int:
+    """What is left for the KV cache of `available` bytes. The weights of the draft are counted by vLLM, which sizes the
+    cache after loading; it does not see the buffers of levels."""
+    memory: DraftMemory = worker.model_runner.draft_memory
+    levels = readable(sum(memory.levels))
+    if worker.cache_config.kv_cache_memory_bytes is not None:  # VLLM_CPU_KVCACHE_SPACE sets it too
+        logger.info("The size of the KV cache is given: the level buffers of the draft, up to %s, come on top", levels)
+        return available
+    free = memory.within(available)
+    if free < sum(memory.levels):
+        logger.warning(
+            "The level buffers of the draft may need %s, and %s are kept free beside the KV cache; lower max_num_seqs, "
+            "num_speculative_tokens or max_depth",
+            levels,
+            readable(free),
+        )
+    return available - free
 
 
 def finish_startup(runner: Any, rank: int, measures: Measures) -> None:

@@ -21,7 +21,7 @@ from vllm_adaptive_tree.engine.common.cost_profile import CostProfile
 from vllm_adaptive_tree.engine.common.metrics import step_stats
 from vllm_adaptive_tree.engine.common.ranks import accepted_from_rank_0
 from vllm_adaptive_tree.engine.common.request_flags import draws_from_target, has_grammar, is_greedy
-from vllm_adaptive_tree.engine.common.startup import check_ranks, tree_options
+from vllm_adaptive_tree.engine.common.startup import check_ranks, draft_memory, tree_options
 from vllm_adaptive_tree.engine.common.steering import Steering
 from vllm_adaptive_tree.engine.patches import swapped
 from vllm_adaptive_tree.engine.v1 import scratch
@@ -86,6 +86,7 @@ class TreeModelRunner(CPUModelRunner):
 
     def load_model(self, load_dummy_weights: bool = False) -> None:
         super().load_model(load_dummy_weights)
+        self.draft_memory = draft_memory(self, self.drafter.layers, getattr(self.drafter, "model", None))
         for name, layer in self.compilation_config.static_forward_context.items():
             checks.check_layer(name, layer)
             CPUTreeAttention.adopt(layer, drafts=name in self.drafter.layers)

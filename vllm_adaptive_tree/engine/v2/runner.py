@@ -14,7 +14,7 @@ from vllm_adaptive_tree.engine.common.attention import CPUTreeAttention
 from vllm_adaptive_tree.engine.common.cost_profile import CostProfile
 from vllm_adaptive_tree.engine.common.coverage import Coverage
 from vllm_adaptive_tree.engine.common.request_flags import RequestFlags
-from vllm_adaptive_tree.engine.common.startup import check_ranks, tree_options
+from vllm_adaptive_tree.engine.common.startup import check_ranks, draft_memory, tree_options
 from vllm_adaptive_tree.engine.common.steering import Steering
 from vllm_adaptive_tree.engine.patches import swapped
 from vllm_adaptive_tree.engine.v2.attention import DenseTrees, KernelTrees, PagedTreeAttention
@@ -104,6 +104,8 @@ class TreeModelRunnerV2(ModelRunner):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
+        speculator = self.speculator
+        self.draft_memory = draft_memory(self, speculator.draft_attn_layer_names, getattr(speculator, "model", None))
         for name, layer in self.compilation_config.static_forward_context.items():
             checks.check_layer(name, layer)
             trees = CPUTreeAttention if self.device.type == "cpu" else PagedTreeAttention

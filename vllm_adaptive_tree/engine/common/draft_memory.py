@@ -1,0 +1,93 @@
+"""The memory that a draft takes on each rank: its weights, its K/V, and the buffers of the levels that it reads."""
+
+from itertools import chain
+from math import prod
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+MIB, GIB = 1 << 20, 1 << 30
+
+
+class LevelBuffers(NamedTuple):
+    """Bytes, at most: of a full batch, of trees that have all the levels, and in each all the nodes, that they may."""
+
+    feedback: int
+    """What a head passes from a node to its children: [R, S, H], S all slots that it has been given."""
+    logits: int
+    """[R, S, V] if a rule reads the draft's distribution, else [R, N, V] of one level at a time."""
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        requests: int,
+        nodes: int,
+        depth: int,
+        vocabulary: int,
+        size: int,
+        hidden: int | None,
+        kept: bool,
+    ) -> "LevelBuffers":
+        """
+        Args:
+            requests: R, vLLM's `max_num_seqs`.
+            nodes: N, the node budget.
+            depth: levels of a tree; the draft reads the root and all levels but the last.
+            vocabulary: V.
+            size: bytes of a number.
+            hidden: H of a head, None for a draft that passes nothing on.
+            kept: whether a rule reads the draft's distribution.
+        """
+        slots = 1 + nodes * (min(depth, nodes) - 1)
+        rows = slots if kept else nodes
+        return cls(requests * slots * (hidden or 0) * size, requests * rows * vocabulary * size)
+
+
+class DraftMemory(NamedTuple):
+    weights: int
+    """Bytes, without those that it shares with the target."""
+    kv: int
+    """Bytes of a token."""
+    levels: LevelBuffers
+
+    def within(self, available: int) -> int:
+        """Of `available` bytes what is kept free for the levels: half of it at most, since a batch is rarely full."""
+        return min(sum(self.levels), available // 2)
+
+    def describe(self, longest: int) -> str:
+        """`longest`: tokens of a context, vLLM's `max_model_len`."""
+        return (
+            f"weights {readable(self.weights)}, K/V {self.kv} bytes per token ({readable(self.kv * longest)} for a "
+            f"context of {longest}), level buffers up to {readable(sum(self.levels))} (hidden states "
+            f"{readable(self.levels.feedback)}, logits {readable(self.levels.logits)})"
+        )
+
+
+def own_weights(draft: nn.Module | None, target: nn.Module) -> int:
+    """Bytes of the parameters and buffers that a draft does not share with the target."""
+    if draft is None:
+        return 0
+    shared, modules = _storages(target), set(target.modules())
+    own = sum(size for place, size in _storages(draft).items() if place not in shared)
+    return own + sum(_packed(module) for module in draft.modules() if module not in modules)
+
+
+def _storages(model: nn.Module) -> dict[int, int]:
+    storages = (tensor.untyped_storage() for tensor in chain(model.parameters(), model.buffers()))
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
+
+
+def _packed(module: nn.Module) -> int:
+    """Bytes of a linear layer's weight that vLLM's CPU build has packed elsewhere: it leaves an empty one."""
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, Tensor) or weight.numel():
+        return 0
+    sizes = (
+        getattr(module, f"{end}_size_per_partition", getattr(module, f"{end}_size", 0)) for end in ("input", "output")
+    )
+    return prod(sizes) * weight.element_size()
+
+
+def readable(size: int) -> str:
+    return f"{size / GIB:.2f} GiB" if size >= GIB else f"{size / MIB:.1f} MiB"
