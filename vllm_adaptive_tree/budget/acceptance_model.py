@@ -149,11 +149,13 @@ class DraftTemperature:
 
     def measured(self, logits: Tensor, token: Tensor, among: Tensor) -> Tensor:
         """The arguments of `learn` as a tensor [3] on the logits' device; of the nodes selected by `among` [M]."""
+        at = token.clamp(min=0)[:, None]
+        among = among & (logits.gather(-1, at)[:, 0] > -torch.inf)  # of what a draft cannot say no temperature is right
         logits = (logits.float() - logits.amax(-1, keepdim=True)).clamp_(min=-1e4)  # banned tokens: -inf
         probs = torch.softmax(logits * self.inverse, -1)
         mean = (probs * logits).sum(-1)
         variance = (probs * logits.square()).sum(-1) - mean.square()
-        slope = (logits.gather(-1, token.clamp(min=0)[:, None])[:, 0] - mean).clamp(-DEVIATION, DEVIATION)
+        slope = (logits.gather(-1, at)[:, 0] - mean).clamp(-DEVIATION, DEVIATION)
         return torch.stack([torch.where(among, one, 0.0).sum() for one in (torch.ones_like(slope), slope, variance)])
 
     def learn(self, tokens: float, slope: float, variance: float) -> None:

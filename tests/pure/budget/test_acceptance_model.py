@@ -125,6 +125,16 @@ def test_banned_tokens_change_nothing():
     assert with_them.temperature == pytest.approx(without.temperature)
 
 
+def test_tokens_that_a_draft_does_not_know_teach_nothing():
+    """No temperature explains what a reduced vocabulary lacks."""
+    fitted, generator = DraftTemperature(1.0), torch.Generator().manual_seed(0)
+    for _ in range(600):
+        logits = 2 * torch.randn(2, 50, generator=generator)
+        token = torch.multinomial((logits / 0.5).softmax(-1), 1, generator=generator)[:, 0]
+        fitted.observe([*logits.index_fill(1, torch.arange(0, 50, 4), -torch.inf)], token.tolist())
+    assert fitted.temperature == pytest.approx(0.5, rel=0.1)
+
+
 def test_tokens_of_others_teach_nothing():
     some, alone, generator = DraftTemperature(0.6), DraftTemperature(0.6), torch.Generator().manual_seed(0)
     for _ in range(20):
