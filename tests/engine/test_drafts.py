@@ -50,6 +50,8 @@ CASES = [
     Case("eagle", "opt_tree"),
     Case("eagle", "dyspec", "rrsw"),
     Case("ngram", "opt_tree"),
+    Case("suffix", "opt_tree"),
+    Case("eagle3", "opt_tree", tree={"lookup": "ngram"}),
     Case("ngram", "dyspec", "rrsw"),
 ]
 
@@ -100,7 +102,7 @@ def test_greedy(
     assert case.draft != "ngram" or metric(llm, "spec_decode_num_accepted_tokens") > 20
 
 
-@pytest.mark.parametrize("budget", [12, "drafts", "rests"])
+@pytest.mark.parametrize("budget", [12, "always", "never"])
 @pytest.mark.parametrize("draft", ["eagle3", "ngram"])
 def test_budget(
     engines: Engines,
@@ -110,7 +112,7 @@ def test_budget(
     budget: int | str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    slope = {"rests": 1.0}.get(str(budget), 1e-9)
+    slope = {"never": 1.0}.get(str(budget), 1e-9)
     set_costs(monkeypatch, verify={"rows": [1, 1000], "seconds": [0.5, 0.5 + 999 * slope]})
     fixed = budget if isinstance(budget, int) else "auto"
     llm = engines.start(config(models, Case(draft, "opt_tree"), budget=fixed), **CHUNKED)
@@ -118,7 +120,7 @@ def test_budget(
     spy = TreeSpy(llm, monkeypatch)
     assert_identical(plain, generate(llm, BATCH, greedy()))
     sizes = [sum(map(len, batch)) for batch in spy.batches]
-    assert not any(sizes) if budget == "rests" else any(sizes)
+    assert not any(sizes) if budget == "never" else any(sizes)
     assert budget != 12 or max(sizes) <= 12
 
 
@@ -139,6 +141,18 @@ def test_a_chain_of_a_head_is_that_of_vllm(engines: Engines, models: dict[str, s
     vllms, chain, wide = found
     assert chain == vllms
     assert wide[1] > chain[1] > 20
+
+
+def test_mtp(engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target's own layer, in its checkpoint."""
+    target = heads.mtp(tmp_path)
+    plain = generate(engines.start(model=target), BATCH, greedy())
+    tree = {"draft": "mtp", "budget": None, "threshold": 0}
+    config = {"method": "opt_tree", "model": target, "num_speculative_tokens": NODES, "tree": tree}
+    llm = engines.start(config, model=target, **CHUNKED)
+    spy = TreeSpy(llm, monkeypatch)
+    assert_identical(plain, generate(llm, BATCH, greedy()))
+    assert sum(map(len, spy.trees)) > 50
 
 
 def test_a_text_has_no_hidden_states(engines: Engines, models: dict[str, str], tmp_path: Path) -> None:

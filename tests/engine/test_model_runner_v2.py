@@ -12,21 +12,29 @@ from tests.engine.engines import V2
 
 HERE = Path(__file__).parent
 SHORT = (
-    ["test_methods.py", "test_v2_step.py", "test_options.py", "test_dead_rows.py", "test_requests_leave.py"],
+    [
+        "test_methods.py",
+        "test_v2_step.py",
+        "test_options.py",
+        "test_dead_rows.py",
+        "test_requests_leave.py",
+        "test_drafts.py",
+    ],
     "(greedy_and_seeded and k-config) or (fixed_budget and opt_tree) or (waits and mcsd) or (kernels and traversal)"
     " or asynchronous or rests or depth_first or dyspec_fills or price_floor or measured_once"
-    " or (dead_rows and dyspec) or old_name",
-    12,
+    " or (dead_rows and dyspec) or old_name or ngram-dyspec",
+    14,
 )
 LAWS = "auto or (dyspec and not top_p) or rrs] or spechub or greedy_multi_draft"
 WHOLE = {
     "methods": (["test_methods.py"], "test_greedy", 17),
     "a law of every kind": (["test_law.py"], LAWS, 6),
+    "drafts": (["test_drafts.py"], "", 21),
 }
 MORE = {
     "structured output": (["test_structured.py"], "", 1),
     "scheduling": (["test_scheduling.py"], "", 8),
-    "a step": (["test_v2_step.py"], "", 16),
+    "a step": (["test_v2_step.py"], "", 19),
     "quantised weights": (["test_quantised.py"], "", 1),
     "two ranks": (["test_tensor_parallel.py"], "", 2),
     "parameters": (["test_sampling.py"], "", 81),
