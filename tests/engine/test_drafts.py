@@ -21,7 +21,7 @@ from tests.engine.engines import (
 )
 from vllm_adaptive_tree.proposers.gate import Gate
 
-BATCH = ["\n".join(PROMPTS[:4]), *PROMPTS[4:11]]
+BATCH = ["\n".join(PROMPTS[:6]), *PROMPTS[6:13]]
 NODES = 6
 CHUNKED = {"max_num_batched_tokens": 64}  # less than the first prompt
 TRAINED = PAIR / "head"

@@ -226,7 +226,7 @@ def test_a_head_that_rests_reads_on(engines: Engines, tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(budget, "begin", begin)
     monkeypatch.setattr(drafts, "store", stored)
-    prompts = ["\n".join(PROMPTS[:4]), PROMPTS[9]]
+    prompts = ["\n".join(PROMPTS[:6]), PROMPTS[9]]
     greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     expected = generate(llm, prompts, greedy)
     trees, resting = dict(seen), 4
@@ -237,6 +237,7 @@ def test_a_head_that_rests_reads_on(engines: Engines, tmp_path: Path, monkeypatc
         again = {text: seen[text] for text in seen.keys() & trees.keys()}
         assert len(trees) > len(again) > 10
         assert again == {text: trees[text] for text in again}
+    assert metric(llm, "prefix_cache_hits") > 0
 
 
 def test_metrics(engines: Engines, plain: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
