@@ -45,7 +45,7 @@ def main() -> None:
         add("chain", forwards, {"method": "eagle3", "num_speculative_tokens": forwards})
         for method in options.methods:
             tree = {"budget": None, "max_depth": forwards, **METHODS[method]}
-            for nodes in (options.nodes, forwards):
+            for nodes in (options.nodes, forwards) if method == "opt_tree" else (options.nodes,):
                 add(method, forwards, {"method": method, "num_speculative_tokens": nodes, "tree": tree})
     draft = {"method": "opt_tree", "model": str(PAIR / "draft"), "num_speculative_tokens": 12, "tree": {"budget": None}}
     rows.append({"method": "opt_tree on the bundled draft model", "nodes": 12, **measured(draft, texts)})
