@@ -23,6 +23,7 @@ from tests.engine.checkpoints import (
     written,
 )
 from tests.engine.heads import CONFIG, HIDDEN, VOCABULARY
+from vllm_adaptive_tree.engine import translate
 from vllm_adaptive_tree.engine.common.startup import tree_options
 
 Make = Callable[[Path], str]
@@ -188,3 +189,11 @@ def test_contradictions_name_both_facts(which: str, tmp_path: Path) -> None:
 def test_what_is_said_settles_what_the_keys_leave_open(tmp_path: Path) -> None:
     draft = written(tmp_path / "draft", {**SILENT, "draft_vocab_size": VOCABULARY}, EAGLE_TENSORS)
     assert build(draft, "eagle").speculative_config.method == "eagle"
+
+
+def test_the_kind_is_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(translate.logger, "info", lambda text, *values: lines.append(text % values))
+    draft = heads.eagle(tmp_path / "eagle3")
+    build(draft)
+    assert [f"draft {draft} (an EAGLE head)" in line for line in lines] == [True]

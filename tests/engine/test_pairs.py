@@ -89,10 +89,9 @@ def test_a_head_of_a_shorter_context(engines: Engines, tmp_path: Path) -> None:
     draft = heads.eagle3(tmp_path / "draft")
     config = Path(draft) / "config.json"
     drafted = []
-    for own, given in ((512, None), (64, None), (512, 64)):
-        config.write_text(json.dumps({**json.loads(config.read_text()), "max_position_embeddings": own}))
-        llm = engines.start({**tree(12), "model": draft, "max_model_len": given})
+    for longest in (512, 64):
+        config.write_text(json.dumps({**json.loads(config.read_text()), "max_position_embeddings": longest}))
+        llm = engines.start({**tree(12), "model": draft})
         assert_identical(expected, generate(llm, PROMPTS[:4], params))
         drafted.append(metric(llm, "spec_decode_num_draft_tokens"))
-    assert V2 or drafted[0] > 1.5 * drafted[1], "V2 drafts to the end"
-    assert drafted[1] == drafted[2] > 0
+    assert V2 or drafted[0] > 1.5 * drafted[1] > 0, "V2 drafts to the end"
