@@ -4,6 +4,7 @@ The last two steps of Model Runner V2 are not counted yet when its last request 
 """
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import torch
 from vllm import SamplingParams
 
 from tests.engine.engines import DRAFT, PROMPTS, V2, Engines, assert_identical, generate, metric, runner_of
+from tests.engine.heads import VOCABULARY, eagle3
+from tests.engine.leaning import lean, second_best
 from vllm_adaptive_tree.drafters import Rows
 
 TEXTS = [PROMPTS[i] for i in (0, 4, 2, 9, 3, 1)]
@@ -22,6 +25,7 @@ METHODS: dict[str, dict[str, Any]] = {  # of each growth; trees of children of e
     "eagle2": {"budget": None},
     "static_tree": {"children": "without_replacement"},
     "mcsd": {"budget": None, "shape": [2, 2, 1]},
+    "opt_tree of a head": {"draft": "eagle3"},
 }
 
 
@@ -42,11 +46,18 @@ def plain(engines: Engines) -> list[Any]:
 
 
 @pytest.fixture
-def llm(engines: Engines, plain: list[Any], method: str) -> Any:
-    """Under a budget that asks for every node's chance and never rests."""
+def llm(engines: Engines, plain: list[Any], method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Under a budget that asks for every node's chance and never rests. A head agrees with what is known of the
+    target."""
     options = {"budget": 100, **METHODS[method]}
-    config = {"method": method, "model": DRAFT, "num_speculative_tokens": 7 if V2 else 12, "tree": options}
-    return engines.start(config)
+    model = eagle3(tmp_path / "head") if "draft" in options else DRAFT
+    name = method.partition(" ")[0]
+    llm = engines.start({"method": name, "model": model, "num_speculative_tokens": 7 if V2 else 12, "tree": options})
+    if "draft" in options:
+        prompts = llm.get_tokenizer()(TEXTS).input_ids
+        known = [(prompt, output.token_ids) for prompt, output in zip(prompts, plain, strict=True)]
+        lean(runner_of(llm), second_best(known, VOCABULARY), monkeypatch.setattr)
+    return llm
 
 
 class Nodes:
@@ -81,13 +92,13 @@ def blind(llm: Any, value: float, patch: pytest.MonkeyPatch) -> None:
     drafter = runner.speculator if V2 else runner.drafter
     (token,) = llm.get_tokenizer().encode(TOKEN, add_special_tokens=False)
     model = drafter.model.model
-    original = model.embed_tokens.forward
+    original = model.embed_input_ids  # a head shares the target's table
 
     def embed(tokens: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = original(tokens)
         return found.masked_fill((tokens == token)[:, None], value)
 
-    patch.setattr(model.embed_tokens, "forward", embed)
+    patch.setattr(model, "embed_input_ids", embed)
 
 
 class Spoiler:

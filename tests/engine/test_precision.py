@@ -1,6 +1,7 @@
 """bfloat16 and vLLM's default compilation: a tree differs from no speculation no more often than vLLM's chain does."""
 
 import math
+from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
@@ -8,10 +9,13 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from tests.engine.engines import DRAFT, PROMPTS, Engines, assert_identical, generate, metric, tree
+from tests.engine.engines import DRAFT, PROMPTS, V2, Engines, assert_identical, generate, metric, runner_of, tree
+from tests.engine.heads import VOCABULARY, eagle3
+from tests.engine.leaning import lean, second_best
 
 TEXTS = [text[start : start + 240] for text in topics.values() for start in (0, 600) if len(text) > 900][:100]
-CHAIN = {"method": "draft_model", "model": DRAFT, "num_speculative_tokens": 5}
+CHAINS = {"model": "draft_model", "eagle3": "eagle3"}
+"""Kind of the draft -> vLLM's chain."""
 
 
 def greedy(tokens: int) -> SamplingParams:
@@ -28,13 +32,26 @@ def ulp(value: float) -> float:
     return 2.0 ** (math.frexp(abs(value))[1] - 8)
 
 
-@pytest.mark.parametrize("enforce_eager", [True, False], ids=["eager", "compiled"])
-def test_bfloat16(engines: Engines, enforce_eager: bool) -> None:
+@pytest.mark.parametrize(
+    ("draft", "enforce_eager"),
+    [("model", True), ("model", False), pytest.param("eagle3", False, marks=pytest.mark.skipif(V2, reason="as there"))],
+    ids=["eager", "compiled", "head"],
+)
+def test_bfloat16(
+    engines: Engines, draft: str, enforce_eager: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head agrees with what is known of the target."""
     assert len(TEXTS) == 100
-    arguments = {"dtype": "bfloat16", "enforce_eager": enforce_eager, "logprobs_mode": "raw_logits"}
+    model = DRAFT if draft == "model" else eagle3(tmp_path / "head", reduced=True)
+    arguments: dict[str, Any] = {"dtype": "bfloat16", "enforce_eager": enforce_eager, "logprobs_mode": "raw_logits"}
     plain = generate(engines.start(**arguments), TEXTS, greedy(64))
-    chain = generate(engines.start(CHAIN, **arguments), TEXTS, greedy(64))
-    llm = engines.start(tree(12), **arguments)
+    config = {"method": CHAINS[draft], "model": model, "num_speculative_tokens": 5}
+    chain = generate(engines.start(config, **arguments), TEXTS, greedy(64))
+    llm = engines.start({**tree(12, draft=draft), "model": model}, **arguments)
+    if draft != "model":
+        prompts = llm.get_tokenizer()(TEXTS).input_ids
+        known = [(prompt, output.token_ids) for prompt, output in zip(prompts, plain, strict=True)]
+        lean(runner_of(llm), second_best(known, VOCABULARY), monkeypatch.setattr)
     ours = generate(llm, TEXTS, greedy(64))
     assert metric(llm, "spec_decode_num_accepted_tokens") > 0
     chains = sum(first_difference(a, b) is not None for a, b in zip(chain, plain, strict=True))

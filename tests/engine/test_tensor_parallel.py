@@ -17,6 +17,7 @@ import pytest
 from vllm import SamplingParams
 
 from tests.engine.engines import PROMPTS, TARGET, V2, Engines, assert_identical, generate, tree
+from tests.engine.heads import eagle3
 from tests.engine.installations import with_version
 
 ROOT = Path(__file__).parents[2]
@@ -26,12 +27,19 @@ import json, os, sys
 if os.environ.get("MODEL_RUNNER", "v1") != "v1":  # in every rank
     from tests import interpreter
     interpreter.install(asynchronous=os.environ["MODEL_RUNNER"] == "v2-async")
+from tests.engine.leaning import lean, second_best
 from vllm import LLM, SamplingParams
 
+def agree(worker, known):
+    runner = worker.model_runner
+    lean(runner, second_best(known, runner.model_config.get_vocab_size()))
+
 def main():
-    target, spec, ranks, prompts, params = json.load(sys.stdin)
+    target, spec, ranks, prompts, params, known = json.load(sys.stdin)
     llm = LLM(target, dtype="float32", enforce_eager=True, max_model_len=512, disable_log_stats=False,
               speculative_config=spec, **ranks)
+    if known:
+        llm.collective_rpc(agree, args=(known,))
     outputs = llm.generate(prompts, [SamplingParams(**own) for own in params], use_tqdm=False)
     names = ["spec_decode_num_accepted_tokens", "spec_decode_num_draft_tokens", "adaptive_tree_nodes"]
     counters = [sum(m.value for m in llm.get_metrics() if m.name == f"vllm:{name}") for name in names]
@@ -121,6 +129,11 @@ SPECS = {
     "opt_tree": {**tree(25, threshold="auto"), "draft_tensor_parallel_size": 2},
     "dyspec": {**tree(25), "method": "dyspec", "rejection_sample_method": "rrsw", "draft_tensor_parallel_size": 2},
 }
+if not V2:
+    SPECS |= {
+        "head": {**tree(25, draft="eagle3"), "draft_tensor_parallel_size": 2},
+        "ngram": {**tree(25), "model": "ngram"},
+    }
 
 
 def params(method: str, **extra: Any) -> list[dict[str, Any]]:
@@ -131,21 +144,27 @@ def params(method: str, **extra: Any) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("method", SPECS)
 def test_two_ranks(engines: Engines, nodes: Nodes, tmp_path: Path, method: str) -> None:
-    """Of OPT-Tree each has a node of its own."""
-    asked, apart = params(method), method == "opt_tree"
-    plain = generate(engines.start(), PROMPTS[:COUNT], [SamplingParams(**own) for own in params(method, logprobs=2)])
+    """Of OPT-Tree each has a node of its own. The head agrees with what is known of the target."""
+    asked, apart, spec, known = params(method), method == "opt_tree", SPECS[method], list[Any]()
+    llm = engines.start()
+    plain = generate(llm, PROMPTS[:COUNT], [SamplingParams(**own) for own in params(method, logprobs=2)])
+    if method == "head":
+        spec = {**spec, "model": eagle3(tmp_path / "head", reduced=True)}
+        prompts = llm.get_tokenizer()(PROMPTS[:COUNT]).input_ids
+        known = [(prompt, list(output.token_ids)) for prompt, output in zip(prompts, plain, strict=True)]
     engines.shutdown()
     (tmp_path / "two_ranks.py").write_text(SCRIPT)
     if apart:
-        nodes.start(1, SPECS[method])
+        nodes.start(1, spec)
     ranks = nodes.arguments(0) if apart else {"tensor_parallel_size": 2}
     result = subprocess.run(
         [sys.executable, str(tmp_path / "two_ranks.py")],
-        input=json.dumps([TARGET, SPECS[method], ranks, PROMPTS[:COUNT], asked]),
+        input=json.dumps([TARGET, spec, ranks, PROMPTS[:COUNT], asked, known]),
         env={
             **os.environ,
             "PYTHONPATH": str(ROOT),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+            "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # a function for the workers
             "VLLM_CPU_OMP_THREADS_BIND": "nobind" if apart else "0|1",
             "VLLM_HOST_IP": "127.0.0.1",
         },
