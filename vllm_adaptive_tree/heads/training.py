@@ -30,7 +30,6 @@ class Recipe(NamedTuple):
     rate: float = 1e-2  # of Muon; cosine
     bfloat16: bool = True
     compiled: bool = False
-    seed: int = 0
 
 
 class Report(NamedTuple):
@@ -146,7 +145,7 @@ class Training:
         agreements: list[Tensor] = []
         try:
             while (done := self.seconds / (60 * recipe.minutes)) < 1:
-                random = torch.Generator().manual_seed(recipe.seed + self.steps)
+                random = torch.Generator().manual_seed(self.steps)
                 starts = torch.randint(len(self.tokens) - recipe.window, (recipe.batch, 1), generator=random)
                 with self._precision():
                     loss, agreement = learn(self.head, teach(self.tokens[starts + window]), recipe.unrolled)
