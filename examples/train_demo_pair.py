@@ -13,7 +13,6 @@ import math
 import sys
 import sysconfig
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,6 +21,8 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from vllm_adaptive_tree.heads.texts import is_held_out
 
 VOCABULARY = 2048
 END = "<|endoftext|>"
@@ -44,10 +45,6 @@ def documents() -> dict[str, str]:
     from pydoc_data.topics import topics
 
     return found | {f"topic {name}": text for name, text in topics.items()}
-
-
-def is_held_out(name: str) -> bool:
-    return zlib.crc32(name.encode()) % 32 == 0
 
 
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:

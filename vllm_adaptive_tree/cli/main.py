@@ -15,6 +15,7 @@ COMMANDS = {
     "demo": "no speculation, vLLM's chain and OPT-Tree on the same prompts, side by side",
     "enlarge": "a model of the same function and a larger cost, for measuring",
     "train-gate": "train C2T's classifier or MCSD's decision models for a pair",
+    "train-head": "train an EAGLE-3 head for a small target",
 }
 EXTRAS = {  # package -> what brings it, where a command needs it and it is missing
     "vllm": ("cpu", "cuda"),

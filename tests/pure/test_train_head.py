@@ -1,0 +1,170 @@
+"""`vllm-adaptive-tree train-head` on a tiny random target: interrupted, resumed, and with bad input."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from vllm_adaptive_tree.cli import train_head
+from vllm_adaptive_tree.cli.main import main
+from vllm_adaptive_tree.heads import texts, training
+
+torch.set_num_threads(1)  # tiny models
+
+STEPS, STOP = 40, 17
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of 4 layers over single characters."""
+    folder = tmp_path_factory.mktemp("target")
+    words = {chr(code): code - 31 for code in range(32, 127)} | {"<end>": 0}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<end>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=96, hidden_size=32, num_hidden_layers=4, intermediate_size=48, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, initializer_range=0.3, max_position_embeddings=64,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def arguments(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A command line; its clock says that a step takes a second."""
+    draw = torch.Generator().manual_seed(0)
+    for number in range(100):
+        text = "".join(chr(32 + code) for code in torch.randint(95, (60,), generator=draw).tolist())
+        (tmp_path / f"{number}.txt").write_text(text)
+    assert any(texts.is_held_out(f"{number}.txt") for number in range(100))
+    ticks = iter(range(100_000))
+    monkeypatch.setattr("time.monotonic", lambda: float(next(ticks)))
+    return [
+        "train-head", "--target", str(target), "--text", f"{tmp_path}/*.txt", "--out", str(tmp_path / "head"),
+        "--minutes", str(STEPS / 60), "--auxiliary-layers", "0", "2", "3", "--batch", "2", "--window", "16",
+        "--dtype", "float32",
+    ]  # fmt: skip
+
+
+def stopping(error: type[BaseException]) -> Any:
+    """An update of weights that raises in step STOP."""
+
+    def update(self: Any, done: float, own: Any = training.Training._update) -> None:
+        if self.steps == STOP:
+            raise error
+        own(self, done)
+
+    return update
+
+
+def test_an_interrupted_training_goes_on_as_if_it_had_not_been(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 0
+    shown = capsys.readouterr().out
+    assert "tokens to train on" in shown
+    assert "min, step 31: loss" in shown
+    once = load_file(tmp_path / "head" / "model.safetensors")
+    record = json.loads((tmp_path / "head" / "training.json").read_text())
+    assert record["steps"] == STEPS
+    assert len(record["held_out_agreement_by_depth"]) == record["unrolled"] == 4
+    assert [point["steps"] for point in record["curve"]] == [4 * n + 1 for n in range(1, 10)] + [STEPS]
+    assert record["curve"][-1]["loss"] == record["held_out_loss"] < record["curve"][0]["loss"]
+
+    arguments[arguments.index("--out") + 1] = str(tmp_path / "again")
+    with monkeypatch.context() as patch:
+        patch.setattr(training.Training, "_update", stopping(KeyboardInterrupt))
+        assert main(arguments) == 130
+    assert "--resume continues there" in capsys.readouterr().err
+    assert not (tmp_path / "again").exists()
+    assert main(arguments) == 2
+    assert "again.training holds an interrupted training" in capsys.readouterr().err
+    assert main([*arguments, "--resume", "--rate", "0.5"]) == 2
+    assert "the state of another run (rate: 0.01 there, 0.5 now)" in capsys.readouterr().err
+    assert main([*arguments, "--resume"]) == 0
+    assert f"continues at step {STOP}, minute 0.3" in capsys.readouterr().out
+    resumed = load_file(tmp_path / "again" / "model.safetensors")
+    assert resumed.keys() == once.keys()
+    assert all(resumed[name].equal(once[name]) for name in once)
+
+
+def test_a_killed_training_goes_on_from_its_last_save(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Killed(BaseException): ...
+
+    monkeypatch.setattr(training, "SAVE_EVERY", 10.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(training.Training, "_update", stopping(Killed))
+        with pytest.raises(Killed):
+            main(arguments)
+    assert main([*arguments, "--resume"]) == 0
+    assert "continues at step 11, minute 0.2" in capsys.readouterr().out
+
+
+def test_a_draft_vocabulary(arguments: list[str], tmp_path: Path) -> None:
+    assert main([*arguments, "--draft-vocab", "20", "--steps-unrolled", "2"]) == 0
+    weights = load_file(tmp_path / "head" / "model.safetensors")
+    assert weights["lm_head.weight"].shape == (20, 32)
+    assert (torch.arange(20) + weights["d2t"]).equal(weights["t2d"].nonzero()[:, 0])
+    assert json.loads((tmp_path / "head" / "config.json").read_text())["draft_vocab_size"] == 20
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"--target": "/no/such/folder"}, "/no/such/folder/config.json does not exist"),
+        ({"--text": "/no/such/*.txt"}, "no file matches /no/such/*.txt"),
+        ({"--window": "64"}, "6,400 and 64 are needed; give more files"),
+        ({"--draft-vocab": "96"}, "a draft vocabulary of 96 is no smaller than the target's of 96"),
+        ({"--out": "/"}, "/ exists; give another --out or delete it"),
+    ],
+)
+def test_what_cannot_be_trained(
+    arguments: list[str], changes: dict[str, str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*arguments, *(part for pair in changes.items() for part in pair)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_vllm_s_layers_do_not_fit_so_few(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    at = arguments.index("--auxiliary-layers")
+    assert main(arguments[:at] + arguments[at + 4 :]) == 2
+    assert "(2, 2, 1) are no auxiliary layers of a target with 4 layers" in capsys.readouterr().err
+
+
+def test_a_target_that_is_no_llama(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    assert main([*arguments, "--target", str(tmp_path)]) == 2
+    assert "the target is not Llama-like: its model_type is 'gpt2'" in capsys.readouterr().err
+
+
+def test_an_unreadable_state(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(training.Training, "_update", stopping(KeyboardInterrupt))
+    assert main(arguments) == 130
+    state = tmp_path / "head.training" / "state.pt"
+    state.write_bytes(state.read_bytes()[:1000])
+    assert main([*arguments, "--resume"]) == 2
+    assert f"{state} cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("minutes", ["0", "-1", "inf", "soon"])
+def test_bad_minutes(arguments: list[str], minutes: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*arguments, "--minutes", minutes])
+    assert f"{minutes!r} is not a positive number" in capsys.readouterr().err
+
+
+def test_the_bundled_target_is_the_default() -> None:
+    parser = train_head.argparse.ArgumentParser()
+    train_head.add_arguments(parser)
+    assert parser.parse_args(["--text", "x", "--out", "y", "--minutes", "1"]).target.endswith("demo_pair/target")

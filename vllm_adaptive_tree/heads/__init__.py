@@ -1,0 +1,1 @@
+"""EAGLE-3 heads for small targets: the module, its training, and vLLM's checkpoint format."""

@@ -1,0 +1,71 @@
+"""The checkpoint of a head, in the format that vLLM reads as `LlamaForCausalLMEagle3`."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from vllm_adaptive_tree.files import atomic_write
+from vllm_adaptive_tree.heads.eagle3 import Dimensions, Head
+
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+
+
+def write(folder: Path, head: Head, target: Mapping[str, Any], layers: Sequence[int], draft_ids: Tensor | None) -> None:
+    """Write `config.json` and the weights in bfloat16.
+
+    Args:
+        target: its `config.json`. The head shares its embeddings, and without `draft_ids` its output matrix.
+        layers: of the target, whose inputs the head reads.
+        draft_ids: [D] int64, ascending: the target's ids of the head's own vocabulary.
+    """
+    size = Dimensions.of(target)
+    tensors = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in head.state_dict().items()}
+    if draft_ids is not None:
+        offsets, member = tables(draft_ids, size.vocabulary)
+        tensors |= {"d2t": offsets, "t2d": member}
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "dtype": "bfloat16",
+        "num_hidden_layers": 1,
+        "hidden_act": "silu",
+        "hidden_size": size.hidden,
+        "intermediate_size": size.mlp,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.kv_heads,
+        "head_dim": size.head_dim,
+        "rms_norm_eps": size.eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": size.rope_theta},
+        "max_position_embeddings": target["max_position_embeddings"],
+        "vocab_size": size.vocabulary,
+        "draft_vocab_size": size.vocabulary if draft_ids is None else len(draft_ids),
+        "tie_word_embeddings": False,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(layers)},
+        **{name: target[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in target},
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    atomic_write(folder / WEIGHTS, save(tensors, metadata={"format": "pt"}))
+    atomic_write(folder / CONFIG, (json.dumps(config, indent=2) + "\n").encode())
+
+
+def tables(draft_ids: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """`d2t` [D] int64, target id minus draft id, and `t2d` [V] bool, whether the draft knows a target id."""
+    member = torch.zeros(vocabulary, dtype=torch.bool)
+    member[draft_ids] = True
+    return draft_ids - torch.arange(len(draft_ids)), member
+
+
+def most_frequent(tokens: Tensor, vocabulary: int, count: int) -> Tensor:
+    """The `count` most frequent ids of `tokens`, ascending, [count] int64.
+
+    Raises:
+        ValueError: the vocabulary has no more than `count` ids.
+    """
+    if count >= vocabulary:
+        raise ValueError(f"a draft vocabulary of {count} is no smaller than the target's of {vocabulary}")
+    return torch.bincount(tokens, minlength=vocabulary).argsort(descending=True, stable=True)[:count].sort().values

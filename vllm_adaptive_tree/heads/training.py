@@ -1,0 +1,232 @@
+"""Training an EAGLE-3 head on its target's distributions, unrolled as it drafts (training-time test)."""
+
+import io
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vllm_adaptive_tree.files import atomic_write
+from vllm_adaptive_tree.heads.eagle3 import Head
+
+DEPTH_WEIGHT = 0.8  # of the loss of a step, relative to the step before
+WARM_UP, LAST_RATE = 20, 0.02  # steps; of the peak rate, at the end
+ADAM_RATE = 0.3  # relative to Muon's
+REPORT_EVERY, SAVE_EVERY = 30.0, 60.0  # seconds
+CHECKS = 10  # of the held-out loss, in a training
+
+
+class Recipe(NamedTuple):
+    minutes: float
+    unrolled: int = 4  # steps
+    batch: int = 8  # windows
+    window: int = 256  # tokens
+    rate: float = 1e-2  # of Muon; cosine
+    bfloat16: bool = True
+    compiled: bool = False
+
+
+class Report(NamedTuple):
+    """A point of the training's curve."""
+
+    minutes: float
+    steps: int
+    loss: float  # per row and step of the unrolling, weighted by DEPTH_WEIGHT; nats
+    agreement: list[float]  # by depth: share of rows at which head and target prefer the same token
+    tokens_per_second: float
+    held_out: bool
+
+
+class Lesson(NamedTuple):
+    """What the target knows of a batch; row t is about the token t + 2."""
+
+    probs: Tensor  # [B, T - 1, V], or of the draft vocabulary: what the target gives those tokens
+    best: Tensor  # [B, T - 1] the target's token
+    auxiliary: Tensor  # [B, T - 1, A * H], row t: of token t
+    embedded: Tensor  # [B, T - 1, H], row t: of token t + 1
+
+
+class Teacher:
+    """A frozen Llama-like target of transformers, and what a head takes from it.
+
+    Args:
+        layers: whose inputs the head reads.
+        draft_ids: [D] int64, the ids of the head's own vocabulary; None: it is the target's.
+    """
+
+    def __init__(self, target: Any, layers: Sequence[int], draft_ids: Tensor | None = None):
+        self.target = target.eval().requires_grad_(requires_grad=False)
+        self.layers = tuple(layers)
+        self.draft_ids = draft_ids
+
+    def __call__(self, tokens: Tensor) -> Lesson:
+        """The lesson of `tokens` [B, T]."""
+        with torch.no_grad():
+            out = self.target.model(tokens, use_cache=False, output_hidden_states=True)
+            logits = F.linear(out.last_hidden_state[:, 1:], self.target.lm_head.weight).float()
+            probs = logits.softmax(-1)
+            if self.draft_ids is not None:
+                probs = probs[..., self.draft_ids]
+            auxiliary = torch.cat([out.hidden_states[layer] for layer in self.layers], -1)[:, :-1]
+            return Lesson(probs, logits.argmax(-1), auxiliary, self.target.model.embed_tokens(tokens[:, 1:]))
+
+    def output(self, head: Head) -> Tensor:
+        """The output matrix of `head`, [V or D, H]."""
+        return self.target.lm_head.weight if head.lm_head is None else head.lm_head.weight
+
+    def initialise(self, head: Head) -> None:
+        """Begin as the target's last layer over the last auxiliary state, with the token's embedding beside it."""
+        last, width = self.target.model.layers[-1], head.norm.weight.shape[0]
+        with torch.no_grad():
+            for name in ("q_proj", "k_proj", "v_proj"):
+                weight = getattr(last.self_attn, name).weight / math.sqrt(2)
+                getattr(head.midlayer.self_attn, name).weight.copy_(torch.cat([weight, weight], 1))
+            head.midlayer.self_attn.o_proj.weight.copy_(last.self_attn.o_proj.weight)
+            for name in ("gate_proj", "up_proj", "down_proj"):
+                getattr(head.midlayer.mlp, name).weight.copy_(getattr(last.mlp, name).weight)
+            for norm in (head.midlayer.input_layernorm, head.midlayer.hidden_norm):
+                norm.weight.copy_(last.input_layernorm.weight)
+            head.midlayer.post_attention_layernorm.weight.copy_(last.post_attention_layernorm.weight)
+            head.norm.weight.copy_(self.target.model.norm.weight)
+            head.fc.weight.zero_()
+            head.fc.weight[:, -width:].copy_(torch.eye(width))
+            if head.lm_head is not None:
+                head.lm_head.weight.copy_(self.target.lm_head.weight[self.draft_ids])
+
+    def loss(self, head: Head, lesson: Lesson, steps: int) -> tuple[Tensor, Tensor]:
+        """Cross-entropy with the target's distributions over `steps` unrolled steps, and agreement by depth [steps].
+
+        A token outside the draft vocabulary counts as nothing, so a row weighs what the target gives the others.
+        """
+        total, agreement = torch.zeros(()), []
+        for step, normed in enumerate(head(lesson.auxiliary, lesson.embedded, steps)):
+            logits = F.linear(normed[:, step:], self.output(head)).float()
+            cross_entropy = F.cross_entropy(logits.flatten(0, 1), lesson.probs[:, step:].flatten(0, 1))
+            total = total + DEPTH_WEIGHT**step * cross_entropy
+            best = logits.argmax(-1)
+            if self.draft_ids is not None:
+                best = self.draft_ids[best]
+            agreement.append((best == lesson.best[:, step:]).float().mean())
+        return total / sum(DEPTH_WEIGHT**step for step in range(steps)), torch.stack(agreement)
+
+
+class Training:
+    """A training that can be saved and resumed. `tokens`, `held_out`: flat texts."""
+
+    def __init__(self, head: Head, teacher: Teacher, tokens: Tensor, held_out: Tensor, recipe: Recipe):
+        self.head, self.teacher, self.tokens, self.recipe = head, teacher, tokens, recipe
+        count = min(len(held_out) // recipe.window, 12 * recipe.batch)
+        starts = torch.linspace(0, len(held_out) - recipe.window, count).long()
+        self.held_out = held_out[starts[:, None] + torch.arange(recipe.window)]
+        matrices = [p for name, p in head.named_parameters() if p.ndim == 2 and "lm_head" not in name]
+        others = [p for name, p in head.named_parameters() if p.ndim != 2 or "lm_head" in name]
+        self.optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.Muon(matrices, lr=1.0, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(others, lr=1.0, betas=(0.9, 0.95), weight_decay=0.0),
+        ]
+        self.steps, self.seconds = 0, 0.0
+        self.curve: list[Report] = []
+
+    def run(self, *, save: Path | None = None, watch: Callable[[Report], object]) -> None:
+        """Train until `recipe.minutes` are over, saving to the file `save` now and then, and when interrupted."""
+        recipe, teach, learn = self.recipe, self.teacher.__call__, self.teacher.loss
+        if recipe.compiled:
+            teach, learn = torch.compile(teach), torch.compile(learn)
+        window = torch.arange(recipe.window)
+        begun = time.monotonic() - self.seconds
+        reported = saved = self.seconds
+        losses: list[Tensor] = []
+        agreements: list[Tensor] = []
+        try:
+            while (done := self.seconds / (60 * recipe.minutes)) < 1:
+                random = torch.Generator().manual_seed(self.steps)
+                starts = torch.randint(len(self.tokens) - recipe.window, (recipe.batch, 1), generator=random)
+                with self._precision():
+                    loss, agreement = learn(self.head, teach(self.tokens[starts + window]), recipe.unrolled)
+                loss.backward()
+                self._update(done)
+                losses.append(loss.detach())
+                agreements.append(agreement)
+                self.seconds = time.monotonic() - begun
+                if self.seconds - reported > REPORT_EVERY:
+                    rate = len(losses) * recipe.batch * recipe.window / (self.seconds - reported)
+                    watch(report := self._report(losses, agreements, rate, held_out=False))
+                    if not math.isfinite(report.loss):
+                        raise ValueError(f"the loss is {report.loss} at step {self.steps}: give a smaller --rate")
+                    losses, agreements, reported = [], [], self.seconds
+                if len(self.curve) + 1 <= CHECKS * done:
+                    watch(self.check())
+                if save is not None and self.seconds - saved > SAVE_EVERY:
+                    self.save(save)
+                    saved = self.seconds
+        except KeyboardInterrupt:
+            if save is not None:
+                self.save(save)
+            raise
+        watch(self.check())
+
+    def check(self) -> Report:
+        """Measure on held-out text, and add to the curve."""
+        found = []
+        with torch.no_grad(), self._precision():
+            for tokens in self.held_out.split(self.recipe.batch):
+                found.append(self.teacher.loss(self.head, self.teacher(tokens), self.recipe.unrolled))
+        losses, agreements = ([pair[i] for pair in found] for i in range(2))
+        done = self.steps * self.recipe.batch * self.recipe.window
+        self.curve.append(self._report(losses, agreements, done / max(self.seconds, 1e-9), held_out=True))
+        return self.curve[-1]
+
+    def save(self, file: Path) -> None:
+        state = {
+            "head": self.head.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "steps": self.steps,
+            "seconds": self.seconds,
+            "curve": [tuple(report) for report in self.curve],
+        }
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        atomic_write(file, buffer.getvalue())
+
+    def load(self, file: Path) -> Self:
+        """Go on from a saved state.
+
+        Raises:
+            ValueError: the file cannot be read, or is of another head.
+        """
+        try:
+            state = torch.load(file, weights_only=True)
+            self.head.load_state_dict(state["head"])
+            for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+                optimizer.load_state_dict(saved)
+            self.steps, self.seconds = state["steps"], state["seconds"]
+            self.curve = [Report(*report) for report in state["curve"]]
+        except Exception as error:
+            raise ValueError(f"{file} cannot be read ({type(error).__name__}: {error})") from error
+        return self
+
+    def _update(self, done: float) -> None:
+        """One step of the optimizers; `done`: of the whole time, 0 to 1."""
+        nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)
+        warm = min(1.0, (self.steps + 1) / WARM_UP)
+        rate = self.recipe.rate * warm * (LAST_RATE + (1 - LAST_RATE) * 0.5 * (1 + math.cos(math.pi * done)))
+        for optimizer, scale in zip(self.optimizers, (1.0, ADAM_RATE), strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = rate * scale
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        self.steps += 1
+
+    def _report(self, losses: list[Tensor], agreements: list[Tensor], rate: float, *, held_out: bool) -> Report:
+        agreement = [round(value, 4) for value in torch.stack(agreements).mean(0).tolist()]
+        loss = round(float(torch.stack(losses).mean()), 4)
+        return Report(round(self.seconds / 60, 2), self.steps, loss, agreement, round(rate, 1), held_out)
+
+    def _precision(self) -> AbstractContextManager[object]:
+        return torch.autocast("cpu", torch.bfloat16, enabled=self.recipe.bfloat16)
