@@ -78,49 +78,29 @@ def _written(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -
 
 
 def mtp(folder: Path) -> str:
-    """A target as MiMo-7B, a Qwen2 with one layer more for the token after the next; random too."""
-    width, inner, head = 64, 128, 16
-    norms = ("input_layernorm", "post_attention_layernorm")
-    shapes = {
-        "self_attn.q_proj": (4 * head, width),
-        "self_attn.k_proj": (2 * head, width),
-        "self_attn.v_proj": (2 * head, width),
-        "self_attn.o_proj": (width, 4 * head),
-        "mlp.gate_proj": (inner, width),
-        "mlp.up_proj": (inner, width),
-        "mlp.down_proj": (width, inner),
-    }
+    """A target as MiMo-7B, a Qwen2 of two layers with one more for the token after the next; random too."""
     weights = {
-        "model.embed_tokens.weight": _random(20, VOCABULARY, width),
-        "model.norm.weight": torch.ones(width),
-        "lm_head.weight": _random(21, VOCABULARY, width),
-        "model.mtp_layers.0.input_proj.weight": _random(22, width, 2 * width),
+        "model.embed_tokens.weight": _random(20, VOCABULARY, HIDDEN),
+        "model.norm.weight": torch.ones(HIDDEN),
+        "lm_head.weight": _random(21, VOCABULARY, HIDDEN),
+        "model.mtp_layers.0.input_proj.weight": _random(22, HIDDEN, 2 * HIDDEN),
     }
-    for at, layer in enumerate(("layers.0", "layers.1", "mtp_layers.0")):
-        name = f"model.{layer}"
-        weights |= {f"{name}.{part}.weight": _random(30 + at, *shape) for part, shape in shapes.items()}
-        weights |= {
-            f"{name}.self_attn.{part}_proj.bias": torch.zeros(shapes[f"self_attn.{part}_proj"][0]) for part in "qkv"
-        }
-        weights |= {f"{name}.{norm}.weight": torch.ones(width) for norm in norms}
-    for norm in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
-        weights[f"model.mtp_layers.0.{norm}.weight"] = torch.ones(width)
+    for name in ("model.layers.0", "model.layers.1", "model.mtp_layers.0"):
+        weights |= _layer(name, HIDDEN)
+        weights |= {f"{name}.{norm}_layernorm.weight": torch.ones(HIDDEN) for norm in ("input", "post_attention")}
+        for part, size in (("q", QUERIES), ("k", KEYS), ("v", KEYS)):
+            weights[f"{name}.self_attn.{part}_proj.bias"] = torch.zeros(size)
+    for norm in ("token", "hidden", "final"):
+        weights[f"model.mtp_layers.0.{norm}_layernorm.weight"] = torch.ones(HIDDEN)
     config = {
+        **CONFIG,
         "model_type": "qwen2",
         "architectures": ["MiMoForCausalLM"],
-        "vocab_size": VOCABULARY,
-        "hidden_size": width,
-        "intermediate_size": inner,
         "num_hidden_layers": 2,
         "num_nextn_predict_layers": 1,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 2048,
         "tie_word_embeddings": False,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    for tokenizer in Path(TARGET).glob("*token*"):
-        shutil.copy(tokenizer, folder)
-    return _written(folder, config, weights)
+    _written(folder, config, weights)
+    for file in Path(TARGET).glob("tokenizer*"):
+        shutil.copy(file, folder)
+    return str(folder)
