@@ -72,11 +72,11 @@ class Scope:
         return None if found is None else (*found, CALL, name) if call else (*found, name)
 
     def base(self, own: Trail) -> Trail | None:
-        for base in self.classes[own].bases if own in self.classes else ():
-            found = base if base[0] == ROOT else self.base(base)
-            if found is not None:
-                return found
-        return None
+        """One that the class names itself comes before those of our mixins, which are its ancestors."""
+        bases = self.classes[own].bases if own in self.classes else []
+        named = (base for base in bases if base[0] == ROOT)
+        of_ours = (found for base in bases if base[0] != ROOT and (found := self.base(base)) is not None)
+        return next(named, None) or next(of_ours, None)
 
     # -- our classes
 

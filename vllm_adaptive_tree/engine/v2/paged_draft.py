@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_adaptive_tree.drafters import Rows
 from vllm_adaptive_tree.engine.common.attention import DraftKeys
@@ -22,7 +23,7 @@ class TreeState(NamedTuple):
     passed: Tensor | None  # [R, S, H]: what a node passes to its children, if the draft has such
 
 
-class PagedDraft(TreeDrafting):
+class PagedDraft(TreeDrafting, DraftModelSpeculator):
     """Satisfies `drafters.Drafter`; comes before one of vLLM's speculators with a model."""
 
     hidden_size: int
