@@ -147,6 +147,6 @@ def test_demo(tmp_path: Path) -> None:
     assert [row["identical"] for row in figures["rows"]] == [None, 1, 1, 1, 1] * 2
     assert figures["differences"] == []
     for one in figures["rounds"]:
-        assert all(one["measured"][name]["accepted"] > 0 for name in ("chain of 3", "head, chain of 3"))
+        assert all(one["measured"][name]["accepted"] > 0 for name in ("chain of 3", "head, chain"))
     assert len(set(map(tuple, figures["texts"].values()))) == 1
     assert [len(texts) for texts in figures["texts"].values()] == [2] * 5

@@ -87,16 +87,14 @@ class DemoEngine(Offline):
 
 
 def configs(target: str, draft: str, head: str | None, *, chain: int, nodes: int) -> list[Config]:
-    """No speculation; vLLM's chain and OPT-Tree of the `draft`, and the same of a `head`."""
+    """No speculation; vLLM's chain and OPT-Tree of the `draft`, and of a `head` as many tokens and nodes."""
 
-    def both(draft: str, prefix: str) -> list[Config]:
+    def both(draft: str, names: tuple[str, str]) -> list[Config]:
         tree = {"method": "opt_tree", "model": draft, "num_speculative_tokens": nodes}
-        return [
-            Config(f"{prefix}chain of {chain}", "chain", models.chain(target, draft, chain)),
-            Config(f"{prefix}OPT-Tree of {nodes}", "method", tree),
-        ]
+        return [Config(names[0], "chain", models.chain(target, draft, chain)), Config(names[1], "method", tree)]
 
-    return [Config(BASE, "base", None), *both(draft, ""), *(both(head, "head, ") if head else [])]
+    found = [Config(BASE, "base", None), *both(draft, (f"chain of {chain}", f"OPT-Tree of {nodes}"))]
+    return found if head is None else [*found, *both(head, ("head, chain", "head, OPT-Tree"))]
 
 
 def cells(prompts: int) -> dict[Cell, int]:
