@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
 
@@ -105,6 +106,8 @@ class TreeOptions:
             if key not in OUR_KEYS + VLLM_KEYS:
                 if key == "parallel_drafting":
                     raise ValueError(f"speculative_config[{key!r}] asks for a draft of one forward; {served()}")
+                if key in ("draft", "lookup", *_keys_of_drafts()):
+                    raise ValueError(f"speculative_config[{key!r}] belongs into 'tree': move it there")
                 raise ValueError(
                     f"speculative_config[{key!r}] has no meaning with method {method!r}; remove it. "
                     f"Known keys: {_names(OUR_KEYS + VLLM_KEYS)}"
@@ -194,9 +197,22 @@ def _tree_options(
     given = {key.replace("-", "_"): value for key, value in tree.items()}
     given.pop("draft", None)
     paths = text, _lookup(given.pop("lookup", None))
+    if text is not None and paths[1] == text:
+        raise ValueError("speculative_config['tree']['lookup'] is the draft itself; remove it")
+    for key, path in zip(("['model']", "['tree']['lookup']"), paths, strict=True):
+        required = None if path is None else DRAFTERS.load(path).requires
+        if required is not None and find_spec(required[0]) is None:
+            raise ValueError(
+                f"speculative_config{key} needs the module {required[0]!r}, which is missing; {required[1]}"
+            )
     classes = [options, *(DRAFTERS.load(path).Options for path in paths if path is not None)]
     known = [name for one in classes for name in _fields(one)]
     for key in given:
+        if key not in known and key in _keys_of_drafts():
+            raise ValueError(
+                f"speculative_config['tree'][{key!r}] is an option of a look-up: give 'model' or 'lookup' as one, or "
+                "remove it"
+            )
         if key not in known:
             raise ValueError(
                 f"speculative_config['tree'][{key!r}] is not an option of {method!r}; known options: "
@@ -219,6 +235,11 @@ def _lookup(name: Any) -> str | None:
     if name not in names:
         raise ValueError(f"speculative_config['tree']['lookup'] must be one of {_names(names)}, got {name!r}")
     return DRAFTERS.path(name)
+
+
+def _keys_of_drafts() -> set[str]:
+    """Options of the built-in drafts without a checkpoint."""
+    return {key for path in DRAFTERS.built_in.values() for key in _fields(DRAFTERS.load(path).Options)}
 
 
 def _fields(options: type[Options]) -> tuple[str, ...]:

@@ -119,9 +119,9 @@ def test_an_unknown_method_lists_the_known_ones():
 
 def test_unknown_keys_list_the_known_ones():
     with pytest.raises(
-        ValueError, match=r"\['prompt_lookup_max'\] has no meaning with method 'eagle2'; remove it"
+        ValueError, match=r"\['use_local_argmax_reduction'\] has no meaning with method 'eagle2'; remove it"
     ) as e:
-        parsed("eagle2", prompt_lookup_max=3)
+        parsed("eagle2", use_local_argmax_reduction=3)
     assert all(key in str(e.value) for key in (*OUR_KEYS, *VLLM_KEYS))
 
 
@@ -320,5 +320,27 @@ def test_a_look_up_is_merged_where_the_rule_samples_from_the_target():
     resolve(TreeOptions.parse(config("dyspec", {"lookup": "ngram"}, rejection_sample_method="target_only"))[0])
     with pytest.raises(ValueError, match=r"\['lookup'\] must be one of ngram, suffix, got 'eagle3'"):
         parsed("opt_tree", {"lookup": "eagle3"})
-    with pytest.raises(ValueError, match="'prompt_lookup_min'] is not an option of 'opt_tree'"):
+    with pytest.raises(ValueError, match="'prompt_lookup_min'] is an option of a look-up"):
         parsed("opt_tree", {"prompt_lookup_min": 2})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt_lookup_max": 8}, r"\['prompt_lookup_max'\] belongs into 'tree'"),
+        ({"lookup": "ngram"}, r"\['lookup'\] belongs into 'tree'"),
+        ({"tree": {"prompt_lookup_max": 8}}, r"\['prompt_lookup_max'\] is an option of a look-up: give 'model' or"),
+        ({"model": "ngram", "tree": {"lookup": "ngram"}}, r"\['lookup'\] is the draft itself; remove it"),
+    ],
+)
+def test_where_options_of_look_ups_belong(change, message):
+    with pytest.raises(ValueError, match=message):
+        TreeOptions.parse({**config("opt_tree"), **change})
+
+
+def test_a_module_that_a_draft_needs(monkeypatch):
+    monkeypatch.setattr("vllm_adaptive_tree.config.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"\['model'\] needs the module 'arctic_inference', .*\[suffix\]'"):
+        parsed("opt_tree", model="suffix")
+    with pytest.raises(ValueError, match=r"\['tree'\]\['lookup'\] needs the module 'arctic_inference'"):
+        parsed("opt_tree", {"lookup": "suffix"})

@@ -60,6 +60,14 @@ def test_the_roots_rows_are_the_weights_of_the_next_tokens() -> None:
     assert below.logits[0, 0].softmax(0).tolist() == pytest.approx([0, 1, 0, 0, 0])
 
 
+def test_long_matches_keep_their_weights() -> None:
+    text = list(range(5)) * 40
+    tokens, weight = NGram(VOCABULARY, 1, 100).occurrences(torch.tensor([text]), torch.tensor([200]))
+    assert weight.isfinite().all()
+    assert 0.99 < weight.sum() <= 1
+    assert tokens[0, 0, :3].tolist() == [0, 1, 2]
+
+
 def test_a_minimum_above_the_maximum() -> None:
     with pytest.raises(ValueError, match="must be at most 'prompt_lookup_max', got 5 and 4"):
         NGram.Options(prompt_lookup_min=5)

@@ -83,6 +83,8 @@ class TextDrafter(ABC):
 
     Options: ClassVar[type[Options]] = DraftOptions
     """A frozen dataclass: what users may set in `tree` for this draft, beside the options of the method."""
+    requires: ClassVar[tuple[str, str] | None] = None
+    """A module that must be there, and what to do if it is not; asked before an engine starts."""
 
     @classmethod
     @abstractmethod

@@ -43,8 +43,11 @@ class Lookup:
     def _rows(self, state: Continuations, through: Tensor, depth: Tensor) -> Rows:
         token = _next(state.tokens, depth)  # [R, W, M]
         weight = torch.where(through & (token >= 0), state.weight[:, None], 0.0)
-        probs = weight.new_zeros(*depth.shape, self.vocabulary).scatter_add_(2, token.clamp(min=0), weight)
-        return Rows(probs.log_(), dead=weight.sum(2) <= 0)
+        token = token.clamp(min=0)
+        shape = (*depth.shape, self.vocabulary)
+        total = weight.new_zeros(shape).scatter_add_(2, token, weight).gather(2, token)
+        # a logarithm of M entries and not of the whole vocabulary
+        return Rows(weight.new_full(shape, -torch.inf).scatter_(2, token, total.log()), dead=weight.sum(2) <= 0)
 
 
 def _next(tokens: Tensor, depth: Tensor) -> Tensor:

@@ -67,8 +67,10 @@ class NGram(Lookup, TextDrafter):
         score = common * longest + place  # longer ones first, then later ones
         score = score.masked_fill(common < self.shortest, -1)
         best, start = score.topk(min(MATCHES, longest), 1)
-        weight = torch.where(best >= 0, LONGER ** common.gather(1, start).float(), 0.0)
-        weight = weight / (weight.sum(1, keepdim=True) + LONGER)
+        length_of = torch.where(best >= 0, common.gather(1, start), 0)
+        longest_match = length_of.amax(1, keepdim=True).clamp(min=1)  # powers of differences: no match is too long
+        weight = torch.where(best >= 0, LONGER ** (length_of - longest_match).float(), 0.0)
+        weight = weight / (weight.sum(1, keepdim=True) + LONGER ** (1 - longest_match).float())
         at = start[:, :, None] + torch.arange(LENGTH, device=tokens.device)
         inside = (at < length[:, None, None]) & (best >= 0)[:, :, None]
         found = tokens.gather(1, at.clamp(max=longest - 1).flatten(1)).view(requests, -1, LENGTH)

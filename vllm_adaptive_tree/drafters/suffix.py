@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from vllm_adaptive_tree.drafters.base import Rows, TextDrafter, Texts
 from vllm_adaptive_tree.drafters.lookup import Continuations, Lookup
@@ -25,7 +26,7 @@ class SuffixOptions(Options):
     suffix_decoding_max_tree_depth: int = count(default=24)
     """Tokens of a match and its continuation together, at most."""
     suffix_decoding_max_cached_requests: int = option(
-        10000, lambda value: is_int(value) and value >= 0, "a whole number of at least 0"
+        10000, lambda value: is_int(value) and 0 <= value < 1 << 31, "a whole number from 0 to 2**31 - 1"
     )
     """Past requests whose answers are kept."""
     suffix_decoding_max_spec_factor: float = option(
@@ -43,6 +44,7 @@ class Suffix(Lookup, TextDrafter):
     """
 
     Options: ClassVar[type[Options]] = SuffixOptions
+    requires = ("arctic_inference", "install 'vllm-adaptive-tree[suffix]', or use 'ngram'")
 
     def __init__(self, vocabulary: int, options: SuffixOptions):
         from arctic_inference.suffix_decoding import SuffixDecodingCache
@@ -58,17 +60,12 @@ class Suffix(Lookup, TextDrafter):
 
     @classmethod
     def build(cls, options: SuffixOptions, *, vocabulary: int) -> Self:
-        try:
-            return cls(vocabulary, options)
-        except ImportError as error:
-            raise ValueError(
-                f"speculative_config['model']: 'suffix' needs arctic-inference, which cannot be imported ({error}); "
-                "install 'vllm-adaptive-tree[suffix]', or use 'ngram'"
-            ) from error
+        return cls(vocabulary, options)
 
     def begin(self, texts: Texts) -> tuple[Rows, Continuations]:
-        rows = zip(texts.requests, texts.tokens.tolist(), texts.length.tolist(), texts.prompt.tolist(), strict=True)
-        chains = [_chains(self._speculate(name, tokens[:length], prompt)) for name, tokens, length, prompt in rows]
+        tokens, length = texts.tokens.int().cpu().numpy(), texts.length.tolist()
+        rows = zip(texts.requests, tokens, length, texts.prompt.tolist(), strict=True)
+        chains = [_chains(self._speculate(name, text[:end], prompt)) for name, text, end, prompt in rows]
         most = max((len(found) for found in chains), default=0) or 1
         longest = max((len(tokens) for found in chains for tokens, _ in found), default=1)
         padded = [
@@ -85,8 +82,7 @@ class Suffix(Lookup, TextDrafter):
             if self.seen.pop(name, None) is not None:
                 self.cache.stop_request(name)
 
-    def _speculate(self, name: str, tokens: list[int], prompt: int) -> Any:
-        text = np.array(tokens, dtype=np.int32)
+    def _speculate(self, name: str, text: NDArray[np.int32], prompt: int) -> Any:
         if name not in self.seen:
             self.cache.start_request(name, text[:prompt])
             self.seen[name] = prompt

@@ -1,7 +1,7 @@
 """Continuations of a text merged into drafted trees: more nodes, and not one forward of the draft more.
 
-Only for trees whose children are top tokens and whose rule samples from the target (`target_only`): there any tree is
-lossless. A rule for sampled children would have to know that nobody sampled these.
+Only where the rule samples from the target (`target_only`): there any tree is lossless. A rule for sampled children
+would have to know that nobody sampled these.
 """
 
 import torch
@@ -17,7 +17,8 @@ GOES_ON = 0.9
 
 
 def merge(proposal: Proposal, found: Continuations, *, nodes: int, max_depth: int) -> Proposal:
-    """The best `nodes` of R trees, none deeper than `max_depth`, and the continuations found for the same requests.
+    """The best `nodes` of R trees, which are no deeper than `max_depth`, and of the continuations found for the same
+    requests, which may be.
 
     A continuation's node is worth the weight of all continuations through it; one that is in the tree already is worth
     the larger of both. Weights are probabilities: those of a request add up to at most 1.

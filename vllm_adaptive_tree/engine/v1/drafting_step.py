@@ -63,7 +63,7 @@ class DraftingStep:
             proposal, drafts = self._trees(drafter, rows, state, nodes, request, others, places)
             grammar = [has_grammar(runner.requests[name].sampling_params) for name in names]
             if any(grammar):
-                tree = proposal.tree.first_paths(torch.tensor(grammar), runner.proposer.max_depth)
+                tree = proposal.tree.first_paths(torch.tensor(grammar), nodes)
                 proposal = proposal._replace(tree=tree)
                 drafts = [one.first_path() if chain else one for one, chain in zip(drafts, grammar, strict=True)]
         with runner.clock.phase("tree"):  # once more: the budget reads what the trees have cost
@@ -116,11 +116,13 @@ class DraftingStep:
             lost=dead.append,
         )
         self.dead += int(torch.cat(dead, 1).sum())
+        proposal = proposal_from_rank_0(proposal)
+        grown = int(proposal.tree.valid.sum())
         if runner.lookup is not None:
             _, found = runner.lookup.begin(texts(runner.input_batch, roots))
-            proposal = merge(proposal, found, nodes=nodes, max_depth=runner.proposer.max_depth)
-        proposal = proposal_from_rank_0(proposal)
+            merged = merge(proposal, found, nodes=nodes, max_depth=runner.proposer.max_depth)
+            proposal = proposal_from_rank_0(merged)
         drafts = to_drafts(proposal, levels, request.temperature, request.initial, drafter.hidden)
         if budget is None or not budget.limited:
-            runner.steering.grown(sum(len(draft.tree) for draft in drafts), nodes * len(drafts))
+            runner.steering.grown(grown, nodes * len(drafts))
         return proposal, drafts

@@ -197,15 +197,15 @@ class TreeDrafting(BaseSpeculator):
             keep=levels.append if self.pair.rule is not RULES["target_only"] else lambda _: None,
             lost=dead.append,
         )
-        if self.lookup is not None:
-            _, found = self.lookup.begin(texts(batch, self.states))
-            proposal = merge(proposal, found, nodes=self.num_speculative_steps, max_depth=self.pair.proposer.max_depth)
-        proposal = proposal.padded(self.num_speculative_steps)
         self.dead = torch.cat(dead, 1).sum()
         if self.steering.steered.fill and 1 + self.forwards < most:  # else the limit may have stopped them
             rooted = sampled[: batch.num_reqs] > 0
             sizes = proposal.tree.valid.sum(1).masked_fill(~rooted, 0)
             self.readback.send(torch.stack([sizes.sum(), rooted.sum()]), self._grown)
+        if self.lookup is not None:
+            _, found = self.lookup.begin(texts(batch, self.states))
+            proposal = merge(proposal, found, nodes=self.num_speculative_steps, max_depth=self.pair.proposer.max_depth)
+        proposal = proposal.padded(self.num_speculative_steps)
         if self.late is not None:
             limit = async_tensor_h2d(np.where(self.late, 0, self.num_speculative_steps), device=self.device)
             proposal = proposal._replace(tree=proposal.tree.cut(limit))
