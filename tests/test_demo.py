@@ -141,7 +141,7 @@ def test_demo(tmp_path: Path) -> None:
     assert "2 requests at a time" in done.stdout
     assert "enlarged to 7,999,744 parameters" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
-    assert done.stdout.count(" identical\n") == 4
+    assert done.stdout.count(" identical\n") == 2
     figures: dict[str, Any] = json.loads(file.read_text())
     assert figures["settings"]["enlarged"] == {"parameters": 7_999_744}
     assert [row["identical"] for row in figures["rows"]] == [None, 1, 1, 1, 1] * 2

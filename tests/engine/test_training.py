@@ -246,8 +246,8 @@ def test_bad_arguments(tmp_path: Path, arguments: list[str], message: str, capsy
     ("arguments", "message"),
     [
         (["--max-tokens", "1024"], "--max-tokens 1024 leaves no room"),
-        (["--draft", "/no/such/draft"], "cannot read a draft model at '/no/such/draft'"),
-        (["--draft", "/no/such/draft", "--nodes", "9"], "cannot read a draft model at '/no/such/draft'"),
+        (["--draft", "/no/such/draft"], "cannot read a draft at '/no/such/draft'"),
+        (["--draft", "/no/such/draft", "--nodes", "9"], "cannot read a draft at '/no/such/draft'"),
         (["--model", "/no/such/target"], "/no/such/target"),
     ],
 )

@@ -117,7 +117,7 @@ def test_engines_of_all_recipes_are_configured(engine_arguments: dict[str, dict[
 
 def test_a_size_that_does_not_fit_is_refused(engine_arguments: dict[str, dict[str, Any]]) -> None:
     arguments = engine_arguments["TP 8"]
-    with pytest.raises(ValueError, match="divisible by tensor parallel size"):
+    with pytest.raises(ValueError, match="32 attention heads, which cannot be cut for tensor_parallel_size=12"):
         built({**arguments, "tensor_parallel_size": 12})
     with pytest.raises(ValueError, match="data_parallel_size=2 is not supported with a tree method"):
         built({**arguments, "data_parallel_size": 2})
