@@ -154,7 +154,7 @@ def test_tokens_are_those_of_one_rank_without_speculation(engine: Engine, plain:
         best, second = plain["best"][index][at]
         assert best - second < 1e-5, f"output {index} differs at token {at}: {ours} {theirs}"
     assert sum(same) >= COUNT - 1
-    assert nodes == drafted > accepted > 0
+    assert drafted >= nodes > accepted > 0  # a budget cuts trees that vLLM has counted, in steps that read prompts
 
 
 def test_a_killed_rank_ends_the_engine(engine: Engine) -> None:
