@@ -9,6 +9,7 @@ from vllm import SamplingParams
 
 from tests.engine import heads
 from tests.engine.engines import (
+    DRAFT,
     PAIR,
     PROMPTS,
     V2,
@@ -53,6 +54,8 @@ CASES = [
     Case("ngram", "opt_tree"),
     Case("suffix", "opt_tree"),
     Case("eagle3", "opt_tree", tree={"lookup": "ngram"}),
+    Case("model", "opt_tree", tree={"lookup": "ngram"}),
+    Case("model", "dyspec", "target_only", {"lookup": "suffix"}),
     Case("ngram", "dyspec", "rrsw"),
 ]
 
@@ -69,6 +72,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "eagle3": heads.eagle3(folder / "third"),
         "reduced": heads.eagle3(folder / "reduced", reduced=True),
         "trained": str(TRAINED),
+        "model": DRAFT,
         "ngram": "ngram",
         "suffix": "suffix",
     }
@@ -95,7 +99,7 @@ def test_greedy(
     engines: Engines, models: dict[str, str], plain: list[Any], case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts in chunks; the second time in cached blocks."""
-    if case.draft == "suffix":
+    if "suffix" in (case.draft, case.tree.get("lookup")):
         pytest.importorskip("arctic_inference.suffix_decoding")
     llm = engines.start(config(models, case), **CHUNKED)
     spy = TreeSpy(llm, monkeypatch)
@@ -153,12 +157,14 @@ def test_a_chain_of_a_head_is_that_of_vllm(engines: Engines, models: dict[str, s
     assert wide[1] > chain[1] > 20
 
 
-def test_mtp(engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("method", "rule"), [("opt_tree", "auto"), ("dyspec", "rrsw")])
+def test_mtp(engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, rule: str) -> None:
     """The target's own layer, in its checkpoint."""
     target = heads.mtp(tmp_path)
     plain = generate(engines.start(model=target), BATCH, greedy())
     tree = {"draft": "mtp", "budget": None, "threshold": 0}
-    config = {"method": "opt_tree", "model": target, "num_speculative_tokens": NODES, "tree": tree}
+    config = {"method": method, "model": target, "num_speculative_tokens": NODES, "tree": tree}
+    config["rejection_sample_method"] = rule
     llm = engines.start(config, model=target, **CHUNKED)
     spy = TreeSpy(llm, monkeypatch)
     assert_identical(plain, generate(llm, BATCH, greedy()))

@@ -29,7 +29,7 @@ LAWS = "auto or (dyspec and not top_p) or rrs] or spechub or greedy_multi_draft"
 WHOLE = {
     "methods": (["test_methods.py"], "test_greedy", 17),
     "a law of every kind": (["test_law.py"], LAWS, 6),
-    "drafts": (["test_drafts.py"], "", 23),
+    "drafts": (["test_drafts.py"], "", 26),
 }
 MORE = {
     "structured output": (["test_structured.py"], "", 1),
