@@ -39,6 +39,8 @@ def written_config(model: str, revision: str | None, trust_remote_code: bool) ->
     try:
         written: dict[str, Any] = PreTrainedConfig.get_config_dict(model, revision=revision)[0]
     except OSError:  # a format without a config.json, Mistral's own for example
+        if Path(model).is_absolute() and not Path(model).is_dir():
+            raise FileNotFoundError(f"there is no folder {model!r}") from None
         written = get_config(model, trust_remote_code, revision=revision).to_dict()
     return written
 
