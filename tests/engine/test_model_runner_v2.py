@@ -19,11 +19,12 @@ SHORT = (
         "test_dead_rows.py",
         "test_requests_leave.py",
         "test_drafts.py",
+        "test_pairs.py",
     ],
     "(greedy_and_seeded and k-config) or (fixed_budget and opt_tree) or (waits and mcsd) or (kernels and traversal)"
     " or asynchronous or rests or depth_first or dyspec_fills or price_floor or measured_once"
-    " or (dead_rows and dyspec) or old_name or ngram-dyspec",
-    14,
+    " or (dead_rows and dyspec) or old_name or ngram-dyspec or (outgrow and model)",
+    15,
 )
 LAWS = "auto or (dyspec and not top_p) or rrs] or spechub or greedy_multi_draft"
 WHOLE = {
@@ -37,6 +38,7 @@ MORE = {
     "a step": (["test_v2_step.py"], "", 19),
     "quantised weights": (["test_quantised.py"], "", 1),
     "two ranks": (["test_tensor_parallel.py"], "", 2),
+    "pairs": (["test_pairs.py"], "shorter or outgrow", 3),
     "parameters": (["test_sampling.py"], "", 81),
 }
 

@@ -53,9 +53,10 @@ class Speculator(ModelSpeculator):
         self.shard, self.load = shard, load
         self.flags, self.budget = RequestFlags(load.requests, self.pair, self.options), None
         self.steering = SimpleNamespace(steered=SimpleNamespace(fill=False))
-        self.readback, self.late, self.device = AsyncReadback(), None, torch.device("cpu")
+        self.readback, self.device = AsyncReadback(), torch.device("cpu")
         self.follows, self.random, self.forwards, self.lookup = True, 1.0, 0, None
         self.num_speculative_steps, self.max_model_len = load.nodes, load.context
+        self.draft_model_config = SimpleNamespace(max_model_len=load.context)
         self.drafts = Drafts(load.requests, load.nodes, self.device)
         pages = -(-(1 + load.context) // BLOCK)
         self.block_tables = SimpleNamespace(

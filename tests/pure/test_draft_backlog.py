@@ -8,10 +8,10 @@ from vllm_adaptive_tree.engine.v2.draft_backlog import DraftBacklog, Gap
 SIZE = 4
 
 
-def backlog(slack: int = 0) -> DraftBacklog:
+def backlog(slack: int = 0, limit: int = 64) -> DraftBacklog:
     coverage = Coverage(16, SIZE)
     coverage.renew(slice(None))
-    return DraftBacklog(coverage, 4, slack)
+    return DraftBacklog(coverage, 4, slack, limit)
 
 
 def numbers(*values: int) -> np.ndarray:
@@ -52,6 +52,16 @@ def test_a_gap_begins_where_the_host_is_sure():
     it.skipped(numbers(0), numbers(8), numbers(1))
     it.skipped(numbers(0), numbers(7), numbers(1))  # of two nodes less than it had thought
     assert it.gaps(numbers(0), numbers(8)) == [Gap(0, 4, 8)]
+
+
+def test_what_the_draft_cannot_read_is_no_gap():
+    it = backlog(limit=8)
+    it.added(0, [3, 1, 4], 0)
+    it.skipped(numbers(0), numbers(6), numbers(4))
+    assert it.gaps(numbers(0), numbers(10)) == [Gap(0, 6, 8)]
+    it.read(0, 6, 8, whole=True)
+    it.skipped(numbers(0), numbers(10), numbers(1))
+    assert it.gaps(numbers(0), numbers(11)) == []
 
 
 def test_a_later_request_finds_the_gap_in_the_blocks_that_it_shares():

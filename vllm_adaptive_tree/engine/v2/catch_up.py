@@ -35,11 +35,11 @@ class CatchUpSpeculator(PagedDraft, StandaloneARSpeculator):
     def rest(self, target: TargetOutput) -> None:
         self.skip(target.batch, np.ones(target.batch.num_reqs, dtype=bool))
 
-    def catch_up(self, batch: Any) -> None:
+    def catch_up(self, batch: Any) -> np.ndarray | None:
         """Read the skipped tokens of this batch, at most as many as a batch may have. Requests with more of them wait
-        for the next step."""
+        for the next step: `late` of `begin`."""
         if self.backlog is None:
-            return
+            return None
         room, late, gaps = self.max_num_tokens, np.zeros(batch.num_reqs, dtype=bool), []
         for gap in self.backlog.gaps(batch.idx_mapping_np, batch.num_computed_tokens_np):
             end = min(gap.end, gap.start + room)
@@ -48,12 +48,12 @@ class CatchUpSpeculator(PagedDraft, StandaloneARSpeculator):
                 gaps.append(gap._replace(end=end))
                 self.backlog.read(batch.idx_mapping_np[gap.row], gap.start, end, whole=end == gap.end)
             room -= end - gap.start
-        self.late = late if late.any() else None
-        if self.late is not None:
+        if late.any():
             self.skip(batch, late)
         if gaps:
             self._read(batch, gaps)
         self.missed = self.max_num_tokens - room
+        return late if late.any() else None
 
     def _read(self, batch: Any, gaps: list[Gap]) -> None:
         """One forward over tokens that are in the target's cache; the host does not know exactly where they end, and

@@ -21,9 +21,9 @@ class DraftBacklog:
     what has been read there is read once more.
     """
 
-    def __init__(self, coverage: Coverage, requests: int, slack: int):
-        """`coverage`: with all blocks read."""
-        self.coverage, self.slack = coverage, slack
+    def __init__(self, coverage: Coverage, requests: int, slack: int, limit: int):
+        """`coverage`: with all blocks read; `limit`: tokens that the draft can read."""
+        self.coverage, self.slack, self.limit = coverage, slack, limit
         self.blocks: list[list[int]] = [[] for _ in range(requests)]
         self.start = np.zeros(requests, dtype=np.int64)
         self.end = np.zeros(requests, dtype=np.int64)  # skipped from `start` to here, not in `coverage` yet
@@ -71,7 +71,7 @@ class DraftBacklog:
         self.flush(requests)
         found = []
         for row in self.has_gap[requests].nonzero()[0]:
-            end = int(computed[row])
+            end = min(int(computed[row]), self.limit)
             start = self.coverage.reach(self._table(requests[row]), end)
             self.has_gap[requests[row]] = start < end
             if start < end:

@@ -4,7 +4,6 @@ from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
@@ -45,6 +44,7 @@ class Roots(NamedTuple):
     rows: Rows  # W = 1
     position: Tensor  # [R] as the target counts
     state: Any  # for `grow`
+    grows: Tensor | None = None  # [R] bool: which requests get a tree; None: all
 
 
 class TreeDrafting(BaseSpeculator):
@@ -60,8 +60,6 @@ class TreeDrafting(BaseSpeculator):
     """Whether it reads nothing in a step that drafts nothing, and needs a `DraftBacklog` to read that later."""
     forwards: int
     """Draft forwards after the roots', for the last trees; `grow` counts them."""
-    late: np.ndarray | None
-    """[R] bool: which requests still lack tokens in this step; None if none does."""
     missed: int
     """Tokens of earlier steps that it has read in this step."""
 
@@ -74,7 +72,7 @@ class TreeDrafting(BaseSpeculator):
         self.follows = self.random != self.options.tree.temperature(3.0)
         self.device, self.num_speculative_steps = runner.device, self.options.num_speculative_tokens
         self.drafts = Drafts(runner.max_num_reqs, self.num_speculative_steps, self.device)
-        self.late, self.missed, self.forwards = None, 0, 0
+        self.missed = self.forwards = 0
         lookup, nodes = self.options.lookup, self.num_speculative_steps
         self.levels = nodes if lookup else min(self.pair.proposer.max_depth, nodes)
         """The largest depth of a tree."""
@@ -150,7 +148,7 @@ class TreeDrafting(BaseSpeculator):
             self.dummy_run(target, without_attention=skip_attn_for_dummy_run)
             return nothing
         self.readback.next_step()
-        self.late, self.missed = None, 0
+        self.missed = 0
         greedy = self.flags.greedy[input_batch.idx_mapping_np]
         most = ALL if self.budget is None else self.budget.begin_step(greedy)
         if most == 0:
@@ -200,15 +198,15 @@ class TreeDrafting(BaseSpeculator):
         self.dead = torch.cat(dead, 1).sum()
         if self.steering.steered.fill and 1 + self.forwards < most:  # else the limit may have stopped them
             rooted = sampled[: batch.num_reqs] > 0
+            rooted = rooted if roots.grows is None else rooted & roots.grows
             sizes = proposal.tree.valid.sum(1).masked_fill(~rooted, 0)
             self.readback.send(torch.stack([sizes.sum(), rooted.sum()]), self._grown)
         if self.lookup is not None:
             _, found = self.lookup.begin(texts(batch, self.states))
             proposal = merge(proposal, found, nodes=self.num_speculative_steps, max_depth=self.pair.proposer.max_depth)
         proposal = proposal.padded(self.num_speculative_steps)
-        if self.late is not None:
-            limit = async_tensor_h2d(np.where(self.late, 0, self.num_speculative_steps), device=self.device)
-            proposal = proposal._replace(tree=proposal.tree.cut(limit))
+        if roots.grows is not None:
+            proposal = proposal._replace(tree=proposal.tree.cut(self.num_speculative_steps * roots.grows))
         grammar = self.flags.grammar[batch.idx_mapping_np]
         if grammar.any():
             chains = async_tensor_h2d(grammar, device=self.device)

@@ -4,8 +4,10 @@ from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_adaptive_tree.drafters import Rows
@@ -43,6 +45,11 @@ class PagedDraft(TreeDrafting, DraftModelSpeculator):
         self.read(target, without_attention=without_attention)
 
     @property
+    def limit(self) -> int:
+        """Tokens that it can read; a request with more of them goes on without drafts."""
+        return min(self.draft_model_config.max_model_len, self.max_model_len)
+
+    @property
     def group(self) -> int:
         """Which of vLLM's cache groups holds the draft's layers."""
         groups = self.kv_cache_config.kv_cache_groups
@@ -54,22 +61,34 @@ class PagedDraft(TreeDrafting, DraftModelSpeculator):
         self.first = Rows(logits[:, None], hidden_states[:, None])
         return logits.argmax(-1)
 
-    def begin(self, batch: Any, position: Tensor, root: Tensor, passed: Tensor | None) -> Roots:
-        """After `read`. `position` [R] of the roots as the target counts, `root` and `passed` [R, 1, H] as in
-        `TreeState`."""
+    def begin(
+        self, batch: Any, position: Tensor, root: Tensor, passed: Tensor | None, late: np.ndarray | None = None
+    ) -> Roots:
+        """After `read`.
+
+        Args:
+            position: [R] of the roots as the target counts.
+            root, passed: [R] and [R, 1, H], as in `TreeState`.
+            late: [R] bool: which requests still lack tokens that the draft has to read; None: none does.
+        """
+        grows = position + 1 < self.limit if self.limit < self.max_model_len else None
+        if late is not None:
+            ready = async_tensor_h2d(~late, device=self.device)
+            grows = ready if grows is None else grows & ready
         block_size = self.kv_cache_config.kv_cache_groups[self.group].kv_cache_spec.block_size
         longest = 1 + int(batch.seq_lens_cpu_upper_bound[: batch.num_reqs].max())
-        blocks = -(-min(longest, self.max_model_len) // block_size)
+        blocks = -(-min(longest, self.limit) // block_size)
         table = self.block_tables.input_block_tables[self.group][: batch.num_reqs, :blocks]
+        root = root.clamp(max=self.limit - 1)
         keys = DraftKeys(PagedContexts(table, block_size), root + 1)
-        return Roots(self.first, position, TreeState(keys, root, torch.zeros_like(root)[:, None], passed))
+        return Roots(self.first, position, TreeState(keys, root, torch.zeros_like(root)[:, None], passed), grows)
 
     def grow(self, tokens: Tensor, parent: Tensor, state: TreeState) -> tuple[Rows, TreeState]:
         """Read one level, `tokens` and `parent` [R, W] as in `Frontier`; unused columns cost their row too."""
         self.forwards += 1
         depth = state.depth.gather(1, parent) + 1
         state.keys.open_level(parent)
-        positions = (state.root[:, None] + depth).clamp(max=self.max_model_len - 1).flatten()
+        positions = (state.root[:, None] + depth).clamp(max=self.limit - 1).flatten()
         passed = state.passed
         if passed is not None:
             passed = passed.gather(1, parent[:, :, None].expand(-1, -1, passed.shape[2])).flatten(0, 1)

@@ -90,9 +90,8 @@ class TreeModelRunnerV2(ModelRunner):
             group = self.kv_cache_config.kv_cache_groups[self.speculator.group]
             coverage = Coverage(self.kv_cache_config.num_blocks, group.kv_cache_spec.block_size)
             coverage.renew(slice(None))
-            self.backlog = DraftBacklog(
-                coverage, self.max_num_reqs, slack=IN_FLIGHT * self.options.num_speculative_tokens
-            )
+            slack = IN_FLIGHT * self.options.num_speculative_tokens
+            self.backlog = DraftBacklog(coverage, self.max_num_reqs, slack, self.speculator.limit)
             self.speculator.backlog = self.backlog
         if self.device.type == "cpu":
             for name, layer in self.compilation_config.static_forward_context.items():

@@ -31,15 +31,19 @@ class ModelSpeculator(CatchUpSpeculator):
 
     def roots(self, target: TargetOutput) -> Roots:
         batch = target.batch
-        self.catch_up(batch)
+        late = self.catch_up(batch)
         self.read(target)
         root = self.expanded_positions[self.last_token_indices[: batch.num_reqs]]
-        return self.begin(batch, root, root, None)
+        return self.begin(batch, root, root, None, late)
 
     def read(self, target: TargetOutput, *, without_attention: bool = False) -> None:
         batch = target.batch
         self.longest = 1 + int(batch.num_scheduled_tokens.max())
         self._prefill(batch, target.num_rejected, target.last_sampled, batch.num_reqs, without_attention, None)
+
+    def _run_model(self, input_ids: Tensor, positions: Tensor, *rest: Any) -> Tensor:
+        """vLLM reads whole requests, also those that are longer than the draft's context; nothing attends to that."""
+        return super()._run_model(input_ids, positions.clamp(max=self.limit - 1), *rest)
 
     def forward(self, tokens: Tensor, positions: Tensor, metadata: Any, passed: Tensor | None) -> tuple[Tensor, Tensor]:
         hidden = self._run_model(tokens, positions, metadata, {}, None)
