@@ -14,6 +14,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from tests.engine.engines import (
     DRAFT,
     PROMPTS,
+    V2,
     Engines,
     TreeSpy,
     assert_identical,
@@ -27,6 +28,8 @@ from vllm_adaptive_tree.budget import Budget, Plan
 from vllm_adaptive_tree.engine.v1 import drafting_step
 from vllm_adaptive_tree.engine.v1 import runner as runner_v1
 from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE
+
+pytestmark = pytest.mark.skipif(V2, reason="of the V1 adapter; test_v2_step.py has the other's")
 
 NODES, BATCH = 12, 8
 
