@@ -6,35 +6,49 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.engine.engines import V2
 from vllm_adaptive_tree.drafters import Rows
 
-Bonus = Callable[[Any, int], Tensor]
-"""A request (vLLM's state of it) and a position -> [V], added to the logits of the token there."""
+Prompt = Sequence[int]
+Bonus = Callable[[Prompt, int], Tensor]
+"""The prompt of a request and a position -> [V], added to the logits of the token there."""
 
 
 def lean(runner: Any, bonus: Bonus, change: Callable[[Any, str, Any], None] = setattr) -> None:
-    """Add it to every row of a head, in a `runner` of Model Runner V1; `change`: `monkeypatch.setattr`, or for good."""
-    catch_up, grow = runner.drafter.catch_up, runner.drafter.grow
-    roots: list[tuple[Any, int]] = []
+    """Add it to every row of a head; `change`: `monkeypatch.setattr`, or for good."""
+    drafter = runner.speculator if V2 else runner.drafter
+    begin, grow = drafter.roots if V2 else drafter.catch_up, drafter.grow
+    roots: list[tuple[Prompt, int]] = []
 
     def caught_up(items: list[Any], *args: Any) -> tuple[Rows, Any]:
-        rows, state = catch_up(items, *args)
+        rows, state = begin(items, *args)
         names = runner.input_batch.req_ids
-        roots[:] = [(runner.requests[names[one.row]], one.root) for one in items if one.root is not None]
-        for row, (request, root) in enumerate(roots):
-            rows.logits[row, 0] += bonus(request, root + 1)
+        trees = [(runner.requests[names[one.row]], one.root) for one in items if one.root is not None]
+        lean_roots(rows, [(request.prompt_token_ids, root) for request, root in trees])
         return rows, state
+
+    def rooted(target: Any) -> Any:
+        found, states = begin(target), runner.req_states
+        requests = target.batch.idx_mapping_np.tolist()
+        prompts = [states.all_token_ids.gpu[one, : states.prompt_len.np[one]].tolist() for one in requests]
+        lean_roots(found.rows, list(zip(prompts, found.position.tolist(), strict=True)))
+        return found
+
+    def lean_roots(rows: Rows, trees: list[tuple[Prompt, int]]) -> None:
+        roots[:] = trees
+        for row, (prompt, root) in enumerate(roots):
+            rows.logits[row, 0] += bonus(prompt, root + 1)
 
     def grown(tokens: Tensor, parent: Tensor, state: Any) -> tuple[Rows, Any]:
         rows, state = grow(tokens, parent, state)
         depths = state.depth[:, -tokens.shape[1] :].tolist()
-        for row, (request, root) in enumerate(roots):
+        for row, (prompt, root) in enumerate(roots):
             for column, depth in enumerate(depths[row]):
-                rows.logits[row, column] += bonus(request, root + 1 + depth)
+                rows.logits[row, column] += bonus(prompt, root + 1 + depth)
         return rows, state
 
-    change(runner.drafter, "catch_up", caught_up)
-    change(runner.drafter, "grow", grown)
+    change(drafter, *(("roots", rooted) if V2 else ("catch_up", caught_up)))
+    change(drafter, "grow", grown)
 
 
 def second_best(known: Sequence[tuple[Sequence[int], Sequence[int]]], vocabulary: int) -> Bonus:
@@ -42,8 +56,8 @@ def second_best(known: Sequence[tuple[Sequence[int], Sequence[int]]], vocabulary
     through any child."""
     texts = {tuple(prompt): [*prompt, *output] for prompt, output in known}
 
-    def bonus(request: Any, position: int) -> Tensor:
-        found, text = torch.zeros(vocabulary), texts[tuple(request.prompt_token_ids)]
+    def bonus(prompt: Prompt, position: int) -> Tensor:
+        found, text = torch.zeros(vocabulary), texts[tuple(prompt)]
         if position < len(text):
             found[text[position]] = 20.0
             found[(text[position] + 1 + position % 7) % vocabulary] = 20.2 if position % 2 else 19.8

@@ -37,7 +37,7 @@ MORE = {
     "scheduling": (["test_scheduling.py"], "", 8),
     "a step": (["test_v2_step.py"], "", 19),
     "quantised weights": (["test_quantised.py"], "", 1),
-    "two ranks": (["test_tensor_parallel.py"], "", 2),
+    "two ranks": (["test_tensor_parallel.py"], "", 5),
     "pairs": (["test_pairs.py"], "shorter or outgrow", 3),
     "parameters": (["test_sampling.py"], "", 81),
 }

@@ -128,12 +128,9 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
 SPECS = {
     "opt_tree": {**tree(25, threshold="auto"), "draft_tensor_parallel_size": 2},
     "dyspec": {**tree(25), "method": "dyspec", "rejection_sample_method": "rrsw", "draft_tensor_parallel_size": 2},
+    "head": {**tree(25, draft="eagle3"), "draft_tensor_parallel_size": 2},
+    "ngram": {**tree(25), "model": "ngram"},
 }
-if not V2:
-    SPECS |= {
-        "head": {**tree(25, draft="eagle3"), "draft_tensor_parallel_size": 2},
-        "ngram": {**tree(25), "model": "ngram"},
-    }
 
 
 def params(method: str, **extra: Any) -> list[dict[str, Any]]:
