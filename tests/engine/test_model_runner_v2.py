@@ -26,10 +26,11 @@ SHORT = (
     " or (dead_rows and dyspec) or old_name or ngram-dyspec or (outgrow and model)",
     15,
 )
-LAWS = "auto or (dyspec and not top_p) or rrs] or spechub or greedy_multi_draft"
+LAWS = "follow and (auto or (dyspec and not top_p) or rrs] or spechub or greedy_multi_draft)"
 WHOLE = {
     "methods": (["test_methods.py"], "test_greedy", 17),
     "a law of every kind": (["test_law.py"], LAWS, 6),
+    "laws of other drafts": (["test_law.py"], "other_drafts", 5),
     "drafts": (["test_drafts.py"], "", 26),
 }
 MORE = {
