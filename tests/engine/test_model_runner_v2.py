@@ -23,7 +23,7 @@ SHORT = (
     ],
     "(greedy_and_seeded and k-config) or (fixed_budget and opt_tree) or (waits and mcsd) or (kernels and traversal)"
     " or asynchronous or rests or depth_first or dyspec_fills or price_floor or measured_once"
-    " or (dead_rows and dyspec) or old_name or ngram-dyspec or (outgrow and model)",
+    " or (dead_rows and dyspec) or (old_name and model) or ngram-dyspec or (outgrow and model)",
     15,
 )
 LAWS = "follow and (auto or (dyspec and not top_p) or rrs] or spechub or greedy_multi_draft)"
