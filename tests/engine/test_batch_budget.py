@@ -112,7 +112,7 @@ def test_a_rested_draft_catches_up(engines: Engines, monkeypatch: pytest.MonkeyP
         proposal, state = original(*args, **kwargs), args[3]
         batch = runner.input_batch
         texts = {int(n): batch.token_ids_cpu[row, :n].tolist() for row, n in enumerate(batch.num_tokens_no_spec)}
-        for r, root in enumerate(state.root_position.tolist()):
+        for r, root in enumerate(state.root.tolist()):
             seen.append((texts[root + 1], proposal.tree.tokens[r, 0], proposal.tree.log_weight[r, 0]))
         return proposal
 

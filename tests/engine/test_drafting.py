@@ -24,7 +24,7 @@ def spied_trees(runner: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             int(n): runner.input_batch.token_ids_cpu[row, :n].tolist()
             for row, n in enumerate(runner.input_batch.num_tokens_no_spec[: runner.input_batch.num_reqs])
         }
-        for r, root in enumerate(state.root_position.tolist()):
+        for r, root in enumerate(state.root.tolist()):
             seen.append((texts[root + 1], batch.tokens[r], batch.parent[r], batch.log_weight[r], rows.hidden[r, 0]))
         return proposal
 

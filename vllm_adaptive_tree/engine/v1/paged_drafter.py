@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,17 +12,11 @@ from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
 from vllm_adaptive_tree.drafters import Rows
 from vllm_adaptive_tree.engine.common.attention import DraftKeys
+from vllm_adaptive_tree.engine.common.tree_state import TreeState
 from vllm_adaptive_tree.engine.v1.attention import native_metadata
 from vllm_adaptive_tree.engine.v1.catch_up import CatchUp
 from vllm_adaptive_tree.engine.v1.contexts import KeptContexts, Reading
 from vllm_adaptive_tree.trees import SlicedMask
-
-
-class DraftState(NamedTuple):
-    keys: DraftKeys
-    root_position: Tensor  # [R], as the draft counts
-    depth: Tensor  # [R, S] of every slot given to the drafter so far
-    feedback: Tensor | None  # [R, S, H]: what a head passes from a node to its children
 
 
 class PagedDrafter(SpecDecodeBaseProposer):
@@ -47,7 +41,7 @@ class PagedDrafter(SpecDecodeBaseProposer):
 
     def catch_up(
         self, items: list[CatchUp], states: Sequence[Tensor] | None, mask: SlicedMask | None
-    ) -> tuple[Rows, DraftState | None]:
+    ) -> tuple[Rows, TreeState | None]:
         """As `V1Drafter.catch_up`."""
         tokens = [token for item in items for token in item.tokens]
         if not tokens:
@@ -79,29 +73,23 @@ class PagedDrafter(SpecDecodeBaseProposer):
         context = torch.tensor(length)
         keys = DraftKeys(self.contexts.of(roots_of, length, table), context)
         keys.sliced = mask
-        passed = None if feedback is None else feedback[last][:, None]
-        state = DraftState(keys, context - 1, torch.zeros(len(rooted), 1, dtype=torch.int64), passed)
+        state = TreeState.begin(keys, context - 1, None if feedback is None else feedback[last][:, None])
         roots = hidden[last]
         return Rows(self.model.compute_logits(roots)[:, None], roots[:, None]), state
 
-    def grow(self, tokens: Tensor, parent: Tensor, state: DraftState) -> tuple[Rows, DraftState]:
+    def grow(self, tokens: Tensor, parent: Tensor, state: TreeState) -> tuple[Rows, TreeState]:
         """Read one level, `tokens` and `parent` [R, W] as in `Frontier`; only real nodes cost a row."""
-        depth = state.depth.gather(1, parent) + 1
+        depth, given = state.below(parent)
         places = (tokens >= 0).flatten().nonzero().flatten()
         state.keys.open_level(parent, places)
-        positions = (state.root_position[:, None] + depth).flatten()[places]
-        before = state.feedback
-        inputs = None
-        if before is not None:
-            inputs = before.gather(1, parent[:, :, None].expand(-1, -1, before.shape[2])).flatten(0, 1)[places]
+        positions = (state.root[:, None] + depth).flatten()[places]
+        inputs = None if given is None else given.flatten(0, 1)[places]
         hidden, feedback = self._forward(tokens.flatten()[places], positions, None, state.keys, inputs)
         logits = self.model.compute_logits(hidden)  # [M, V]
         rows = Rows(state.keys.pad(logits), state.keys.pad(hidden))
-        if before is not None and feedback is not None:
-            before = torch.cat([before, state.keys.pad(feedback)], 1)
-        return rows, state._replace(depth=torch.cat([state.depth, depth], 1), feedback=before)
+        return rows, state.extended(depth, None if feedback is None else state.keys.pad(feedback))
 
-    def sample_state(self) -> DraftState:
+    def sample_state(self) -> TreeState:
         _, state = self.catch_up([CatchUp(row=0, start=0, tokens=[0], root=0)], None, None)
         assert state is not None
         return state

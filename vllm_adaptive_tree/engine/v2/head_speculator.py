@@ -58,11 +58,11 @@ class HeadSpeculator(PagedDraft, EagleSpeculator):
         )
         self._prefill(batch.num_reqs, batch.num_tokens_after_padding, target.metadata, target.slots, None)
 
-    def forward(self, tokens: Tensor, positions: Tensor, metadata: Any, passed: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(self, tokens: Tensor, positions: Tensor, metadata: Any, given: Tensor | None) -> tuple[Tensor, Tensor]:
         """Not by way of vLLM's buffers: a level may have more rows."""
         with (
             torch.inference_mode(),
             set_forward_context(metadata, self.vllm_config, num_tokens=len(tokens), slot_mapping={}),
         ):
-            found = self.model(input_ids=tokens, positions=positions, hidden_states=passed, inputs_embeds=None)
+            found = self.model(input_ids=tokens, positions=positions, hidden_states=given, inputs_embeds=None)
         return found if isinstance(found, tuple) else (found, found)

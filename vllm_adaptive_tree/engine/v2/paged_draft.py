@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,16 +13,8 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm_adaptive_tree.drafters import Rows
 from vllm_adaptive_tree.engine.common.attention import DraftKeys
 from vllm_adaptive_tree.engine.common.contexts import PagedContexts
+from vllm_adaptive_tree.engine.common.tree_state import TreeState
 from vllm_adaptive_tree.engine.v2.drafting import Roots, TargetOutput, TreeDrafting
-
-
-class TreeState(NamedTuple):
-    """Of R trees; slots as in `Frontier`."""
-
-    keys: DraftKeys
-    root: Tensor  # [R]: positions of the roots' rows in the draft
-    depth: Tensor  # [R, S]
-    passed: Tensor | None  # [R, S, H]: what a node passes to its children, if the draft has such
 
 
 class PagedDraft(TreeDrafting, DraftModelSpeculator):
@@ -37,8 +29,8 @@ class PagedDraft(TreeDrafting, DraftModelSpeculator):
         """One forward over the tokens that this step has accepted."""
 
     @abstractmethod
-    def forward(self, tokens: Tensor, positions: Tensor, metadata: Any, passed: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Run the draft over nodes, `tokens` and `positions` [M], `passed` [M, H] by their parents. Returns hidden
+    def forward(self, tokens: Tensor, positions: Tensor, metadata: Any, given: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Run the draft over nodes, `tokens` and `positions` [M], `given` [M, H] by their parents. Returns hidden
         states for the logits, and what the nodes pass on, both [M, H]."""
 
     def dummy_run(self, target: TargetOutput, *, without_attention: bool) -> None:
@@ -62,13 +54,13 @@ class PagedDraft(TreeDrafting, DraftModelSpeculator):
         return logits.argmax(-1)
 
     def begin(
-        self, batch: Any, position: Tensor, root: Tensor, passed: Tensor | None, late: np.ndarray | None = None
+        self, batch: Any, position: Tensor, root: Tensor, feedback: Tensor | None, late: np.ndarray | None = None
     ) -> Roots:
         """After `read`.
 
         Args:
             position: [R] of the roots as the target counts.
-            root, passed: [R] and [R, 1, H], as in `TreeState`.
+            root, feedback: [R] and [R, 1, H], as in `TreeState`.
             late: [R] bool: which requests still lack tokens that the draft has to read; None: none does.
         """
         grows = position + 1 < self.limit if self.limit < self.max_model_len else None
@@ -81,26 +73,22 @@ class PagedDraft(TreeDrafting, DraftModelSpeculator):
         table = self.block_tables.input_block_tables[self.group][: batch.num_reqs, :blocks]
         root = root.clamp(max=self.limit - 1)
         keys = DraftKeys(PagedContexts(table, block_size), root + 1)
-        return Roots(self.first, position, TreeState(keys, root, torch.zeros_like(root)[:, None], passed), grows)
+        return Roots(self.first, position, TreeState.begin(keys, root, feedback), grows)
 
     def grow(self, tokens: Tensor, parent: Tensor, state: TreeState) -> tuple[Rows, TreeState]:
         """Read one level, `tokens` and `parent` [R, W] as in `Frontier`; unused columns cost their row too."""
         self.forwards += 1
-        depth = state.depth.gather(1, parent) + 1
+        depth, given = state.below(parent)
         state.keys.open_level(parent)
         positions = (state.root[:, None] + depth).clamp(max=self.limit - 1).flatten()
-        passed = state.passed
-        if passed is not None:
-            passed = passed.gather(1, parent[:, :, None].expand(-1, -1, passed.shape[2])).flatten(0, 1)
+        given = None if given is None else given.flatten(0, 1)
         metadata = dict.fromkeys(self.draft_attn_layer_names, state.keys)
-        hidden, new = self.forward(tokens.clamp(min=0).flatten().int(), positions, metadata, passed)
+        hidden, new = self.forward(tokens.clamp(min=0).flatten().int(), positions, metadata, given)
         logits = self.compute_draft_logits(hidden, 0).unflatten(0, tokens.shape)
-        if state.passed is not None:
-            state = state._replace(passed=torch.cat([state.passed, new.unflatten(0, tokens.shape)], 1))
-        rows = Rows(logits, hidden.unflatten(0, tokens.shape))
-        return rows, state._replace(depth=torch.cat([state.depth, depth], 1))
+        feedback = None if state.feedback is None else new.unflatten(0, tokens.shape)
+        return Rows(logits, hidden.unflatten(0, tokens.shape)), state.extended(depth, feedback)
 
     def measure(self, rows: int) -> Callable[[], Any]:
         tokens = torch.zeros(rows, dtype=torch.int32, device=self.device)
-        passed = torch.zeros(rows, self.hidden_size, dtype=self.dtype, device=self.device)
-        return lambda: self.compute_draft_logits(self.forward(tokens, tokens.long(), None, passed)[0], 0)
+        given = torch.zeros(rows, self.hidden_size, dtype=self.dtype, device=self.device)
+        return lambda: self.compute_draft_logits(self.forward(tokens, tokens.long(), None, given)[0], 0)

@@ -45,6 +45,6 @@ class ModelSpeculator(CatchUpSpeculator):
         """vLLM reads whole requests, also those that are longer than the draft's context; nothing attends to that."""
         return super()._run_model(input_ids, positions.clamp(max=self.limit - 1), *rest)
 
-    def forward(self, tokens: Tensor, positions: Tensor, metadata: Any, passed: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(self, tokens: Tensor, positions: Tensor, metadata: Any, given: Tensor | None) -> tuple[Tensor, Tensor]:
         hidden = self._run_model(tokens, positions, metadata, {}, None)
         return hidden, hidden

@@ -1,0 +1,35 @@
+"""What a draft with attention layers carries from one level of its trees to the next."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vllm_adaptive_tree.engine.common.attention import DraftKeys
+
+
+class TreeState(NamedTuple):
+    """Of R trees; S slots as in `Frontier`."""
+
+    keys: DraftKeys
+    root: Tensor  # [R]: positions of the roots' rows in the draft
+    depth: Tensor  # [R, S]
+    feedback: Tensor | None  # [R, S, H]: what a node passes to its children, if the draft has such
+
+    @classmethod
+    def begin(cls, keys: DraftKeys, root: Tensor, feedback: Tensor | None) -> "TreeState":
+        """`root` [R], `feedback` [R, 1, H] of the roots."""
+        return cls(keys, root, torch.zeros_like(root)[:, None], feedback)
+
+    def below(self, parent: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Of nodes below `parent` [R, W]: their depth [R, W], and what they are given [R, W, H]."""
+        given = self.feedback
+        if given is not None:
+            given = given.gather(1, parent[:, :, None].expand(-1, -1, given.shape[2]))
+        return self.depth.gather(1, parent) + 1, given
+
+    def extended(self, depth: Tensor, feedback: Tensor | None) -> "TreeState":
+        """After one more level, `depth` [R, W] and `feedback` [R, W, H]."""
+        if self.feedback is not None and feedback is not None:
+            feedback = torch.cat([self.feedback, feedback], 1)
+        return self._replace(depth=torch.cat([self.depth, depth], 1), feedback=feedback)
