@@ -16,7 +16,7 @@ from tests.oracles import drafts, outcomes
 from tests.oracles.growth import as_the_engine, grow, grown, keyed
 from tests.oracles.models import ToyLM
 from tests.oracles.outcomes import ForkingRandom, every_outcome
-from vllm_adaptive_tree.drafters import ByDepth, ByParent, Lookup, Rows
+from vllm_adaptive_tree.drafters import ByDepth, ByParent, Continuations, Lookup, Rows
 from vllm_adaptive_tree.proposers import StaticTree
 from vllm_adaptive_tree.proposers.opt_tree import OptTree
 from vllm_adaptive_tree.trees import Shape
@@ -35,8 +35,7 @@ class Kind(NamedTuple):
     law: Callable[[int, tuple[int, ...]], Tensor]  # logits [V] of a request behind a path, by hand
 
     def catch_up(self, *_: Any) -> tuple[Rows, Any]:
-        begin = getattr(self.drafter, "start", None) or self.drafter.begin
-        rows, state = begin(*self.said)
+        rows, state = self.drafter.begin(*self.said)
         return rows, state
 
     def grow(self, *arguments: Any) -> tuple[Rows, Any]:
@@ -71,6 +70,17 @@ def by_parent() -> Kind:
     return Kind(ByParent(lambda tokens: bias[tokens]), (logits,), law)
 
 
+class Given(Lookup):
+    """What is found is what is given."""
+
+    @classmethod
+    def build(cls, options: Any, *, vocabulary: int) -> "Given":
+        return cls(vocabulary)
+
+    def continuations(self, texts: Any) -> Continuations:
+        return Continuations(*texts)
+
+
 def lookup() -> Kind:
     """Of the last request nothing was found."""
     end = [-1, -1]
@@ -91,7 +101,7 @@ def lookup() -> Kind:
                 counts[own[len(path)]] += worth
         return counts.log()
 
-    return Kind(Lookup(VOCABULARY), (tokens, weight), law)
+    return Kind(Given(VOCABULARY), ((tokens, weight),), law)
 
 
 DRAFTS = {"by depth": by_depth, "by parent": by_parent, "look-up": lookup}

@@ -6,9 +6,10 @@ import random
 import pytest
 import torch
 
+from tests.oracles import merging as oracle
 from vllm_adaptive_tree.drafters import Continuations
 from vllm_adaptive_tree.proposers import Proposal
-from vllm_adaptive_tree.proposers.merging import GOES_ON, merge
+from vllm_adaptive_tree.proposers.merging import GOES_ON, draft_levels, merge
 from vllm_adaptive_tree.trees import TreeBatch
 from vllm_adaptive_tree.trees.tree_batch import EMPTY_SLOT
 
@@ -62,7 +63,7 @@ def test_the_best_of_both(seed: int, nodes: int) -> None:
             end = random.randrange(LENGTH + 1)
             row[at] = chain[:end] + [-1] * (LENGTH - end)
     given = as_tensors(trees)
-    found = Continuations(torch.tensor(tokens), weight, torch.ones(0), torch.ones(0))
+    found = Continuations(torch.tensor(tokens), weight)
     merged = merge(given, found, nodes=nodes, max_depth=DEPTH)
     for row, tree in enumerate(trees):
         shares: dict[Path, float] = {}
@@ -85,12 +86,33 @@ def test_the_best_of_both(seed: int, nodes: int) -> None:
         assert merged.read[row, : len(paths)].tolist() == read
         planned = [20 + drafted.index(path) if path in tree else 0 for path in paths]
         assert merged.num_planned[row, : 1 + len(paths)].tolist() == [1, *planned]
+        levels = draft_levels(merged.tree, found)[row].tolist()
+        assert levels == [0 if path in shares else len(path) for path in paths] + [0] * (len(levels) - len(paths))
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("length", [1, 2, 5, 9])
+def test_all_at_once_as_one_token_after_another(seed: int, length: int) -> None:
+    """With equal values, continuations that nothing weighs, and nodes that are worth more than their parents."""
+    random.seed(1000 * length + seed)
+    generator = torch.Generator().manual_seed(random.randrange(1 << 30))
+    tokens = torch.randint(0, 2, (3, CHAINS + 2, length), generator=generator)
+    ends = torch.randint(0, length + 1, (3, CHAINS + 2, 1), generator=generator)
+    tokens = tokens.masked_fill(torch.arange(length) >= ends, -1)
+    found = Continuations(tokens, torch.randint(0, 3, (3, CHAINS + 2), generator=generator) / 16)
+    given = as_tensors([random_tree() for _ in range(3)])
+    value = torch.where(given.tree.valid, torch.rand(3, NODES, generator=generator).log(), -torch.inf)
+    given = given._replace(tree=given.tree._replace(log_weight=value))
+    for nodes in (3, NODES, 20):
+        one, other = (by(given, found, nodes=nodes, max_depth=DEPTH) for by in (merge, oracle.merge))
+        for got, expected in zip((*one.tree, *one[1:]), (*other.tree, *other[1:]), strict=True):
+            torch.testing.assert_close(got, expected)
 
 
 def test_nothing_found_changes_nothing_but_the_order() -> None:
     random.seed(1)
     trees = [random_tree() for _ in range(4)]
-    nothing = Continuations(torch.full((4, 1, 1), -1), torch.zeros(4, 1), torch.ones(0), torch.ones(0))
+    nothing = Continuations(torch.full((4, 1, 1), -1), torch.zeros(4, 1))
     merged = merge(as_tensors(trees), nothing, nodes=NODES, max_depth=DEPTH)
     for row, tree in enumerate(trees):
         assert as_paths(merged.tree, row) == sorted(tree, key=lambda path: -tree[path])

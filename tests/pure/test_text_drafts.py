@@ -38,7 +38,7 @@ def test_occurrences(shortest: int, longest: int) -> None:
     random.seed(shortest)
     some = [[random.randrange(VOCABULARY) for _ in range(length)] for length in (1, 2, 3, 7, 30, 90)]
     batch = texts(*some)
-    tokens, weight = NGram(VOCABULARY, shortest, longest).occurrences(batch.tokens, batch.length)
+    tokens, weight = NGram(VOCABULARY, shortest, longest).continuations(batch)
     for text, rows, values in zip(some, tokens.tolist(), weight.tolist(), strict=True):
         found = [
             (tuple(token for token in row if token >= 0), value)
@@ -62,7 +62,7 @@ def test_the_roots_rows_are_the_weights_of_the_next_tokens() -> None:
 
 def test_long_matches_keep_their_weights() -> None:
     text = list(range(5)) * 40
-    tokens, weight = NGram(VOCABULARY, 1, 100).occurrences(torch.tensor([text]), torch.tensor([200]))
+    tokens, weight = NGram(VOCABULARY, 1, 100).continuations(texts(text))
     assert weight.isfinite().all()
     assert 0.99 < weight.sum() <= 1
     assert tokens[0, 0, :3].tolist() == [0, 1, 2]

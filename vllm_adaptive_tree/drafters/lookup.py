@@ -1,21 +1,30 @@
 """Look-up drafts: weighted continuations of the text, merged by their common prefixes; no model runs."""
 
+from abc import abstractmethod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from vllm_adaptive_tree.drafters.base import Rows
+from vllm_adaptive_tree.drafters.base import Rows, TextDrafter, Texts
 
 
 class Continuations(NamedTuple):
+    """What may follow R texts, M each."""
+
     tokens: Tensor  # [R, M, K], -1 pads
     weight: Tensor  # [R, M], its probability; 0: no continuation
+
+
+class Reading(NamedTuple):
+    """How far trees have read them."""
+
+    found: Continuations
     through: Tensor  # [R, S, M] bool: which continuations pass through each slot so far, the root first
     depth: Tensor  # [R, S]
 
 
-class Lookup:
+class Lookup(TextDrafter):
     """The distribution at a node is the weight of the continuations through it, by their next token.
 
     A node without continuations has no children.
@@ -24,25 +33,27 @@ class Lookup:
     def __init__(self, vocabulary: int):
         self.vocabulary = vocabulary
 
-    def start(self, tokens: Tensor, weight: Tensor) -> tuple[Rows, Continuations]:
-        """M continuations for each of R requests, `tokens` [R, M, K] and `weight` [R, M] as in `Continuations`."""
-        through = torch.ones_like(weight, dtype=torch.bool)[:, None]
-        depth = torch.zeros_like(tokens[:, :1, 0])
-        state = Continuations(tokens, weight, through, depth)
-        return self._rows(state, through, depth), state
+    @abstractmethod
+    def continuations(self, texts: Texts) -> Continuations:
+        """Of R texts."""
 
-    def grow(self, tokens: Tensor, parent: Tensor, state: Continuations) -> tuple[Rows, Continuations]:
-        parent_depth = state.depth.gather(1, parent)
+    def begin(self, texts: Texts) -> tuple[Rows, Reading]:
+        found = self.continuations(texts)
+        through = torch.ones_like(found.weight, dtype=torch.bool)[:, None]
+        depth = torch.zeros_like(found.tokens[:, :1, 0])
+        return self._rows(found, through, depth), Reading(found, through, depth)
+
+    def grow(self, tokens: Tensor, parent: Tensor, state: Reading) -> tuple[Rows, Reading]:
+        found, parent_depth = state.found, state.depth.gather(1, parent)
         through = state.through.gather(1, parent[:, :, None].expand(-1, -1, state.through.shape[2]))
-        through = through & (_next(state.tokens, parent_depth) == tokens[:, :, None]) & (tokens >= 0)[:, :, None]
+        through = through & (_next(found.tokens, parent_depth) == tokens[:, :, None]) & (tokens >= 0)[:, :, None]
         depth = parent_depth + 1
-        rows = self._rows(state, through, depth)
-        through, depth = torch.cat([state.through, through], 1), torch.cat([state.depth, depth], 1)
-        return rows, state._replace(through=through, depth=depth)
+        rows = self._rows(found, through, depth)
+        return rows, Reading(found, torch.cat([state.through, through], 1), torch.cat([state.depth, depth], 1))
 
-    def _rows(self, state: Continuations, through: Tensor, depth: Tensor) -> Rows:
-        token = _next(state.tokens, depth)  # [R, W, M]
-        weight = torch.where(through & (token >= 0), state.weight[:, None], 0.0)
+    def _rows(self, found: Continuations, through: Tensor, depth: Tensor) -> Rows:
+        token = _next(found.tokens, depth)  # [R, W, M]
+        weight = torch.where(through & (token >= 0), found.weight[:, None], 0.0)
         token = token.clamp(min=0)
         shape = (*depth.shape, self.vocabulary)
         total = weight.new_zeros(shape).scatter_add_(2, token, weight).gather(2, token)

@@ -4,9 +4,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Self
 
 import torch
-from torch import Tensor
 
-from vllm_adaptive_tree.drafters.base import Rows, TextDrafter, Texts
+from vllm_adaptive_tree.drafters.base import Texts
 from vllm_adaptive_tree.drafters.lookup import Continuations, Lookup
 from vllm_adaptive_tree.options import Options, count
 
@@ -35,7 +34,7 @@ class NGramOptions(Options):
             )
 
 
-class NGram(Lookup, TextDrafter):
+class NGram(Lookup):
     """Prompt look-up decoding (Saxena, 2023) as a tree: all occurrences at once, merged by their common prefixes."""
 
     Options: ClassVar[type[Options]] = NGramOptions
@@ -48,13 +47,8 @@ class NGram(Lookup, TextDrafter):
     def build(cls, options: NGramOptions, *, vocabulary: int) -> Self:
         return cls(vocabulary, options.prompt_lookup_min, options.prompt_lookup_max)
 
-    def begin(self, texts: Texts) -> tuple[Rows, Continuations]:
-        tokens, weight = self.occurrences(texts.tokens, texts.length)
-        return self.start(tokens, weight)
-
-    def occurrences(self, tokens: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
-        """Continuations of texts [R, L] of a `length` [R]: tokens [R, M, K], -1 pads, and weights [R, M], 0 for
-        none."""
+    def continuations(self, texts: Texts) -> Continuations:
+        tokens, length = texts.tokens, texts.length
         requests, longest = tokens.shape
         place = torch.arange(longest, device=tokens.device)
         following = place < length[:, None]  # [R, L]: a continuation begins here
@@ -74,4 +68,4 @@ class NGram(Lookup, TextDrafter):
         at = start[:, :, None] + torch.arange(LENGTH, device=tokens.device)
         inside = (at < length[:, None, None]) & (best >= 0)[:, :, None]
         found = tokens.gather(1, at.clamp(max=longest - 1).flatten(1)).view(requests, -1, LENGTH)
-        return found.masked_fill(~inside, -1), weight
+        return Continuations(found.masked_fill(~inside, -1), weight)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_adaptive_tree.drafters.base import Rows, TextDrafter, Texts
+from vllm_adaptive_tree.drafters.base import Texts
 from vllm_adaptive_tree.drafters.lookup import Continuations, Lookup
 from vllm_adaptive_tree.options import Options, count, fraction, is_int, is_number, option
 
@@ -37,7 +37,7 @@ class SuffixOptions(Options):
     """Less likely tokens, by their counts, are not drafted."""
 
 
-class Suffix(Lookup, TextDrafter):
+class Suffix(Lookup):
     """The trees are on the host: on a device each step waits for its tokens.
 
     A tree is read as chains, one for each node: its weight is that of the text that ends there.
@@ -62,7 +62,7 @@ class Suffix(Lookup, TextDrafter):
     def build(cls, options: SuffixOptions, *, vocabulary: int) -> Self:
         return cls(vocabulary, options)
 
-    def begin(self, texts: Texts) -> tuple[Rows, Continuations]:
+    def continuations(self, texts: Texts) -> Continuations:
         tokens, length = texts.tokens.int().cpu().numpy(), texts.length.tolist()
         rows = zip(texts.requests, tokens, length, texts.prompt.tolist(), strict=True)
         chains = [_chains(self._speculate(name, text[:end], prompt)) for name, text, end, prompt in rows]
@@ -74,7 +74,7 @@ class Suffix(Lookup, TextDrafter):
         ]
         weight = [[weight for _, weight in found] + [0.0] * (most - len(found)) for found in chains]
         device = texts.tokens.device
-        return self.start(torch.tensor(padded, device=device), torch.tensor(weight, device=device))
+        return Continuations(torch.tensor(padded, device=device), torch.tensor(weight, device=device))
 
     def forget(self, requests: Collection[str]) -> None:
         """Their answers stay, for others."""

@@ -119,7 +119,7 @@ class DraftingStep:
         proposal = proposal_from_rank_0(proposal)
         grown = int(proposal.tree.valid.sum())
         if runner.lookup is not None:
-            _, found = runner.lookup.begin(texts(runner.input_batch, roots))
+            found = runner.lookup.continuations(texts(runner.input_batch, roots))
             merged = merge(proposal, found, nodes=nodes, max_depth=runner.proposer.max_depth)
             proposal = proposal_from_rank_0(merged)
         drafts = to_drafts(proposal, levels, request.temperature, request.initial, drafter.hidden)

@@ -202,7 +202,7 @@ class TreeDrafting(BaseSpeculator):
             sizes = proposal.tree.valid.sum(1).masked_fill(~rooted, 0)
             self.readback.send(torch.stack([sizes.sum(), rooted.sum()]), self._grown)
         if self.lookup is not None:
-            _, found = self.lookup.begin(texts(batch, self.states))
+            found = self.lookup.continuations(texts(batch, self.states))
             proposal = merge(proposal, found, nodes=self.num_speculative_steps, max_depth=self.pair.proposer.max_depth)
         proposal = proposal.padded(self.num_speculative_steps)
         if roots.grows is not None:

@@ -1,13 +1,13 @@
 """A third party's proposer, rule and draft, as an installed package brings them."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from vllm_adaptive_tree.acceptance import Children, Rule
-from vllm_adaptive_tree.drafters import DraftOptions, Lookup, Rows, TextDrafter, Texts
+from vllm_adaptive_tree.drafters import Continuations, DraftOptions, Lookup, Texts
 from vllm_adaptive_tree.proposers import MethodOptions, StaticTree, option
 from vllm_adaptive_tree.rng import RandomSource
 from vllm_adaptive_tree.trees import Shape
@@ -41,7 +41,7 @@ class AgainOptions(DraftOptions):
     period: int = option(4, lambda value: value in range(1, 65), "a whole number from 1 to 64")
 
 
-class Again(Lookup, TextDrafter):
+class Again(Lookup):
     """The last `period` tokens once more: one continuation, so its tree is a chain."""
 
     Options: ClassVar[type[DraftOptions]] = AgainOptions
@@ -54,7 +54,7 @@ class Again(Lookup, TextDrafter):
     def build(cls, options: AgainOptions, *, vocabulary: int) -> Self:
         return cls(vocabulary, options.period)
 
-    def begin(self, texts: Texts) -> tuple[Rows, Any]:
+    def continuations(self, texts: Texts) -> Continuations:
         place = texts.length[:, None] + torch.arange(-self.period, 0, device=texts.tokens.device)
         tokens = texts.tokens.gather(1, place.clamp(min=0)).masked_fill(place < 0, -1)
-        return self.start(tokens[:, None], torch.ones(len(tokens), 1, device=tokens.device))
+        return Continuations(tokens[:, None], torch.ones(len(tokens), 1, device=tokens.device))
