@@ -1,10 +1,11 @@
 """From options to a pair of proposer and acceptance rule, and whether that pair is lossless."""
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vllm_adaptive_tree.acceptance import REGISTERED, RULES, Kind, Rule, common_kind, serves
 from vllm_adaptive_tree.config import TreeOptions
+from vllm_adaptive_tree.drafters import Lookup
 from vllm_adaptive_tree.proposers import PROPOSERS, Proposer
 
 
@@ -71,6 +72,11 @@ def resolve(options: TreeOptions) -> Pair:
         loss = f"{name} with {proposer.kind} children changes the target's distribution"
     most = min(proposer.max_children, options.num_speculative_tokens)
     return Pair(proposer, name, rule, loss, most, init_width)
+
+
+def offering(draft: Any, pair: Pair) -> Lookup | None:
+    """The draft, if it is a look-up whose continuations can be verified as they are."""
+    return draft if isinstance(draft, Lookup) and pair.rule is RULES["target_only"] else None
 
 
 def best_rule(kinds: tuple[Kind, ...]) -> str:

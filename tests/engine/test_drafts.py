@@ -134,6 +134,32 @@ def test_budget(
     assert budget != 12 or max(sizes) <= 12
 
 
+RESTING = [
+    *(Case(draft, "opt_tree", tree={"lookup": "ngram"}) for draft in ("model", "eagle3")),
+    Case("ngram", "opt_tree"),
+]
+
+
+@pytest.mark.parametrize("case", RESTING, ids=lambda case: case.name)
+def test_look_ups_go_on_while_the_draft_rests(
+    engines: Engines, models: dict[str, str], case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A level takes a minute, rows are free, and the text repeats itself."""
+    texts = [f"def {name}(self):\n    return self._{name}\n\n" * 5 for name in ("rows", "columns", "key")]
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=2)
+    plain = generate(engines.start(**CHUNKED), texts, params)
+    minute = {"rows": [1, 1000], "seconds": [60.0, 60.0]}
+    set_costs(monkeypatch, verify={"rows": [1, 1000], "seconds": [0.5, 0.5 + 1e-6]}, draft=minute)
+    llm = engines.start(config(models, case, budget="auto"), **CHUNKED)
+    runner = runner_of(llm)
+    monkeypatch.setattr(runner.speculator if V2 else runner.drafter, "grow", None)
+    spy = TreeSpy(llm, monkeypatch)
+    assert_identical(plain, generate(llm, texts, params))
+    assert sum(map(len, spy.trees)) > 50
+    assert metric(llm, "spec_decode_num_accepted_tokens") > len(texts) * 40 / 2
+    assert all(not seen for seen in runner.budget.budget.recent), "what a rest brings says nothing of drafts"
+
+
 @pytest.mark.skipif(not TRAINED.is_dir(), reason="no trained head is bundled")
 def test_a_chain_of_a_head_is_that_of_vllm(engines: Engines, models: dict[str, str]) -> None:
     """And a tree of the same depth has more accepted."""

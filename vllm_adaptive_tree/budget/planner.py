@@ -41,7 +41,7 @@ class Plan(NamedTuple):
     """What a step drafts."""
 
     levels: int
-    """Most levels of its trees; 0: nothing is drafted."""
+    """Most levels of its trees; 0: the draft rests, look-ups go on."""
     price: float
     """Tokens per second of the batch: what a second of drafting or verifying has to bring."""
     floor: float = -math.inf
@@ -71,8 +71,14 @@ class Budget:
         """Seconds of a draft level."""
         return self.costs.draft.cost(requests)
 
-    def observe_trees(self, value: Tensor, depth: Tensor, greedy: Tensor, plan: Plan) -> None:
-        """Trees of a step of this `plan`, before any cut; as in `share`."""
+    def observe_trees(
+        self, value: Tensor, depth: Tensor, greedy: Tensor, plan: Plan, *, level: Tensor | None = None
+    ) -> None:
+        """Trees of a step of this `plan`, before any cut; as in `share`.
+
+        Args:
+            level: [R, N] draft levels that a node needs; 0: a look-up brings it. None: there is no look-up.
+        """
 
     def share(self, value: Tensor, depth: Tensor, greedy: Tensor, *, rows: int = 0) -> Tensor:
         """How many nodes of each tree to verify, [R].
@@ -120,6 +126,8 @@ class Budget:
 class Planner(Budget):
     """The budget of a batch; host side, on rank 0.
 
+    Look-ups cost no draft level: what they bring is there without drafts too, and it is what drafts are compared with.
+
     One comparison answers every question: what brings more tokens than the batch brings in that time is done. The price
     of a second is the rate of the best plan for this batch: for each number of levels, the nodes of recent trees that
     are worth their rows, scaled to its requests, over what the step then costs. It follows which nodes are verified,
@@ -145,6 +153,8 @@ class Planner(Budget):
         """Rows of the forwards so far: the first of so many also makes the kernels for them."""
         self.recent, self.deep = (tuple(deque[Tree](maxlen=TREES) for _ in (0, 1)) for _ in (0, 1))
         """Trees of past steps, of sampled and of greedy requests; those of steps that drafted deeper than pays."""
+        self.found = tuple(deque[Tree](maxlen=TREES) for _ in (0, 1))
+        """What look-ups have brought to past steps, drafting or not."""
         self.known = [0.0, 0.0]
         """How much of what is to be known of either kind's trees, 1 at most."""
         self.steps = 0
@@ -202,6 +212,8 @@ class Planner(Budget):
 
     def _best(self, requests: int, greedy: float) -> Plan:
         without = requests / self.without(requests)
+        if any(self.found):
+            without = max(without, self._rate(self.found, requests, greedy, range(1))[1])
         levels, _, _ = self._rate(self.deep, requests, greedy, range(1, 1 + DEPTHS))
         _, rate, least = self._rate(self.recent, requests, greedy, range(levels, levels + 1))
         if math.log(rate / without) < MARGIN:
@@ -215,47 +227,59 @@ class Planner(Budget):
     ) -> tuple[int, float, float]:
         """The best of these numbers of levels, the tokens per second with it, and the log of the least value that is
         then verified, if all trees of the batch were like these."""
-        value, depth, chance, weight = self._nodes(trees, greedy)
-        within = depth <= np.array(levels)[:, None]
+        value, level, chance, weight = self._nodes(trees, greedy)
+        drafts = np.array(levels)[:, None]
+        within = level <= drafts
         weights = np.where(within, weight, 0.0)
         some = np.unique(np.linspace(0, len(value) - 1, SIZES).astype(int))
         gain = requests * (1 + np.cumsum(weights * chance, axis=1)[:, some])
         rows = requests * (1 + np.cumsum(weights, axis=1)[:, some])
         verify = self.costs.verify.hull() if self.sampled else self.costs.verify
-        drafting = np.array(levels)[:, None] * self.level(requests) + self.overhead(drafted=True) + mean(self.reading)
-        rate = gain / (verify.at(rows) + self.context + np.maximum(drafting, 0.0))
+        drafting = drafts * self.level(requests) + self.overhead(drafted=True) + mean(self.reading)
+        besides = np.where(drafts > 0, drafting, self.overhead(drafted=False))
+        rate = gain / (verify.at(rows) + self.context + np.maximum(besides, 0.0))
         best, size = divmod(int(rate.argmax()), len(some))
         verified = value[: some[size] + 1][within[best, : some[size] + 1]]
         least = float(verified.min(initial=np.inf))
         return levels[best], float(rate[best, size]), math.log(least) if least < np.inf else -math.inf
 
     def _nodes(self, trees: Sequence[deque["Tree"]], greedy: float) -> tuple[NDArray[Any], ...]:
-        """Nodes of a request in the order of a cut: value, depth, chance, and how many such nodes it has, all [M]."""
+        """Nodes of a request in the order of a cut: value, level, chance, and how many such nodes it has, all [M]."""
         chain = np.arange(1, 1 + DEPTHS)
         parts = [(np.full(DEPTHS, np.inf), chain, HOPE**chain, HOPE**chain, np.zeros(DEPTHS))]
-        for those, known, calibration, share in zip(
-            trees, self.known, self.calibrations, (1 - greedy, greedy), strict=True
-        ):
+        for kind, share in enumerate((1 - greedy, greedy)):
+            known, calibration = self.known[kind], self.calibrations[kind]
             parts[0][-1][:] += share * (1 - known)
-            if those and share:
-                value = np.concatenate([tree.value for tree in those])
-                depth = np.concatenate([tree.depth for tree in those])
+            for those, part in ((trees[kind], known), (self.found[kind], 1 - known)):
+                if not those or not share:
+                    continue
+                value, depth, level = (np.concatenate(column) for column in zip(*those, strict=True))
                 chance = calibration.chances(value, depth)
                 ends = np.cumsum([len(tree.value) for tree in those])[:-1]
                 falling = np.concatenate([np.minimum.accumulate(tree) for tree in np.split(chance, ends)])
-                parts.append((value, depth, chance, falling, np.full(len(value), share * known / len(those))))
-        value, depth, chance, falling, weight = (np.concatenate(column) for column in zip(*parts, strict=True))
+                parts.append((value, level, chance, falling, np.full(len(value), share * part / len(those))))
+        value, level, chance, falling, weight = (np.concatenate(column) for column in zip(*parts, strict=True))
         order = np.argsort(-falling, kind="stable")
-        return value[order], depth[order], chance[order], weight[order]
+        return value[order], level[order], chance[order], weight[order]
 
-    def observe_trees(self, value: Tensor, depth: Tensor, greedy: Tensor, plan: Plan) -> None:
-        for kind in set(greedy.tolist()):
+    def observe_trees(
+        self, value: Tensor, depth: Tensor, greedy: Tensor, plan: Plan, *, level: Tensor | None = None
+    ) -> None:
+        kinds, columns = greedy.tolist(), (value.numpy(), depth.numpy(), (depth if level is None else level).numpy())
+        trees = [Tree.of(*tree) for tree in zip(*columns, strict=True)]
+        if level is not None:
+            for tree, kind in zip(trees, kinds, strict=True):
+                if len(self.found[kind]) < TREES:
+                    self._plans.clear()
+                self.found[kind].append(Tree(*(column[tree.level == 0] for column in tree)))
+        if not plan.levels:
+            return
+        for kind in set(kinds):
             count = int((greedy == kind).sum())
             self.known[kind] = min(1.0, self.known[kind] + min(count / ENOUGH, 1 / STEPS))
             if plan.deep or len(self.recent[kind]) < TREES:
                 self._plans.clear()
-        for values, depths, kind in zip(value.numpy(), depth.numpy(), greedy.tolist(), strict=True):
-            tree = Tree(values[values > 0].astype(np.float64), depths[values > 0])
+        for tree, kind in zip(trees, kinds, strict=True):
             self.recent[kind].append(tree)
             if plan.deep:
                 self.deep[kind].append(tree)
@@ -313,7 +337,14 @@ class Backoff:
 
 
 class Tree(NamedTuple):
-    """A tree of a past step: the value and depth of its nodes [N], by decreasing value."""
+    """A tree of a past step: its nodes [N], by decreasing value."""
 
     value: NDArray[np.float64]
     depth: NDArray[np.int64]
+    level: NDArray[np.int64]
+    """Draft levels that a node needs; 0: a look-up brings it."""
+
+    @classmethod
+    def of(cls, value: NDArray[Any], depth: NDArray[Any], level: NDArray[Any]) -> "Tree":
+        """Slots [N] with value 0 are empty."""
+        return cls(value[value > 0].astype(np.float64), depth[value > 0], level[value > 0])

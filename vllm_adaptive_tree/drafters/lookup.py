@@ -30,6 +30,9 @@ class Lookup(TextDrafter):
     A node without continuations has no children.
     """
 
+    length: int | None = None
+    """Tokens of a continuation, at most; None: no bound is known."""
+
     def __init__(self, vocabulary: int):
         self.vocabulary = vocabulary
 

@@ -38,6 +38,7 @@ class NGram(Lookup):
     """Prompt look-up decoding (Saxena, 2023) as a tree: all occurrences at once, merged by their common prefixes."""
 
     Options: ClassVar[type[Options]] = NGramOptions
+    length = LENGTH
 
     def __init__(self, vocabulary: int, shortest: int, longest: int):
         super().__init__(vocabulary)

@@ -50,7 +50,7 @@ class Suffix(Lookup):
         from arctic_inference.suffix_decoding import SuffixDecodingCache
 
         super().__init__(vocabulary)
-        self.options = options
+        self.options, self.length = options, options.suffix_decoding_max_tree_depth
         self.cache = SuffixDecodingCache(
             max_tree_depth=options.suffix_decoding_max_tree_depth,
             max_cached_requests=options.suffix_decoding_max_cached_requests,

@@ -34,6 +34,12 @@ class Proposal(NamedTuple):
         more = (0, nodes - self.read.shape[1])
         return Proposal(self.tree.padded(nodes), pad(self.read, more, value=-1), pad(self.num_planned, more))
 
+    @classmethod
+    def nothing(cls, requests: int, nodes: int, device: torch.device) -> Self:
+        """Trees without a node, in so many slots."""
+        tree = TreeBatch.empty(requests, nodes, device)
+        return cls(tree, tree.parent, torch.zeros(requests, 1 + nodes, dtype=torch.int64, device=device))
+
     @property
     def drawn(self) -> Tensor:
         """The name of release 0.1 for `num_planned`."""

@@ -1,7 +1,7 @@
 """Draft trees of a batch, as tensors."""
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -23,6 +23,11 @@ class TreeBatch(NamedTuple):
     depth: Tensor  # [R, N] int64, 1 for children of the root
     log_weight: Tensor
     """[R, N] float32: log of the value the node was chosen by: path probability, slot value, or confidence."""
+
+    @classmethod
+    def empty(cls, requests: int, nodes: int, device: torch.device) -> Self:
+        """R trees without a node, in N slots."""
+        return cls(*(torch.full((requests, nodes), fill, device=device) for fill in EMPTY_SLOT))
 
     @property
     def valid(self) -> Tensor:

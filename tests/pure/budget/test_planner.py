@@ -374,3 +374,60 @@ def test_a_backoff_doubles_up_to_a_bound():
 
 def test_a_curve_of_two_points_is_enough():
     Planner(Costs(Curve([1, 2], [1.0, 1.0]), Curve([1, 2], [1.0, 1.0])), sampled=True).begin([True])
+
+
+# What look-ups bring.
+
+
+def found(budget: Planner, *, brings: float, drafted: float = 0.0) -> tuple[Plan, int]:
+    """A step of one request: a look-up brings chains of four nodes of this value, and the draft one more first token
+    with chains below."""
+    plan = budget.begin([True])
+    levels = min(8, plan.levels) if drafted else 0
+    values = [brings] * 4 + [drafted**depth for depth in range(1, levels + 1)]
+    depth = torch.tensor([1, 2, 3, 4, *range(1, levels + 1)])
+    value, order = torch.tensor(values, dtype=torch.float64).sort(descending=True, stable=True)
+    level = torch.where(order < 4, 0, depth[order])
+    greedy = torch.tensor([True])
+    budget.observe_trees(value[None], depth[order][None], greedy, plan, level=level[None])
+    return plan, int(budget.share(value[None], depth[order][None], greedy))
+
+
+@pytest.mark.parametrize("brings", [0.9, 0.01])
+def test_a_look_up_is_verified_while_a_dear_draft_rests(brings: float):
+    budget = planner((1, 1.0), (2, 1.1), (100, 11.0), level=5.0)
+    steps = [found(budget, brings=brings, drafted=0.5) for _ in range(60)]
+    assert all(plan.levels == 0 for plan, _ in steps)
+    assert {nodes for _, nodes in steps[8:]} == ({4} if brings > 0.1 else {0})
+    best = (1 + 4 * brings) / 1.4 if brings > 0.1 else 1.0
+    assert steps[-1][0].price == pytest.approx(best, rel=0.1)
+
+
+@pytest.mark.parametrize(("brings", "drafts"), [(0.9, False), (0.01, True)])
+def test_a_draft_is_compared_with_what_the_look_up_brings_without_it(brings: float, drafts: bool):
+    """A draft that is sure of two tokens at a quarter of a forward each pays beside nothing, not beside a copy."""
+    budget = timed(planner((1, 1.0), (5, 1.0), (6, 2.0), (100, 100.0), level=0.25))
+    plans = [found(budget, brings=brings, drafted=0.6)[0] for _ in range(40)]
+    assert (sum(plan.levels > 0 for plan in plans[-20:]) > 10) == drafts
+
+
+def test_nodes_of_a_look_up_are_no_levels():
+    """They are as deep as they are: the draft's own depth is what pays for it."""
+    budget = timed(planner((1, 1.0), (100, 1.001), level=0.2))
+    with_look_up = [found(budget, brings=0.1, drafted=0.5)[0] for _ in range(6 * EVERY)]
+    other = timed(planner((1, 1.0), (100, 1.001), level=0.2))
+    alone = [step(other, 0.5)[0] for _ in range(6 * EVERY)]
+    deepest = [
+        max((plan.levels for plan in plans[2 * EVERY :] if not plan.deep), default=0) for plans in (with_look_up, alone)
+    ]
+    assert 0 < deepest[0] <= deepest[1]
+
+
+def test_what_a_look_up_brings_is_hoped_for_beside_a_draft_that_nobody_knows():
+    """Or no draft would be tried where copies are better than any hope for one."""
+    budget = timed(planner((1, 1.0), (100, 1.001), level=0.01))
+    for _ in range(3):
+        found(budget, brings=0.95)
+    budget.known[1] = 0.0
+    budget._plans.clear()
+    assert found(budget, brings=0.95)[0].levels > 0

@@ -28,7 +28,9 @@ class HostBudget(BatchBudget):
         super().__init__(budget, steering)
         self.clock, self.started = clock, 0.0
         self.levels = 0
-        """Most levels of this step's trees; 0: nothing is drafted."""
+        """Most levels of this step's trees; 0: the draft rests."""
+        self.looked = False
+        """Whether a look-up has made trees in this step, in which the draft rests."""
         self.limited = False
         """Whether the last trees would have grown on, but for the limit on their levels."""
         self.drafting = self.reading = 0.0
@@ -36,6 +38,7 @@ class HostBudget(BatchBudget):
 
     def begin_step(self) -> None:
         self.started, self.drafting, self.reading = time.perf_counter(), 0.0, 0.0
+        self.looked = False
 
     def with_prompts(self, drafts: list[Draft], rows: int) -> list[int]:
         """How many nodes of each of these trees to verify in a step that has `rows` other rows, prompts among them.
@@ -45,7 +48,7 @@ class HostBudget(BatchBudget):
         """
         value = pad_sequence([torch.tensor(one.value) for one in drafts], batch_first=True)
         depth = pad_sequence([torch.tensor(one.tree.depths) for one in drafts], batch_first=True)
-        greedy = torch.tensor([one.root is not None for one in drafts])
+        greedy = torch.tensor([one.greedy for one in drafts])
         kept = self.budget.share(value, depth, greedy, rows=rows)
         waited = torch.tensor([one.price != self.budget.plan.price for one in drafts])
         counts: list[int] = from_rank_0(torch.where(waited, (depth > 0).sum(1), kept)).tolist()
@@ -63,7 +66,7 @@ class HostBudget(BatchBudget):
             value += draft.value
             depth += draft.tree.depths
             accepted += [node in paths[row] for node in range(len(draft.tree))]
-            greedy += [draft.root is not None] * len(draft.tree)
+            greedy += [draft.greedy] * len(draft.tree)
         hit, certain = (torch.tensor(one, dtype=torch.bool) for one in (accepted, greedy))
         self.budget.verified(torch.tensor(value), torch.tensor(depth), hit, certain)
         if self.temperature is not None:
@@ -94,9 +97,12 @@ class HostBudget(BatchBudget):
         self,
         drafts: list[Draft],
         proposal: Proposal,
+        greedy: Tensor,
         roots: Sequence[Tensor | None],
         growing: list[float],
         *,
+        level: Tensor | None,
+        looking: float,
         others: int,
         prompts: bool,
         gaps: bool,
@@ -105,30 +111,37 @@ class HostBudget(BatchBudget):
 
         Args:
             drafts, proposal: the trees, on the host and as tensors.
-            roots: the draft's logits [V] at the roots of greedy requests.
+            greedy: [R] bool.
+            roots: the draft's logits [V] at the roots of greedy requests; none while it rests.
             growing: seconds of each draft forward after the roots'.
+            level: [R, N] as `Planner.observe_trees` takes it.
+            looking: seconds of the look-up.
             others: requests that drafted nothing.
             prompts, gaps: whether the roots' forward read prompts, or what the draft has missed.
         """
         tree, seconds, batch = proposal.tree, self.clock.seconds, len(drafts) + others
         value = self.values(tree)
-        greedy = torch.tensor([one is not None for one in roots])
-        choosing = seconds["tree"] / (1 + len(growing))  # of each level, the roots' included
-        for one in growing:
-            self.budget.observe_level(batch, one + choosing)
-        self.budget.observe_trees(value, tree.depth, greedy, self.budget.plan)
+        self.budget.observe_trees(value, tree.depth, greedy, self.budget.plan, level=level)
         kept = from_rank_0(self.budget.share(value, tree.depth, greedy, rows=others)).tolist()
-        level, first = self.budget.level(batch), seconds["draft"] + choosing - sum(growing)
-        self.drafting = seconds["draft"] + seconds["tree"] - (0 if prompts or gaps else first - level)
-        self.reading = max(0.0, first - level) if prompts and not gaps else 0.0
+        self.looked = not self.levels
+        if self.levels:
+            choosing = (seconds["tree"] - looking) / (1 + len(growing))  # of each level, the roots' included
+            for one in growing:
+                self.budget.observe_level(batch, one + choosing)
+            usual, first = self.budget.level(batch), seconds["draft"] + choosing - sum(growing)
+            self.drafting = seconds["draft"] + seconds["tree"] - looking - (0 if prompts or gaps else first - usual)
+            self.reading = max(0.0, first - usual) if prompts and not gaps else 0.0
         return [
-            one.worth(own, root, min(count, len(one.tree)))._replace(price=self.budget.plan.price)
-            for one, count, own, root in zip(drafts, kept, value.tolist(), roots, strict=True)
+            one._replace(value=own, greedy=certain, root=root, price=self.budget.plan.price).prefix(
+                min(count, len(one.tree))
+            )
+            for one, count, own, certain, root in zip(drafts, kept, value.tolist(), greedy.tolist(), roots, strict=True)
         ]
 
     def end_step(self, step: Verification) -> None:
         seconds, rows = self.clock.seconds, sum(step.row_count)
-        drafted = True if seconds["tree"] else False if rows == len(step.row_count) else None
+        plain = self.looked or rows == len(step.row_count)
+        drafted = True if seconds["tree"] and not self.looked else False if plain else None
         drafting = self.drafting if drafted else seconds["draft"]
         rest = time.perf_counter() - self.started - seconds["verify"] - drafting
         self.budget.observe_step(

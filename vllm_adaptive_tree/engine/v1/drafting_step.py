@@ -1,5 +1,6 @@
 """Drafting: catch up on the accepted tokens, grow the trees, keep of them what the budget affords."""
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -7,7 +8,8 @@ import torch
 from torch import Tensor
 
 from vllm_adaptive_tree.acceptance import RULES
-from vllm_adaptive_tree.drafters import Rows
+from vllm_adaptive_tree.drafters import Continuations, Rows
+from vllm_adaptive_tree.drafters.lookup import Reading
 from vllm_adaptive_tree.engine.common.node_quota import nodes_per_request
 from vllm_adaptive_tree.engine.common.ranks import proposal_from_rank_0, sync_frontier
 from vllm_adaptive_tree.engine.common.request_flags import has_grammar, is_greedy
@@ -16,7 +18,7 @@ from vllm_adaptive_tree.engine.v1.drafter import TimedDrafter
 from vllm_adaptive_tree.engine.v1.drafts import Draft, to_drafts
 from vllm_adaptive_tree.engine.v1.text_drafter import texts
 from vllm_adaptive_tree.proposers import Proposal, Request, draft_tree
-from vllm_adaptive_tree.proposers.merging import merge
+from vllm_adaptive_tree.proposers.merging import draft_levels, merge
 from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE
 from vllm_adaptive_tree.rng import CounterRNG
 
@@ -48,9 +50,11 @@ class DraftingStep:
             news = runner.drafter.news(Step(runner, scheduled, sampled, nodes), runner.accepted)
             items = runner.drafter.due(news, room + len(news), drafting)  # each may have its new root
             rows, state = runner.drafter.catch_up(items, states, runner.proposer.mask(nodes))
-        if state is None:
+        if state is None and (drafting or runner.offers is None):
             return {}
-        rooted = [item for item in items if item.root is not None]
+        rooted = [item for item in (items if drafting else news) if item.root is not None]
+        if not rooted:
+            return {}
         names = [names[item.row] for item in rooted]
         others = sum(item.root is not None for item in news) - len(rooted)
         request = self._request(names, torch.tensor([item.root for item in rooted]))
@@ -59,8 +63,18 @@ class DraftingStep:
         reads_hidden = runner.recorder is not None and runner.recorder.reads_hidden
         drafter = TimedDrafter(runner.drafter, runner.clock, [rows.hidden] if reads_hidden else [])
         with runner.clock.phase("tree"):
+            levels = list[Tensor]()
+            proposal = Proposal.nothing(len(rooted), nodes, torch.device("cpu"))
+            if drafting:
+                proposal = self._grown(drafter, rows, state, nodes, request, others, levels)
+            started = time.perf_counter()
             places = {item.row: item.root for item in rooted if item.root is not None}
-            proposal, drafts = self._trees(drafter, rows, state, nodes, request, others, places)
+            found = self._found(state, places)
+            if found is not None and (runner.lookup is not None or not drafting):
+                merged = merge(proposal, found, nodes=nodes, max_depth=runner.proposer.max_depth)
+                proposal = proposal_from_rank_0(merged)
+            looking = time.perf_counter() - started
+            drafts = to_drafts(proposal, levels, request.temperature, request.initial, drafter.hidden)
             grammar = [has_grammar(runner.requests[name].sampling_params) for name in names]
             if any(grammar):
                 tree = proposal.tree.first_paths(torch.tensor(grammar), nodes)
@@ -68,12 +82,23 @@ class DraftingStep:
                 drafts = [one.first_path() if chain else one for one, chain in zip(drafts, grammar, strict=True)]
         with runner.clock.phase("tree"):  # once more: the budget reads what the trees have cost
             if budget is not None:
-                pairs = zip(request.greedy.tolist(), rows.logits[:, 0], strict=True)
-                roots = [logits if greedy else None for greedy, logits in pairs]
+                roots: list[Tensor | None] = [None] * len(rooted)
+                if drafting:
+                    pairs = zip(request.greedy.tolist(), rows.logits[:, 0], strict=True)
+                    roots = [logits if certain else None for certain, logits in pairs]
                 prompts = runner.input_batch.num_prompt_tokens
                 reading = any(one.start < prompts[one.row] for one in news)
                 drafts = budget.cut(
-                    drafts, proposal, roots, drafter.levels, others=others, prompts=reading, gaps=items != news
+                    drafts,
+                    proposal,
+                    request.greedy,
+                    roots,
+                    drafter.levels,
+                    level=None if found is None else draft_levels(proposal.tree, found),
+                    looking=looking,
+                    others=others,
+                    prompts=reading,
+                    gaps=items != news,
                 )
         return dict(zip(names, drafts, strict=True))
 
@@ -89,7 +114,17 @@ class DraftingStep:
             rng=CounterRNG(runner.seeds.of(states), position, purpose=0),
         )
 
-    def _trees(
+    def _found(self, state: Any, roots: Mapping[int, int]) -> Continuations | None:
+        """What a look-up says of requests with `roots`: their rows in the batch -> positions. `state`: of the draft;
+        None if it rests."""
+        runner = self.runner
+        if isinstance(state, Reading):  # the draft is one
+            return state.found if runner.offers is not None else None
+        lookup = runner.offers if state is None else runner.lookup
+        found: Continuations | None = None if lookup is None else lookup.continuations(texts(runner.input_batch, roots))
+        return found
+
+    def _grown(
         self,
         drafter: TimedDrafter,
         rows: Rows,
@@ -97,12 +132,11 @@ class DraftingStep:
         nodes: int,
         request: Request,
         others: int,
-        roots: Mapping[int, int],
-    ) -> tuple[Proposal, list[Draft]]:
-        """One tree for each of R requests from the `rows` of their roots, of rank 0: as tensors, and on the host.
-        `roots`: the requests' rows in the batch -> positions of the roots."""
-        runner, budget = self.runner, self.runner.budget
-        levels, dead = list[Tensor](), list[Tensor]()
+        levels: list[Tensor],
+    ) -> Proposal:
+        """One tree for each of R requests from the `rows` of their roots, of rank 0; `levels` gets the logits of every
+        level, if a rule reads them."""
+        runner, budget, dead = self.runner, self.runner.budget, list[Tensor]()
         keep = runner.recorder is not None or runner.pair.rule is not RULES["target_only"]
         proposal = draft_tree(
             runner.proposer,
@@ -118,11 +152,6 @@ class DraftingStep:
         self.dead += int(torch.cat(dead, 1).sum())
         proposal = proposal_from_rank_0(proposal)
         grown = int(proposal.tree.valid.sum())
-        if runner.lookup is not None:
-            found = runner.lookup.continuations(texts(runner.input_batch, roots))
-            merged = merge(proposal, found, nodes=nodes, max_depth=runner.proposer.max_depth)
-            proposal = proposal_from_rank_0(merged)
-        drafts = to_drafts(proposal, levels, request.temperature, request.initial, drafter.hidden)
         if budget is None or not budget.limited:
-            runner.steering.grown(grown, nodes * len(drafts))
-        return proposal, drafts
+            runner.steering.grown(grown, nodes * len(request.greedy))
+        return proposal

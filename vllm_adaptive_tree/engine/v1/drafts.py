@@ -22,21 +22,18 @@ class Draft(NamedTuple):
     initial: int = 0  # the first so many nodes were sampled by the target
     hidden: Tensor | None = None  # [inner nodes, H] of the draft model, if a recorder reads them
     value: Sequence[float] = ()  # of each node, if there is a budget
-    root: Tensor | None = None  # [V] logits at the root of a greedy request, if there is a budget
+    greedy: bool = False  # its request, if there is a budget
+    root: Tensor | None = None  # [V] logits at the root of a greedy request, if a budget has them
     price: float = 0.0  # at which a budget has cut it
 
     def prefix(self, length: int) -> "Draft":
-        return self.worth(self.value, self.root, length)
-
-    def worth(self, value: Sequence[float], root: Tensor | None, length: int) -> "Draft":
-        """The first `length` nodes, with these in place of `value` and `root`."""
+        """The first `length` nodes."""
         return self._replace(
             tree=self.tree.prefix(length),
             row=self.row[: 1 + length],
             num_planned=self.num_planned[: 1 + length],
             initial=min(self.initial, length),
-            value=value[:length],
-            root=root,
+            value=self.value[:length],
         )
 
     def first_path(self) -> "Draft":

@@ -40,7 +40,7 @@ from vllm_adaptive_tree.engine.v1.target import Target
 from vllm_adaptive_tree.engine.v1.text_drafter import HostTextDrafter
 from vllm_adaptive_tree.engine.v1.thinking_budget import ThinkingBudgets
 from vllm_adaptive_tree.engine.v1.verification import Verification
-from vllm_adaptive_tree.methods import resolve
+from vllm_adaptive_tree.methods import offering, resolve
 
 
 class TreeModelRunner(CPUModelRunner):
@@ -66,6 +66,8 @@ class TreeModelRunner(CPUModelRunner):
         self.seeds = Seeds(vllm_config.model_config.seed)
         lookup = self.options.lookup
         self.lookup = None if lookup is None else lookup.build(vllm_config.model_config.get_vocab_size())
+        self.offers = self.lookup or offering(getattr(self.drafter, "draft", None), self.pair)
+        """What proposes trees while the draft rests."""
         self.steering = Steering(self.proposer, self.options.tree.steered)
         self.cuts_sampled = self.proposer.kind != "one_hot"
         """Whether the budget cuts trees of sampled children."""

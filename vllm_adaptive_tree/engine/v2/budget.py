@@ -46,11 +46,12 @@ class DeviceBudget(BatchBudget):
         self.readback.next_step()
         return self.begin(greedy.tolist()).levels
 
-    def drafted(self, tree: TreeBatch, greedy: np.ndarray) -> None:
-        """Trees of this step."""
+    def drafted(self, tree: TreeBatch, greedy: np.ndarray, level: Tensor | None) -> None:
+        """Trees of this step; `level` [R, N] as `Planner.observe_trees` takes it."""
         if self.learns:
             value = self.values(tree)
-            figures = torch.stack([value, tree.depth.to(value.dtype)])
+            numbers = (tree.depth,) if level is None else (tree.depth, level)
+            figures = torch.stack([value, *(one.to(value.dtype) for one in numbers)])
             self.readback.send(figures, partial(self._know, torch.from_numpy(greedy), self.budget.plan))
 
     def verified(self, tree: TreeBatch, accepted: Accepted, greedy: np.ndarray, order: Tensor | None) -> None:
@@ -71,13 +72,14 @@ class DeviceBudget(BatchBudget):
             figures = temperature.measured(roots, token, among)
             self.readback.send(figures, lambda found: temperature.learn(*found.tolist()))
 
-    def end_step(self, requests: int, rows: int, context: int, forwards: int, *, usual: bool) -> None:
+    def end_step(self, requests: int, rows: int, context: int, forwards: int, *, usual: bool, trees: bool) -> None:
         """Decide how many nodes the next verification has.
 
         Args:
             rows, context: of this step's verification; tokens in the cache of all requests.
             forwards: of the draft after the roots'.
             usual: it read no prompts, and nothing that the draft had missed.
+            trees: it has left some, of the draft or of a look-up.
         """
         if not self.learns:
             return
@@ -89,7 +91,7 @@ class DeviceBudget(BatchBudget):
         self.spent = levels * self.budget.level(requests)
         self.drafting = requests, levels
         self.rested = self.rested + 1 if rests and usual else 0
-        if rests:
+        if not trees or (rests and not len(self.value)):
             self.nodes = 0
         elif len(self.value):
             greedy = self.greedy[:requests]
@@ -107,8 +109,9 @@ class DeviceBudget(BatchBudget):
             self.budget.observe_level(batch, seconds * drafting / levels)
 
     def _know(self, greedy: Tensor, plan: Plan, figures: Tensor) -> None:
-        self.value, self.depth, self.greedy = figures[0], figures[1].long(), greedy
-        self.budget.observe_trees(self.value, self.depth, greedy, plan)
+        (self.value, depth, *level), self.greedy = figures, greedy
+        self.depth = depth.long()
+        self.budget.observe_trees(self.value, self.depth, greedy, plan, level=level[0].long() if level else None)
 
     def _learn(self, greedy: Tensor, figures: Tensor) -> None:
         value, depth, hit = figures

@@ -12,13 +12,15 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from vllm_adaptive_tree.acceptance import RULES
 from vllm_adaptive_tree.budget.planner import ALL
 from vllm_adaptive_tree.drafters import Frontier, Rows
+from vllm_adaptive_tree.drafters.lookup import Reading
 from vllm_adaptive_tree.engine.v2.drafts import Drafts
 from vllm_adaptive_tree.engine.v2.kernel_dispatch import counter_rng
 from vllm_adaptive_tree.engine.v2.readback import AsyncReadback
 from vllm_adaptive_tree.engine.v2.texts import texts
 from vllm_adaptive_tree.engine.v2.verification import Verification
-from vllm_adaptive_tree.proposers import Request, draft_tree
-from vllm_adaptive_tree.proposers.merging import merge
+from vllm_adaptive_tree.methods import offering
+from vllm_adaptive_tree.proposers import Proposal, Request, draft_tree
+from vllm_adaptive_tree.proposers.merging import draft_levels, merge
 from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE
 from vllm_adaptive_tree.trees import TreeBatch
 from vllm_adaptive_tree.trees.tree_batch import EMPTY
@@ -73,10 +75,20 @@ class TreeDrafting(BaseSpeculator):
         self.device, self.num_speculative_steps = runner.device, self.options.num_speculative_tokens
         self.drafts = Drafts(runner.max_num_reqs, self.num_speculative_steps, self.device)
         self.missed = self.forwards = 0
-        lookup, nodes = self.options.lookup, self.num_speculative_steps
-        self.levels = nodes if lookup else min(self.pair.proposer.max_depth, nodes)
+        vocabulary, lookup, text = (
+            runner.vllm_config.model_config.get_vocab_size(),
+            self.options.lookup,
+            self.options.text,
+        )
+        self.lookup = None if lookup is None else lookup.build(vocabulary)
+        self.text = None if text is None else text.build(vocabulary)
+        self.offers = self.lookup or offering(self.text, self.pair)
+        """What proposes trees while the draft rests."""
+        depth, nodes = self.pair.proposer.max_depth, self.num_speculative_steps
+        if self.offers is not None:
+            depth = max(depth, self.offers.length or nodes)
+        self.levels = min(depth, nodes)
         """The largest depth of a tree."""
-        self.lookup = None if lookup is None else lookup.build(runner.vllm_config.model_config.get_vocab_size())
         self.dead: Tensor | None = None  # number of dead rows of the last trees, until the metrics take it
 
     @abstractmethod
@@ -89,7 +101,7 @@ class TreeDrafting(BaseSpeculator):
 
     @abstractmethod
     def rest(self, target: TargetOutput) -> None:
-        """This step drafts nothing."""
+        """The draft rests in this step."""
 
     @abstractmethod
     def dummy_run(self, target: TargetOutput, *, without_attention: bool) -> None:
@@ -151,35 +163,63 @@ class TreeDrafting(BaseSpeculator):
         self.missed = 0
         greedy = self.flags.greedy[input_batch.idx_mapping_np]
         most = ALL if self.budget is None else self.budget.begin_step(greedy)
+        trees = most > 0 or self.offers is not None
         if most == 0:
             self.rest(target)
             self.drafts.forget()
             tokens = nothing
-        else:
-            roots = self.roots(target)
+        if trees:
+            tree, level = self._trees(target, temperature[request], seeds[request], most)
             if self.budget is not None:
-                self.budget.steer(input_batch.num_reqs, input_batch.num_reqs)
-            tree = self._trees(input_batch, roots, temperature[request], seeds[request], num_sampled, most)
-            if self.budget is not None:
-                self.budget.drafted(tree, greedy)
+                self.budget.drafted(tree, greedy, level)
             tokens = tree.tokens
         if self.budget is not None:
             context = int(input_batch.num_computed_tokens_np.sum())
             usual = not input_batch.has_prefill and not self.missed
-            self.budget.end_step(input_batch.num_reqs, input_batch.num_tokens, context, self.forwards, usual=usual)
+            rows = input_batch.num_tokens
+            self.budget.end_step(input_batch.num_reqs, rows, context, self.forwards, usual=usual, trees=trees)
         return tokens
 
     def _trees(
-        self, batch: Any, roots: Roots, temperature: Tensor, seed: Tensor, sampled: Tensor, most: int
-    ) -> TreeBatch:
-        """One tree for each of R requests, at most `most` levels deep; `temperature`, `seed` [R]; `sampled` [R]: how
-        many tokens each emitted, 0 in the middle of a prompt."""
+        self, target: TargetOutput, temperature: Tensor, seed: Tensor, most: int
+    ) -> tuple[TreeBatch, Tensor | None]:
+        """One tree for each of R requests, with at most `most` drafted levels, and how many of those each node needs
+        [R, N] if there is a look-up; `temperature`, `seed` [R]."""
+        batch, levels = target.batch, list[Tensor]()
         greedy = temperature == 0
         fitted = GREEDY_DRAFT_TEMPERATURE if self.budget is None else self.budget.greedy_temperature
         certain = self.options.tree.temperature(0.0, fitted)
         shaping = torch.where(greedy, certain, temperature if self.follows else self.random)
-        levels, dead = list[Tensor](), list[Tensor]()
-        self.forwards = 0
+        sharpens = self.budget is not None and self.budget.temperature is not None
+        self.forwards, found, logits = 0, None, None
+        proposal = Proposal.nothing(batch.num_reqs, self.num_speculative_steps, self.device)
+        if most:
+            roots = self.roots(target)
+            if self.budget is not None:
+                self.budget.steer(batch.num_reqs, batch.num_reqs)
+            request = Request(shaping, greedy, counter_rng(seed, roots.position, purpose=0))
+            proposal, position = self._drafted(target, roots, request, most, levels), roots.position
+            logits = roots.rows.logits[:, 0] if sharpens else None
+            if self.offers is not None and isinstance(roots.state, Reading):  # the draft is a look-up
+                found = roots.state.found
+        if self.offers is not None and (self.lookup is not None or not most):
+            text = texts(batch, self.states)
+            position = position if most else text.length - 1
+            found = self.offers.continuations(text)
+            proposal = merge(proposal, found, nodes=self.num_speculative_steps, max_depth=self.pair.proposer.max_depth)
+        proposal = proposal.padded(self.num_speculative_steps)
+        grammar = self.flags.grammar[batch.idx_mapping_np]
+        if grammar.any():
+            chains = async_tensor_h2d(grammar, device=self.device)
+            proposal = proposal._replace(tree=proposal.tree.first_paths(chains, self.levels))
+        self.drafts.store(batch.idx_mapping, position, proposal, levels, shaping, logits)
+        return proposal.tree, None if found is None else draft_levels(proposal.tree, found)
+
+    def _drafted(
+        self, target: TargetOutput, roots: Roots, request: Request, most: int, levels: list[Tensor]
+    ) -> Proposal:
+        """As `_trees`; `levels` gets the logits of every level, if a rule reads them."""
+        dead = list[Tensor]()
 
         def agree(frontier: Frontier, growing: Tensor) -> tuple[Frontier, bool]:
             return frontier, 1 + self.forwards < most
@@ -190,31 +230,20 @@ class TreeDrafting(BaseSpeculator):
             roots.rows,
             roots.state,
             nodes=self.num_speculative_steps,
-            request=Request(shaping, greedy, counter_rng(seed, roots.position, purpose=0)),
+            request=request,
             agree=agree,
             keep=levels.append if self.pair.rule is not RULES["target_only"] else lambda _: None,
             lost=dead.append,
         )
         self.dead = torch.cat(dead, 1).sum()
         if self.steering.steered.fill and 1 + self.forwards < most:  # else the limit may have stopped them
-            rooted = sampled[: batch.num_reqs] > 0
+            rooted = target.num_sampled[: target.batch.num_reqs] > 0
             rooted = rooted if roots.grows is None else rooted & roots.grows
             sizes = proposal.tree.valid.sum(1).masked_fill(~rooted, 0)
             self.readback.send(torch.stack([sizes.sum(), rooted.sum()]), self._grown)
-        if self.lookup is not None:
-            found = self.lookup.continuations(texts(batch, self.states))
-            proposal = merge(proposal, found, nodes=self.num_speculative_steps, max_depth=self.pair.proposer.max_depth)
-        proposal = proposal.padded(self.num_speculative_steps)
         if roots.grows is not None:
             proposal = proposal._replace(tree=proposal.tree.cut(self.num_speculative_steps * roots.grows))
-        grammar = self.flags.grammar[batch.idx_mapping_np]
-        if grammar.any():
-            chains = async_tensor_h2d(grammar, device=self.device)
-            proposal = proposal._replace(tree=proposal.tree.first_paths(chains, self.levels))
-        sharpens = self.budget is not None and self.budget.temperature is not None
-        logits = roots.rows.logits[:, 0] if sharpens else None
-        self.drafts.store(batch.idx_mapping, roots.position, proposal, levels, shaping, logits)
-        return proposal.tree
+        return proposal
 
     def _grown(self, counts: Tensor) -> None:
         nodes, trees = counts.tolist()

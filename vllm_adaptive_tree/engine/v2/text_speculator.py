@@ -20,8 +20,8 @@ class TextSpeculator(TreeDrafting):
 
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any, req_states: Any):
         super().__init__(runner, req_states)
-        assert self.options.text is not None
-        self.drafter = self.options.text.build(vllm_config.model_config.get_vocab_size())
+        assert self.text is not None
+        self.drafter = self.text
 
     def roots(self, target: TargetOutput) -> Roots:
         found = texts(target.batch, self.states)
