@@ -40,9 +40,9 @@ def main() -> None:
     specs: dict[str, dict[str, Any]] = {
         "vLLM's suffix": {"method": "suffix", "num_speculative_tokens": nodes},
         "OPT-Tree, ngram": opt_tree("ngram"),
-        "OPT-Tree, ngram, max_depth 16": opt_tree("ngram", max_depth=16),
+        "OPT-Tree, ngram, max_depth 10": opt_tree("ngram", max_depth=10),
         "OPT-Tree, suffix": opt_tree("suffix"),
-        "OPT-Tree, suffix, max_depth 16": opt_tree("suffix", max_depth=16),
+        "OPT-Tree, suffix, max_depth 10": opt_tree("suffix", max_depth=10),
         "OPT-Tree, draft model": opt_tree(model),
         "OPT-Tree, draft model and ngram": opt_tree(model, lookup="ngram"),
         "OPT-Tree, draft model and suffix": opt_tree(model, lookup="suffix"),

@@ -26,6 +26,9 @@ VLLM_KEYS = (
 
 OUR_KEYS = ("method", "model", "num_speculative_tokens", "rejection_sample_method", "tree")
 
+TEXT_DEPTH = 16
+"""Least default of `max_depth` for drafts without a checkpoint: copies are long."""
+
 UNSERVED = {
     "medusa": "Medusa heads",
     "mlp_speculator": "an MLP speculator",
@@ -113,7 +116,10 @@ class TreeOptions:
                     f"Known keys: {_names(OUR_KEYS + VLLM_KEYS)}"
                 )
         model, tree = given.get("model"), given.get("tree", {})
-        own = isinstance(tree, Mapping) and tree.get("draft") == "mtp"  # MTP layers may be the target's own
+        said = tree.get("draft") if isinstance(tree, Mapping) else None
+        if model is None and said in DRAFTERS.names():
+            model = given["model"] = said
+        own = said == "mtp"  # MTP layers may be the target's own
         for key, what in (("model", "the draft"), ("num_speculative_tokens", "the node budget, 25 for example")):
             if given.get(key) is None and not (key == "model" and own):
                 raise ValueError(f"speculative_config[{key!r}] is missing: method {method!r} needs {what}")
@@ -218,7 +224,10 @@ def _tree_options(
                 f"speculative_config['tree'][{key!r}] is not an option of {method!r}; known options: "
                 f"{_names(('draft', 'lookup', *known))}"
             )
-    of_method = options(**{key: value for key, value in given.items() if key in _fields(options)})
+    defaults: dict[str, Any] = {one.name: one.default for one in fields(options)}
+    deeper = max(defaults.get("max_depth", TEXT_DEPTH), TEXT_DEPTH)
+    chosen = given if text is None else {"max_depth": deeper, **given}
+    of_method = options(**{key: value for key, value in chosen.items() if key in _fields(options)})
     found = []
     for path in paths:
         own = None if path is None else DRAFTERS.load(path).Options

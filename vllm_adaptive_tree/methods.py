@@ -36,6 +36,8 @@ def resolve(options: TreeOptions) -> Pair:
     init_width = getattr(options.tree, "init_width", 1)
     if name == "auto":
         name = "rrsw" if init_width > 1 else best_rule(proposer.kinds)
+        if options.lookup is not None and "target_only" in legal and init_width == 1:
+            name = "target_only"  # no other rule takes merged continuations
     rule = rules[name]
     kind = common_kind(proposer.kinds, rule)
     if name not in legal and not options.tree.allow_lossy:

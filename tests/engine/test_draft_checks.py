@@ -1,6 +1,7 @@
 """A draft that does not fit the target is refused when the configuration is built, with both facts and the remedy."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from tests.engine.checkpoints import (
 )
 from tests.engine.engines import TARGET
 from tests.engine.heads import CONFIG, HIDDEN, VOCABULARY
+from vllm_adaptive_tree.engine import draft_checks
 from vllm_adaptive_tree.engine.common.startup import tree_options
 
 LAYERS = CONFIG["num_hidden_layers"]
@@ -91,7 +93,7 @@ UNFIT: dict[str, tuple[dict[str, Any], Shapes, list[str]]] = {
     "a family that speculators knows and vLLM does not": (
         speculators("eagle3", transformer_layer_config={**ONE_LAYER, "model_type": "gemma"}),
         EAGLE3_TENSORS,
-        ["cannot read a draft", "gemma"],
+        ["cannot read a draft", "gemma", "this release drafts with an independent model"],
     ),
 }
 
@@ -208,3 +210,17 @@ def test_a_head_of_speculators_as_the_target(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"model: .* is a head in the format of speculators, for the target") as error:
         build(None, "mtp", target=head)
     assert all(word in str(error.value) for word in (repr(TARGET), repr(head), "speculative_config['model']"))
+
+
+def test_a_draft_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is served is said, and what `mtp` is if not a model's name."""
+
+    def read(*_: Any) -> None:
+        raise OSError("no such thing")
+
+    monkeypatch.setattr(draft_checks.Checkpoint, "read", read)
+    for model, also in (("mtp", r", or tree: {\"draft\": \"mtp\"} for the target's own MTP layers"), ("mine", "")):
+        with pytest.raises(
+            ValueError, match=rf"at '{model}'; .* config.json{also} \(OSError: .*\); this release drafts"
+        ):
+            draft_checks.read_draft(SimpleNamespace(trust_remote_code=False), model, None)

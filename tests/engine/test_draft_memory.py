@@ -55,6 +55,13 @@ def test_a_model_and_a_text(engines: Engines, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.skipif(V2, reason="the same function for both")
+def test_a_text_has_float32_rows_whatever_the_target_has(engines: Engines) -> None:
+    spec = {**tree(NODES, max_depth=DEPTH), "model": "ngram"}
+    runner = runner_of(engines.start(spec, max_num_seqs=REQUESTS, dtype="bfloat16"))
+    assert runner.draft_memory.levels.logits == REQUESTS * NODES * runner.model_config.get_vocab_size() * FLOAT
+
+
+@pytest.mark.skipif(V2, reason="the same function for both")
 @pytest.mark.parametrize(
     ("given", "left", "warned"), [(None, 10_000, False), (10_700, 10_700, False), (None, 500, True)]
 )

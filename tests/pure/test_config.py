@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from vllm_adaptive_tree.acceptance import RULES
 from vllm_adaptive_tree.config import OUR_KEYS, VLLM_KEYS, TreeOptions, is_tree_method
 from vllm_adaptive_tree.drafters import CHECKPOINTS
 from vllm_adaptive_tree.drafters.ngram import NGram
@@ -240,6 +241,10 @@ def test_a_draft_without_a_checkpoint(tmp_path, monkeypatch):
         assert (options.draft, options.text.options.prompt_lookup_max) == ("ngram", 6)
         assert in_another_process(options) == options
     monkeypatch.chdir(tmp_path)
+    assert [parsed("opt_tree", tree, model="ngram").tree.max_depth for tree in ({}, {"max_depth": 3})] == [16, 3]
+    assert parsed("dyspec", {"max_depth": 20}, model="ngram").tree.max_depth == 20
+    keys = {"method": "opt_tree", "num_speculative_tokens": 25, "tree": {"draft": "ngram"}}
+    assert TreeOptions.parse(keys)[1] == {"model": "ngram"}, "one name is enough"
     (tmp_path / "ngram").mkdir()
     assert parsed("opt_tree", model="ngram").text is None, "a folder of that name comes first"
     assert parsed("opt_tree", {"draft": "ngram"}, model="ngram").text is not None
@@ -313,11 +318,13 @@ def test_a_look_up_is_merged_where_the_rule_samples_from_the_target():
     assert options.lookup.options == NGram.Options(prompt_lookup_min=2)
     assert TreeOptions.from_json(json.loads(json.dumps(options.to_json()))) == options
     assert resolve(options).rule_name == "target_only"
-    for method, rule in (("dyspec", "auto"), ("opt_tree", "traversal")):
-        options, _ = TreeOptions.parse(config(method, {"lookup": "ngram"}, rejection_sample_method=rule))
-        with pytest.raises(ValueError, match=r"\['lookup'\]: 'traversal' has to know .* set 'rejection_sample_method'"):
-            resolve(options)
-    resolve(TreeOptions.parse(config("dyspec", {"lookup": "ngram"}, rejection_sample_method="target_only"))[0])
+    options = parsed("dyspec", {"lookup": "ngram"}, rejection_sample_method="traversal")
+    with pytest.raises(ValueError, match=r"\['lookup'\]: 'traversal' has to know .* set 'rejection_sample_method'"):
+        resolve(options)
+    for rule in ("auto", "target_only"):
+        pair = resolve(parsed("dyspec", {"lookup": "ngram"}, rejection_sample_method=rule))
+        assert (pair.rule_name, pair.rule) == ("target_only", RULES["target_only"])
+    assert resolve(parsed("dyspec")).rule_name == "traversal"
     with pytest.raises(ValueError, match=r"\['lookup'\] must be one of ngram, suffix, got 'eagle3'"):
         parsed("opt_tree", {"lookup": "eagle3"})
     with pytest.raises(ValueError, match="'prompt_lookup_min'] is an option of a look-up"):

@@ -207,7 +207,8 @@ def _check_auxiliary(draft: Checkpoint, head: Any, target: Any) -> tuple[int, ..
 
 
 def _unreadable(model: str, error: Exception) -> ValueError:
+    own = ', or tree: {"draft": "mtp"} for the target\'s own MTP layers' if model == "mtp" else ""
     return ValueError(
         f"speculative_config['model']: cannot read a draft at {model!r}; give a local folder or a hub name with a "
-        f"config.json ({type(error).__name__}: {error})"
+        f"config.json{own} ({type(error).__name__}: {error}); {served()}"
     )

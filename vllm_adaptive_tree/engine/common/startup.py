@@ -3,6 +3,7 @@
 from collections.abc import Collection
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from vllm.logger import init_logger
 
 from vllm_adaptive_tree.acceptance import RULES
@@ -90,7 +91,7 @@ def draft_memory(runner: Any, layers: Collection[str], draft: Any) -> DraftMemor
         nodes=options.num_speculative_tokens,
         depth=runner.pair.proposer.max_depth,
         vocabulary=config.model_config.get_vocab_size(),
-        size=config.model_config.dtype.itemsize,
+        size=config.model_config.dtype.itemsize if options.text is None else torch.float32.itemsize,
         hidden=None if draft is None or options.draft == "model" else spec.get_hidden_size(),
         kept=runner.pair.rule is not RULES["target_only"],
     )
