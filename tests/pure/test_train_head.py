@@ -168,3 +168,13 @@ def test_the_bundled_target_is_the_default() -> None:
     parser = train_head.argparse.ArgumentParser()
     train_head.add_arguments(parser)
     assert parser.parse_args(["--text", "x", "--out", "y", "--minutes", "1"]).target.endswith("demo_pair/target")
+
+
+def test_texts_of_two_folders_may_have_the_same_name(tmp_path: Path) -> None:
+    for folder in ("one", "two"):
+        (tmp_path / folder / "sub").mkdir(parents=True)
+        (tmp_path / folder / "sub" / "a.txt").write_text(folder)
+    patterns = [f"{tmp_path}/one/**/*.txt", f"{tmp_path}/two/**/*.txt", f"{tmp_path}/one/sub/*.txt"]
+    assert texts.read(patterns) == [("sub/a.txt", "one"), ("sub/a.txt", "two")], "one file is read once"
+    with pytest.raises(ValueError, match="no file matches"):
+        texts.read([f"{tmp_path}/three/*"])

@@ -130,7 +130,7 @@ def _tokens(options: argparse.Namespace) -> tuple["Tensor", "Tensor"]:
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     kept: list[int] = []
     held_out: list[int] = []
-    for name, text in texts.read(options.text).items():
+    for name, text in texts.read(options.text):
         (held_out if texts.is_held_out(name) else kept).extend([*tokenizer.encode(text, verbose=False), *end])
     if len(kept) < MIN_WINDOWS * options.window or len(held_out) < options.window:
         raise ValueError(

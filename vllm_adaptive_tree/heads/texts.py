@@ -12,13 +12,14 @@ def is_held_out(name: str) -> bool:
     return zlib.crc32(name.encode()) % HELD_OUT == 0
 
 
-def read(patterns: Sequence[str]) -> dict[str, str]:
-    """Name -> text of the files that match; `**` matches any folders. A name is the path below the first wildcard.
+def read(patterns: Sequence[str]) -> list[tuple[str, str]]:
+    """Name and text of each file that matches; `**` matches any folders. A name is the path below the first wildcard;
+    files of two folders may have the same.
 
     Raises:
         ValueError: a pattern matches no file.
     """
-    found = {}
+    found = dict[Path, tuple[str, str]]()
     for pattern in patterns:
         parts = Path(pattern).parts
         fixed = next((i for i, part in enumerate(parts) if any(c in part for c in "*?[")), len(parts) - 1)
@@ -27,5 +28,6 @@ def read(patterns: Sequence[str]) -> dict[str, str]:
         if not files:
             raise ValueError(f"no file matches {pattern}")
         for file in files:
-            found[file.relative_to(root).as_posix()] = file.read_text(encoding="utf-8", errors="ignore")
-    return found
+            text = file.read_text(encoding="utf-8", errors="ignore")
+            found.setdefault(file.resolve(), (file.relative_to(root).as_posix(), text))
+    return list(found.values())
