@@ -7,6 +7,7 @@ import pytest
 from safetensors.torch import save_file
 from vllm import SamplingParams
 
+from tests import suffix_trees
 from tests.engine import heads
 from tests.engine.engines import (
     DRAFT,
@@ -100,7 +101,7 @@ def test_greedy(
 ) -> None:
     """Prompts in chunks; the second time in cached blocks."""
     if "suffix" in (case.draft, case.tree.get("lookup")):
-        pytest.importorskip("arctic_inference.suffix_decoding")
+        suffix_trees.require()
     llm = engines.start(config(models, case), **CHUNKED)
     spy = TreeSpy(llm, monkeypatch)
     assert_identical(plain, generate(llm, BATCH, greedy()))

@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 
+from tests import suffix_trees
 from vllm_adaptive_tree.drafters import DRAFTERS, Texts
 from vllm_adaptive_tree.drafters.ngram import LENGTH, LONGER, MATCHES, NGram
 from vllm_adaptive_tree.drafters.suffix import Suffix, SuffixOptions
@@ -75,7 +76,7 @@ def test_a_minimum_above_the_maximum() -> None:
 
 class TestSuffix:
     def test_answers_of_past_requests(self) -> None:
-        pytest.importorskip("arctic_inference.suffix_decoding")
+        suffix_trees.require()
         draft = Suffix.build(SuffixOptions(), vocabulary=9)
         first = [1, 2, 3, 4, 5, 6]
         assert self.tree(draft, first, prompt=1) == {}, "nothing has come twice"
@@ -83,7 +84,7 @@ class TestSuffix:
         assert self.tree(draft, [7, 8, 2, 3, 4], prompt=2, name="another") == {(5,): 1.0, (5, 6): 1.0}
 
     def test_weights_are_those_of_the_library(self) -> None:
-        pytest.importorskip("arctic_inference.suffix_decoding")
+        suffix_trees.require()
         draft = Suffix.build(SuffixOptions(suffix_decoding_max_spec_factor=4.0), vocabulary=9)
         text = [1, 2, 3, 4, 0, 1, 2, 3, 5, 6, 1, 2, 3, 5, 7, 1, 2]  # a 3 three times, then twice a 5
         found = self.tree(draft, text, prompt=len(text))
