@@ -238,8 +238,9 @@ def test_texts_are_named_below_the_first_wildcard(tmp_path: Path) -> None:
     for name in ("a/b/one.py", "a/two.py", "three.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
-    assert texts.read([f"{tmp_path}/**/*.py"]) == {name: name for name in ("a/b/one.py", "a/two.py", "three.py")}
-    assert texts.read([f"{tmp_path}/a/*.py", f"{tmp_path}/three.py"]) == {"two.py": "a/two.py", "three.py": "three.py"}
+    assert dict(texts.read([f"{tmp_path}/**/*.py"])) == {name: name for name in ("a/b/one.py", "a/two.py", "three.py")}
+    pair = [f"{tmp_path}/a/*.py", f"{tmp_path}/three.py"]
+    assert texts.read(pair) == [("two.py", "a/two.py"), ("three.py", "three.py")]
     with pytest.raises(ValueError, match="no file matches"):
         texts.read([f"{tmp_path}/*.txt"])
     assert sum(texts.is_held_out(str(name)) for name in range(3200)) in range(60, 140)
