@@ -4,11 +4,11 @@
 
 `cases`: 64 nodes over 8,192 tokens, batch 1 and 16, bfloat16, heads of a Llama-3 8B: the kernel (by how many programs
 it fills), and with the contexts left to PyTorch's FlashAttention and merged by log-sum-exp; FlashAttention with a
-causal mask, FlexAttention and xformers (where installed) with the tree's. All but the kernel read K/V laid side by
-side. The floor is the bytes of K/V over the bandwidth of a copy. `skipping`: large random trees as inserted and depth
-first, the share of the own tiles that is read, and the time, FlexAttention's and xformers' as well. All in a CUDA graph
-that walks over several layers' caches, more than the L2 cache holds, as decoding does. Errors are the largest against
-`attention.reference` in float64.
+causal mask, FlexAttention and xformers (where installed, in its split form) with the tree's. All but the kernel read
+K/V laid side by side. The floor is the bytes of K/V over the bandwidth of a copy. `skipping`: large random trees as
+inserted and depth first, the share of the own tiles that is read, and the time, FlexAttention's and xformers' as well.
+All in a CUDA graph that walks over several layers' caches, more than the L2 cache holds, as decoding does. Errors are
+the largest against `attention.reference` in float64.
 """
 
 import argparse
@@ -164,24 +164,41 @@ def merged_calls(batch: Batch) -> list[Callable[[], object]]:
 
 
 def xformers_calls(batch: Batch) -> list[Callable[[], object]]:
-    """Its memory-efficient attention with the tree's mask as a bias."""
-    from xformers.ops import memory_efficient_attention
+    """In its own form for trees: the contexts, the trees with a bias for each request, both merged by log-sum-exp.
+
+    `xformers.ops.tree_attention` is the same with one tree for all requests.
+    """
+    from xformers.ops import fmha
+    from xformers.ops.fmha.attn_bias import BlockDiagonalPaddedKeysMask
 
     requests, rows = batch.bits.shape[:2]
+    length, group = batch.length - rows, HEADS // KV_HEADS
     row = torch.arange(rows, device="cuda")
     seen = (batch.bits[:, :, row // WORD] >> row % WORD & 1).bool()  # [R, rows, rows]
-    padded = -(-batch.length // 8) * 8  # the alignment of a bias
+    padded = -(-rows // 8) * 8  # the alignment of a bias
     bias = torch.full((requests, 1, 1, rows, padded), -torch.inf, dtype=torch.bfloat16, device="cuda")
-    bias[..., : batch.length - rows] = 0
-    bias[..., batch.length - rows : batch.length].masked_fill_(seen[:, None, None], 0)
-    group = HEADS // KV_HEADS
-    bias = bias.expand(-1, KV_HEADS, group, -1, -1)[..., : batch.length]
+    bias[..., :rows].masked_fill_(seen[:, None, None], 0)
+    bias = bias.expand(-1, KV_HEADS, group, -1, -1)[..., :rows]
+    prefix = BlockDiagonalPaddedKeysMask.from_seqlens([rows] * requests, length, [length] * requests)
+
+    def call(query: Tensor, contexts: list[Tensor], own: list[Tensor]) -> Tensor:
+        flat = [part.flatten(0, 1)[None] for part in (query, *contexts)]
+        before, log = fmha.memory_efficient_attention_partial(*flat, attn_bias=prefix, scale=SCALE)
+        log = log.reshape(KV_HEADS, group, requests, rows).permute(2, 0, 1, 3)
+        after = fmha.memory_efficient_attention_partial(
+            query, *own, attn_bias=bias, scale=SCALE, op=fmha.triton_splitk.FwOp
+        )
+        parts = [before.view_as(query), after[0]], [log, after[1]]
+        merged: Tensor = fmha.merge_attentions(*parts, write_lse=False, output_dtype=query.dtype)[0]
+        return merged.flatten(2, 3).flatten(0, 1)
+
     calls: list[Callable[[], object]] = []
     for layer in range(LAYERS):
-        query, key, value = (part.transpose(1, 2) for part in batch.dense(layer))  # [R, rows or length, heads, D]
-        grouped = query.unflatten(2, (KV_HEADS, group))
-        shared = [part[:, :, :, None].expand(-1, -1, -1, group, -1) for part in (key, value)]
-        calls.append(partial(memory_efficient_attention, grouped, *shared, attn_bias=bias, scale=SCALE))
+        query, *keys = (part.transpose(1, 2) for part in batch.dense(layer))  # [R, rows or length, heads, D]
+        halves = [(part[:, :length].contiguous(), part[:, length:].contiguous()) for part in keys]
+        shared = [[half[:, :, :, None].expand(-1, -1, -1, group, -1) for half in part] for part in halves]
+        contexts, own = zip(*shared, strict=True)
+        calls.append(partial(call, query.unflatten(2, (KV_HEADS, group)).contiguous(), list(contexts), list(own)))
     return calls
 
 

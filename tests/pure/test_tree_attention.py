@@ -421,6 +421,18 @@ def test_three_sizes_of_query_tiles():
     assert tiling(40, 256, 2, 1).lanes == 64
 
 
+@pytest.mark.skipif(DEVICE != "cuda" or not importlib.util.find_spec("xformers"), reason="no GPU or no xformers")
+@pytest.mark.parametrize("nodes", [63, 64, 100])
+def test_xformers_agrees(nodes):
+    """A second opinion, which shares no code with the reference."""
+    from benchmarks.gpu import attention
+
+    batch = attention.Batch.of(attention.random_trees(3, nodes), 500)
+    found, other = attention.kernel_calls(batch)[0](), attention.xformers_calls(batch)[0]()
+    assert (found.double() - other.double()).abs().max() < ERROR[torch.bfloat16]
+    assert attention.error(batch, found) < max(2 * attention.error(batch, other), 1e-3)
+
+
 @DEVICES
 @pytest.mark.parametrize("nodes", [1, 2, 7, 63, 64, 130])
 def test_ancestor_bits(nodes, device):
