@@ -151,7 +151,7 @@ def _attend(
 
 def _merge(head_size: int, group: int) -> Variant:
     types = {"out": "*bf16", "partial": "*fp32", "weight": "*fp32", "merges": "*i32"}
-    sizes = {"HEAD_SIZE": head_size, "PADDED_HEAD": triton.next_power_of_2(head_size), "PADDED_SPLITS": MOST_SPLITS}
+    sizes = {"HEAD_SIZE": head_size, "PADDED_HEAD": triton.next_power_of_2(head_size), "SPLITS": 8}
     constants = {"KV_HEADS": 8, "GROUP": group, "LANES": 64, **sizes}
     return Variant(f"merge {head_size}", triton_tree._merge, types, constants, aligned=("out_row", "out_head"))
 

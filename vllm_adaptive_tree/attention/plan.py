@@ -136,7 +136,7 @@ class Plan:
         usual = triton.cdiv(rows, requests) if rows_per_request is None else rows_per_request
         self.lanes, self.tile, self.warps = Tiling.of(self.group, head_size, dtype.itemsize, usual)
         processors = _processors(device) if processors is None else processors
-        resident = processors * (2 if self.lanes < LANES[-1] else 1)  # programs that run side by side
+        resident = processors * (8 // self.warps)  # programs that run side by side: each takes most of its registers
         self.slots, self.least = max(resident // kv_heads, 1), tiles_per_split
         self.padded_requests = triton.next_power_of_2(requests)
         capacity = rows // self.tile_rows + requests + self.slots

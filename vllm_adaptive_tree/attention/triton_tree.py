@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_adaptive_tree.attention.plan import MOST_SPLITS, Plan
+from vllm_adaptive_tree.attention.plan import Plan
 from vllm_adaptive_tree.trees.masks import WORD
 
 LOG2_E = 1.4426950408889634
@@ -221,23 +221,33 @@ def _merge(
     HEAD_SIZE: tl.constexpr,
     PADDED_HEAD: tl.constexpr,
     LANES: tl.constexpr,
-    PADDED_SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr,  # read at once
 ):
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot, splits, place = tl.load(merges + row * 3), tl.load(merges + row * 3 + 1), tl.load(merges + row * 3 + 2)
     if splits < 2:
         return
-    split, dim = tl.arange(0, PADDED_SPLITS), tl.arange(0, PADDED_HEAD)
-    at = ((slot + split) * KV_HEADS + head // GROUP).to(tl.int64) * LANES + place * GROUP + head % GROUP
-    log = tl.load(weight + at, mask=split < splits, other=float("-inf"))
-    peak = tl.max(log, 0)
-    share = tl.exp2(log - tl.where(peak == float("-inf"), 0.0, peak))
-    in_bounds = (share > 0)[:, None] & (dim < HEAD_SIZE)[None, :]
-    parts = tl.load(partial + at[:, None] * HEAD_SIZE + dim[None, :], mask=in_bounds, other=0.0)
-    total = tl.sum(share, 0)
-    result = tl.sum(parts * share[:, None], 0) / tl.where(total > 0, total, 1.0)
-    at_out = row * out_row + head * out_head + dim
-    tl.store(out + at_out, result.to(out.dtype.element_ty), mask=dim < HEAD_SIZE)
+    split, dim = tl.arange(0, SPLITS), tl.arange(0, PADDED_HEAD)
+    for head in range(GROUP):
+        lane = place * GROUP + head
+        peak = tl.full([], float("-inf"), tl.float32)
+        total = tl.zeros([], tl.float32)
+        sums = tl.zeros([PADDED_HEAD], tl.float32)
+        for begin in range(0, splits, SPLITS):
+            exists = begin + split < splits
+            at = ((slot + begin + split) * KV_HEADS + kv_head).to(tl.int64) * LANES + lane
+            log = tl.load(weight + at, mask=exists, other=float("-inf"))
+            in_bounds = exists[:, None] & (dim < HEAD_SIZE)[None, :]
+            parts = tl.load(partial + at[:, None] * HEAD_SIZE + dim[None, :], mask=in_bounds, other=0.0)
+            higher = tl.maximum(peak, tl.max(log, 0))
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+            fade, share = tl.exp2(peak - base), tl.exp2(log - base)
+            total = total * fade + tl.sum(share, 0)
+            sums = sums * fade + tl.sum(parts * share[:, None], 0)
+            peak = higher
+        result = sums / tl.where(total > 0, total, 1.0)
+        out_at = row * out_row + (kv_head * GROUP + head) * out_head + dim
+        tl.store(out + out_at, result.to(out.dtype.element_ty), mask=dim < HEAD_SIZE)
 
 
 class OwnKeys(NamedTuple):
@@ -323,14 +333,14 @@ def tree_attention(
         num_warps=plan.warps,
         num_stages=3,
     )
-    _merge[(rows, heads)](
+    _merge[(rows, kv_heads)](
         *(out, plan.partial, plan.weight, plan.merges, *out.stride()[:2]),
         KV_HEADS=kv_heads,
         GROUP=plan.group,
         HEAD_SIZE=head_size,
         PADDED_HEAD=padded_head,
         LANES=plan.lanes,
-        PADDED_SPLITS=MOST_SPLITS,
+        SPLITS=8,
         num_warps=4,
     )
     return out
