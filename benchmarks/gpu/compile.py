@@ -1,0 +1,250 @@
+"""Every kernel compiled for GPUs that are not there: registers, spills, shared memory, kind of matrix instruction.
+
+    python -m benchmarks.gpu.compile --out benchmarks/results/gpu/compiled.json
+
+No GPU and no CUDA are needed: Triton brings its own assembler. A kernel that does not compile, multiplies matrices
+without tensor cores, asks for more shared memory than a block may have, or spills 512 bytes a thread or more is an
+error, and the command ends with code 1. `--markdown` prints the table of `docs/gpu.md`.
+"""
+
+# mypy: disable-error-code="import-untyped"
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from vllm_adaptive_tree.attention import plan, triton_tree
+from vllm_adaptive_tree.attention.plan import LANES, MOST_SPLITS, Tiling
+from vllm_adaptive_tree.kernels import commit, layout, rejection, sampling
+from vllm_adaptive_tree.trees.masks import WORD
+from vllm_adaptive_tree.vocab_ops import CHUNK
+
+ARCHITECTURES = (80, 90, 100)
+SHARED = {80: 163, 90: 227, 100: 227}
+"""Compute capability -> KiB of shared memory that a block may have."""
+MOST_SPILLED = 512
+INSTRUCTIONS = {"tcgen05.mma": "tcgen05", "wgmma.mma": "wgmma", "mma.sync": "mma.sync"}
+TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+OUT = Path("benchmarks/results/gpu/compiled.json")
+
+
+class Variant(NamedTuple):
+    """A kernel as a launch specialises it."""
+
+    name: str
+    kernel: Any
+    types: dict[str, str]  # argument -> type, all others are i32
+    constants: dict[str, Any]
+    warps: int = 4
+    aligned: tuple[str, ...] = ()
+    """Numbers that are divisible by 16; pointers are."""
+    oldest: int = 80
+    """No older GPU has the types."""
+
+    def source(self) -> Any:
+        names = self.kernel.arg_names
+        signature = {name: self.types.get(name, "i32") for name in names} | dict.fromkeys(self.constants, "constexpr")
+        loose = {one.name for one in self.kernel.params if one.do_not_specialize or one.do_not_specialize_on_alignment}
+        aligned = ({name for name, kind in signature.items() if kind[0] == "*"} | set(self.aligned)) - loose
+        places = {(names.index(name),): value for name, value in self.constants.items()}
+        return ASTSource(
+            self.kernel, signature, places, {(names.index(n),): [["tt.divisibility", 16]] for n in aligned}
+        )
+
+
+class Compiled(NamedTuple):
+    """A variant for one architecture."""
+
+    kernel: str
+    sm: int
+    registers: int  # a thread
+    spilled: int  # bytes a thread
+    shared: int  # bytes a block
+    matrix: str | None  # instruction; "fma": none of the tensor cores'
+
+    @classmethod
+    def of(cls, variant: Variant, sm: int) -> "Compiled":
+        """Down to machine code."""
+        options = {"num_warps": variant.warps, "num_stages": 3}
+        found = triton.compile(variant.source(), target=GPUTarget("cuda", sm, 32), options=options)
+        matrix = next((kind for text, kind in INSTRUCTIONS.items() if text in found.asm["ptx"]), "fma")
+        dots = "tt.dot" in found.asm["ttir"]
+        return cls(variant.name, sm, *_resources(found.asm["cubin"]), found.metadata.shared, matrix if dots else None)
+
+    @property
+    def faults(self) -> list[str]:
+        found = {
+            f"{self.shared} bytes of shared memory": self.shared > SHARED[self.sm] * 1024,
+            f"{self.spilled} bytes spilled": self.spilled >= MOST_SPILLED,
+            "no tensor cores": self.matrix == "fma",
+        }
+        return [f"{self.kernel} on sm_{self.sm}: {text}" for text, true in found.items() if true]
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """Registers and bytes of a thread's stack, on which nothing lies but what is spilled."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", text)[-1]
+    return int(registers), int(stack)
+
+
+def variants() -> Iterator[Variant]:
+    """All that an engine starts; first what a Llama-3 8B in bfloat16 does."""
+    for lanes in LANES:
+        yield _attend(128, 4, lanes)
+        yield _attend(128, 4, lanes, own=True)
+    yield from (_merge(128, 4), _plan(256), _move(), _bits(64), *_small(128_256, 16, 64))
+    for lanes in LANES:
+        yield _attend(64, 8, lanes, own=True)
+    yield _attend(64, 8, 128)
+    for group in (1, 8):
+        yield _attend(128, group, 128)
+    yield _attend(96, 7, 128)
+    yield _attend(128, 4, 128, dtype="fp16")
+    yield _attend(128, 4, 128, context=False)
+    for own in (False, True):
+        for lanes in (16, 64):
+            yield _attend(256, 4, lanes, own=own)
+        yield _attend(128, 4, 128, own=own, cache="fp8e4nv")
+        for head_size, lanes in ((64, 64), (128, 32), (256, 16)):
+            yield _attend(head_size, 4, lanes, own=own, dtype="fp32")
+    yield from (_merge(256, 4), _plan(1024), _bits(255), *_small(32_000, 4, 255), *_small(262_144, 64, 64))
+
+
+def _attend(
+    head_size: int, group: int, lanes: int, *, own: bool = False, context: bool = True, dtype: str = "bf16",
+    cache: str | None = None,
+) -> Variant:  # fmt: skip
+    tiling = Tiling.of(group, head_size, TYPES[dtype].itemsize, max(lanes // group, 1))
+    assert tiling.lanes == lanes
+    kernel = triton_tree._attend
+    types = dict.fromkeys(("out", "context_out", "query", "own_key", "own_value"), f"*{dtype}")
+    types |= dict.fromkeys(("key_cache", "value_cache"), f"*{cache or dtype}")
+    types |= dict.fromkeys(("partial", "weight", "context_log"), "*fp32")
+    types |= dict.fromkeys(("block_table", "row_start", "context", "work", "items", "merges"), "*i32")
+    types |= dict.fromkeys(("scale", "key_scale", "value_scale"), "fp32") | {"ancestors": "*i64"}
+    shapes = {"KV_HEADS": 8, "GROUP": group, "HEAD_SIZE": head_size, "PADDED_HEAD": triton.next_power_of_2(head_size)}
+    sizes = {"BLOCK_SIZE": 16, "LANES": lanes, "TILE": tiling.tile, "WORD": WORD}
+    kinds = {"OWN": own, "READ_CONTEXT": context, "LOG2_E": triton_tree.LOG2_E, "WIDEN": False}
+    strides = ("_row", "_head", "_block", "_slot", "_request")
+    aligned = tuple(name for name in kernel.arg_names if name.endswith(strides) and name != "context_log_head")
+    notes = (dtype, f"{cache} cache" if cache else "", "own keys" if own else "", "" if context else "no context")
+    name = f"attend {head_size} x {group}, {lanes} lanes, {', '.join(note for note in notes if note)}"
+    return Variant(name, kernel, types, shapes | sizes | kinds, tiling.warps, aligned, 90 if cache else 80)
+
+
+def _merge(head_size: int, group: int) -> Variant:
+    types = {"out": "*bf16", "partial": "*fp32", "weight": "*fp32", "merges": "*i32"}
+    sizes = {"HEAD_SIZE": head_size, "PADDED_HEAD": triton.next_power_of_2(head_size), "SPLITS": 8}
+    constants = {"KV_HEADS": 8, "GROUP": group, "LANES": 64, **sizes}
+    return Variant(f"merge {head_size}", triton_tree._merge, types, constants, aligned=("out_row", "out_head"))
+
+
+def _plan(requests: int) -> Variant:
+    types = dict.fromkeys(("work", "items", "merges", "row_start", "context"), "*i32")
+    constants = {"TILE_ROWS": 32, "TILE": 64, "MOST_SPLITS": MOST_SPLITS, "PADDED_REQUESTS": requests, "BLOCK": 128}
+    return Variant(f"plan, {requests} requests", plan._plan, types, constants)
+
+
+def _move() -> Variant:
+    types = {"caches": "*i64", "block_table": "*i32", "root": "*i64", "nodes": "*i64"}
+    constants = {"BLOCK_SIZE": 16, "WIDTH": 64, "PADDED_WIDTH": 64, "PADDED_LEVELS": 16}
+    return Variant("move", commit._move, types, constants, aligned=("cache_block", "cache_head", "cache_slot"))
+
+
+def _bits(nodes: int) -> Variant:
+    kernel, words = layout._bits, -(-(1 + nodes) // WORD)
+    types = {name: "*i64" for name in kernel.arg_names if name.islower() and name != "plain"}
+    types |= dict.fromkeys(("context_out", "input_ids", "request", "logits_start", "row_start"), "*i32")
+    types |= dict.fromkeys(("weight", "weight_out"), "*fp32")
+    sizes = {"PADDED": triton.next_power_of_2(1 + nodes), "WORDS": words, "PADDED_WORDS": triton.next_power_of_2(words)}
+    return Variant(f"bits, {nodes} nodes", kernel, types, {"NODES": nodes, "WORD": WORD, "EMPTY": -1, **sizes})
+
+
+def _small(vocabulary: int, children: int, nodes: int) -> Iterator[Variant]:
+    """Draws and rules."""
+    chunks = triton.next_power_of_2(-(-vocabulary // CHUNK))
+    sizes = {"CHUNK": CHUNK, "PADDED_CHUNKS": chunks, "PADDED_K": children}
+    types = {"tokens": "*i64", "probs": "*fp32", "sums": "*fp64", "key": "*i64"}
+    constants = {**sizes, "EXHAUSTED": sampling.EXHAUSTED, "BELOW_ONE": sampling.BELOW_ONE}
+    name = f"sample {children} of {vocabulary}"
+    yield Variant(name, sampling._sample, types, constants, 4 if chunks <= 1024 else 8, ("vocabulary",))
+    if vocabulary != 128_256:
+        return
+    pointers = dict.fromkeys(("bound", "base", "key"), "*i64")
+    yield Variant("fold_in", sampling._fold_in, pointers, {"BLOCK": sampling.FOLD_IN_BLOCK})
+    pointers = dict.fromkeys(("tokens_out", "nodes_out", "sampled", "root_row", "tokens", "parent"), "*i64")
+    walk, traversal = (sys.modules[f"vllm_adaptive_tree.kernels.{name}"] for name in ("walk", "traversal"))
+    padded = triton.next_power_of_2(nodes)
+    yield Variant(f"walk, {nodes} nodes", walk._walk, pointers, {"STEPS": 9, "PADDED_NODES": padded}, 1)
+    rounding = {"TINY": torch.finfo(torch.float32).tiny, "ROUNDING": 1e-6, "BLOCK": rejection.BLOCK}
+    levels = {"LEVELS": 8, "PADDED_LEVELS": 16, "PADDED_NODES": padded, "TYPE": tl.float32}
+    for replaced in (False, True):
+        note = "replaced" if replaced else "not replaced"
+        pointers = {"accepted": "*i64", "p": "*fp32", "q": "*fp32", "children": "*i64", "key": "*i64"}
+        constants = {**rounding, "REPLACED": replaced}
+        yield Variant(f"test, {note}", rejection._test, pointers, constants, 16, ("vocabulary",))
+        pointers = dict.fromkeys(("probs_out", "p_left", "q_left", "target", "temperature"), "*fp32")
+        pointers |= dict.fromkeys(("path_out", "end_out", "tokens", "parent", "root_row", "draft_row", "key"), "*i64")
+        pointers |= {"draft": "*bf16", "selected": "*i8"}
+        name = f"traverse, {nodes} nodes, {note}"
+        yield Variant(name, traversal._traverse, pointers, constants | levels, 16, ("vocabulary",))
+
+
+def table(rows: list[Compiled]) -> str:
+    """Markdown: a line for each kernel, a column for each architecture."""
+    lines = [
+        "| kernel | " + " | ".join(f"sm_{sm}" for sm in ARCHITECTURES) + " |",
+        "| --- |" + " --- |" * len(ARCHITECTURES),
+    ]
+    for name in dict.fromkeys(row.kernel for row in rows):
+        cells = {row.sm: _cell(row) for row in rows if row.kernel == name}
+        lines.append(f"| {name} | " + " | ".join(cells.get(sm, "") for sm in ARCHITECTURES) + " |")
+    return "\n".join(lines)
+
+
+def _cell(row: Compiled) -> str:
+    parts = [row.matrix, f"{row.registers}", f"{row.spilled}", f"{row.shared / 1024:.0f}"]
+    return ", ".join(part for part in parts if part)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--markdown", action="store_true", help="compile nothing: print the table of what --out holds")
+    arguments = parser.parse_args()
+    if arguments.markdown:
+        print(table([Compiled(**row) for row in json.loads(arguments.out.read_text())["kernels"]]))
+        return 0
+    rows = []
+    for variant in variants():
+        for sm in ARCHITECTURES:
+            if sm >= variant.oldest:
+                rows.append(Compiled.of(variant, sm))
+                print(*rows[-1], flush=True)
+    results = {"triton": triton.__version__, "kernels": [row._asdict() for row in rows]}
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(results, indent=1) + "\n")
+    faults = [fault for row in rows for fault in row.faults]
+    print(*faults, sep="\n", file=sys.stderr)
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
