@@ -19,6 +19,7 @@ from vllm_adaptive_tree.engine.common.steering import Steering
 from vllm_adaptive_tree.engine.patches import swapped
 from vllm_adaptive_tree.engine.v2.attention import DenseTrees, KernelTrees, PagedTreeAttention
 from vllm_adaptive_tree.engine.v2.budget import SETTLED, DeviceBudget
+from vllm_adaptive_tree.engine.v2.device import compiles
 from vllm_adaptive_tree.engine.v2.draft_backlog import DraftBacklog
 from vllm_adaptive_tree.engine.v2.drafting import TreeDrafting
 from vllm_adaptive_tree.engine.v2.head_speculator import HeadSpeculator
@@ -108,7 +109,7 @@ class TreeModelRunnerV2(ModelRunner):
         self.draft_memory = draft_memory(self, speculator.draft_attn_layer_names, getattr(speculator, "model", None))
         for name, layer in self.compilation_config.static_forward_context.items():
             checks.check_layer(name, layer)
-            trees = CPUTreeAttention if self.device.type == "cpu" else PagedTreeAttention
+            trees = PagedTreeAttention if compiles(self.device) else CPUTreeAttention
             trees.adopt(layer, drafts=name in self.speculator.draft_attn_layer_names)
         if self.batch_sharder is not None or self.sampler.return_sampling_mask:
             raise ValueError("return_sampling_mask and a sampler sharded over ranks are not supported with trees")

@@ -9,6 +9,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_adaptive_tree.attention.cpu import context_bias
 from vllm_adaptive_tree.engine.v2.attention import DenseTrees, KernelTrees
+from vllm_adaptive_tree.engine.v2.device import compiles
 from vllm_adaptive_tree.engine.v2.drafts import DraftProbs, Drafts
 from vllm_adaptive_tree.trees import TreeBatch
 from vllm_adaptive_tree.trees.masks import ancestor_mask
@@ -86,9 +87,9 @@ class Verification(NamedTuple):
 
     def metadata(self, native: Any, block_size: int, batch: Any) -> DenseTrees | KernelTrees:
         """Of one attention group of the target's layers; `native`: vLLM's for the whole batch."""
-        if self.first.device.type == "cpu":
-            return self.dense(native, block_size, int(batch.seq_lens_cpu_upper_bound[: batch.num_reqs].max()))
-        return self.for_kernel(native, batch.query_start_loc, batch.num_draft_tokens)
+        if compiles(self.first.device):
+            return self.for_kernel(native, batch.query_start_loc, batch.num_draft_tokens)
+        return self.dense(native, block_size, int(batch.seq_lens_cpu_upper_bound[: batch.num_reqs].max()))
 
     def for_kernel(self, native: Any, row_start: Tensor, total: int) -> KernelTrees:
         """On a GPU.
