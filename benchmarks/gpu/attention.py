@@ -2,12 +2,12 @@
 
     python -m benchmarks.gpu.attention --out benchmarks/results/gpu/attention.json
 
-`cases`: 64 nodes over 8,192 tokens, batch 1 and 16, bfloat16, heads of a Llama-3 8B: the kernel (by splits), and with
-the contexts left to PyTorch's FlashAttention and merged by log-sum-exp; FlashAttention with a causal mask,
-FlexAttention and xformers (where installed) with the tree's. All but the kernel read K/V laid side by side. The floor
-is the bytes of K/V over the bandwidth of a copy. `skipping`: large random trees as inserted and depth first, the share
-of the own tiles that is read, and the time, FlexAttention's and xformers' as well. All in a CUDA graph that walks over
-several layers' caches, more than the L2 cache holds, as decoding does. Errors are the largest against
+`cases`: 64 nodes over 8,192 tokens, batch 1 and 16, bfloat16, heads of a Llama-3 8B: the kernel (by how many programs
+it fills), and with the contexts left to PyTorch's FlashAttention and merged by log-sum-exp; FlashAttention with a
+causal mask, FlexAttention and xformers (where installed) with the tree's. All but the kernel read K/V laid side by
+side. The floor is the bytes of K/V over the bandwidth of a copy. `skipping`: large random trees as inserted and depth
+first, the share of the own tiles that is read, and the time, FlexAttention's and xformers' as well. All in a CUDA graph
+that walks over several layers' caches, more than the L2 cache holds, as decoding does. Errors are the largest against
 `attention.reference` in float64.
 """
 
@@ -32,7 +32,8 @@ from vllm_adaptive_tree.trees.orders import depth_first, mask_blocks, permuted
 
 HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 32, 8, 128, 16
 NODES, CONTEXT, BATCHES = 64, 8192, (1, 16)
-SPLITS = (1, 2, 4, 8, 16, 32)
+FILLINGS = (0.25, 0.5, 1, 2, 4)
+"""Programs that split contexts, for each multiprocessor."""
 LARGE, LARGE_CONTEXT = (256, 512, 1024, 2048), 1024
 LAYERS = 8
 SCALE = HEAD_SIZE**-0.5
@@ -92,11 +93,15 @@ def random_trees(requests: int, nodes: int) -> Tensor:
     return ((uniform * torch.arange(1, nodes + 1)).long() - 1).cuda()
 
 
-def kernel_calls(batch: Batch, splits: int | None = None) -> list[Callable[[], object]]:
-    from vllm_adaptive_tree.attention.triton_tree import tree_attention
+def kernel_calls(batch: Batch, filling: float = 1) -> list[Callable[[], object]]:
+    """One plan for all layers, made beforehand, as in a step; `filling`: so many times the device's processors."""
+    from vllm_adaptive_tree.attention.triton_tree import Plan, tree_attention
 
-    out = torch.empty_like(batch.query)
-    return [partial(tree_attention, *batch.arguments(layer), out, splits=splits) for layer in range(LAYERS)]
+    out, device = torch.empty_like(batch.query), batch.query.device
+    processors = round(filling * torch.cuda.get_device_properties(device).multi_processor_count)
+    shape = len(out), len(batch.context), HEADS, KV_HEADS, HEAD_SIZE
+    plan = Plan(*shape, out.dtype, device, processors=processors).update(batch.row_start, batch.context)
+    return [partial(tree_attention, *batch.arguments(layer), out, plan=plan) for layer in range(LAYERS)]
 
 
 def error(batch: Batch, found: Tensor) -> float:
@@ -199,7 +204,7 @@ def measured_case(requests: int, bandwidth: float) -> dict[str, Any]:
         "error": error(batch, cast(Tensor, calls[0]())),
         "floor": batch.bytes / bandwidth,
         "kernel": microseconds(calls),
-        "kernel_by_splits": {splits: microseconds(kernel_calls(batch, splits)) for splits in SPLITS},
+        "kernel_by_filling": {filling: microseconds(kernel_calls(batch, filling)) for filling in FILLINGS},
         "kernel_and_flash": microseconds(merged := merged_calls(batch)),
         "kernel_and_flash_error": error(batch, cast(Tensor, merged[0]())),
         "flash_causal": microseconds(flash_calls(batch)),

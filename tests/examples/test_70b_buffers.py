@@ -159,18 +159,16 @@ def test_a_verification_keeps_the_rows_of_its_trees(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_partial_results_of_the_kernel_are_bounded(ranks: int) -> None:
     """On any GPU of this generation: an H100 has 132 multiprocessors, a B200 148."""
-    from vllm_adaptive_tree.attention.triton_tree import Tiling
+    from vllm_adaptive_tree.attention.plan import Plan
 
     heads, kv_heads, size = 64 // ranks, 8 // ranks, 128
     bound = PROCESSORS * LANES * (size + 1) * FULL
     seen = 0
     for requests in (1, 2, 3, 4, 8, 16, 64, 256):
         for nodes in (1, 7, 10, 31, 63, 255):
-            rows = requests * (1 + nodes)
-            query = torch.empty(rows, heads, size, dtype=torch.bfloat16, device="meta")
-            for longest in (64, 2048, 131_072):
-                parts = Tiling.of(query, kv_heads, requests, longest, PROCESSORS).splits
-                partial = parts * rows * heads * (size + 1) * FULL if parts > 1 else 0
-                assert partial <= bound, (requests, nodes, longest)
-                seen = max(seen, partial)
+            shape = requests * (1 + nodes), requests, heads, kv_heads, size
+            plan = Plan(*shape, torch.bfloat16, torch.device("meta"), processors=PROCESSORS)
+            partial = plan.partial.nbytes + plan.weight.nbytes
+            assert partial <= bound, (requests, nodes)
+            seen = max(seen, partial)
     assert seen > bound / 2

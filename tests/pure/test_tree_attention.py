@@ -32,6 +32,12 @@ def kernel() -> Any:
     return triton_tree
 
 
+def plans() -> Any:
+    from vllm_adaptive_tree.attention import plan
+
+    return plan
+
+
 class Batch(NamedTuple):
     query: Tensor
     key_cache: Tensor
@@ -103,12 +109,56 @@ class Batch(NamedTuple):
             out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
         return out.to(self.query.dtype), lse.float()
 
-    def error(self, splits: int | None = None, context_result: tuple[Tensor, Tensor] | None = None) -> float:
-        found = kernel().tree_attention(
-            *self, torch.zeros_like(self.query), splits=splits, context_result=context_result
-        )
+    def plan(self, processors: int | None = None) -> Any:
+        """Splits of a tile each; so many processors to fill."""
+        rows, heads, head_size = self.query.shape
+        shape = rows, len(self.context), heads, self.key_cache.shape[2], head_size
+        plan = kernel().Plan(*shape, self.query.dtype, torch.device(DEVICE), processors=processors, tiles_per_split=1)
+        return plan.update(self.row_start, self.context)
+
+    def error(self, processors: int | None = None, **options: Any) -> float:
+        if processors is not None:
+            options["plan"] = self.plan(processors)
+        found = kernel().tree_attention(*self, torch.zeros_like(self.query), **options)
         assert found.dtype == self.query.dtype
         return (found.double() - self.expected()).abs().max().item()
+
+
+class Level(Batch):
+    """Levels of W nodes for every request, their K/V in slots beside the cache."""
+
+    own: tuple[Tensor, Tensor]  # [R, S, Hkv, D]
+    masks: Tensor  # [R, S, words]
+
+    @classmethod
+    def of(cls, contexts: list[int], width: int, levels: int, **options: Any) -> "Level":
+        requests, slots = len(contexts), width * levels
+        batch = Batch.of([(length, [-1] * (width - 1)) for length in contexts], **options)
+        generator = torch.Generator().manual_seed(1)
+        drawn = torch.rand(requests, slots, slots, generator=generator) < 0.3
+        seen = drawn.tril(-1) | torch.eye(slots, dtype=torch.bool)
+        words = -(-slots // WORD)
+        padded = torch.nn.functional.pad(seen, (0, words * WORD - slots)).unflatten(2, (words, WORD)).long()
+        level = cls(*batch)
+        heads, head_size = batch.key_cache.shape[2:]
+        both = torch.randn(2, requests, heads, slots, head_size, generator=generator, dtype=torch.float64)
+        level.own = tuple(both.to(DEVICE, batch.query.dtype).transpose(2, 3))
+        level.masks = (padded << torch.arange(WORD)).sum(3).to(DEVICE)
+        return level
+
+    def error(self, offset: int, processors: int = 1, plan: Any = None) -> float:
+        """Of the level whose first slot is `offset`."""
+        width = len(self.query) // len(self.context)
+        bits = self.masks[:, offset : offset + width].flatten(0, 1)
+        given = (*self[:6], bits, self.scale)
+        own = kernel().OwnKeys(*self.own, offset)
+        plan = self.plan(processors) if plan is None else plan
+        found = kernel().tree_attention(*given, torch.zeros_like(self.query), own=own, plan=plan)
+        doubled = tuple(part.double() for part in self.own)
+        query, key, value = (part.double() for part in self[:3])
+        out = torch.zeros_like(query)
+        expected = reference.tree_attention(query, key, value, *given[3:], out, own=(*doubled, offset))
+        return (found.double() - expected).abs().max().item()
 
 
 CHAIN = list(range(-1, 6))
@@ -119,7 +169,18 @@ FORK = [-1, -1, 0, 0, 1, 4, 4, 5, -1]
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
 def test_kernels_in_the_interpreter():
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k", "TestKernels"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        __file__,
+        "-k",
+        "TestKernels or TestPlan",
+    ]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
 
@@ -127,11 +188,11 @@ def test_kernels_in_the_interpreter():
 class TestKernels:
     __test__ = INTERPRETED or DEVICE == "cuda"
 
-    @pytest.mark.parametrize("splits", [1, 3])
-    def test_unequal_trees(self, splits):
+    @pytest.mark.parametrize("processors", [1, 3, 50])
+    def test_unequal_trees(self, processors):
         """A tree, a decode, nothing, a chain, a first token, and contexts that end before, at and behind a border."""
         requests = [(37, FORK), (16, []), (5, None), (15, CHAIN), (0, []), (1, FORK[:4]), (0, FORK)]
-        assert Batch.of(requests).error(splits) < ERROR[torch.float32]
+        assert Batch.of(requests).error(processors) < ERROR[torch.float32]
 
     @pytest.mark.parametrize("length", [0, 1, 15, 16, 17, 50, 130])
     def test_context(self, length):
@@ -139,7 +200,7 @@ class TestKernels:
 
     @pytest.mark.parametrize("heads", [(1, 1), (4, 4), (4, 2), (6, 2), (8, 2), (8, 1)])
     def test_heads(self, heads):
-        assert Batch.of([(19, FORK), (3, CHAIN)], heads=heads).error(2) < ERROR[torch.float32]
+        assert Batch.of([(19, FORK), (3, CHAIN)], heads=heads).error(8) < ERROR[torch.float32]
 
     @pytest.mark.parametrize("dtype", ERROR)
     @pytest.mark.parametrize("head_size", [64, 96, 128, 256])
@@ -155,25 +216,28 @@ class TestKernels:
     def test_several_words(self, head_size):
         """Rows 64, 128 and following stand in other words; bit 63 is a word's sign."""
         requests = [(20, list(recursive_tree(150, 0).parents)), (3, list(range(-1, 69))), (0, [])]
-        assert Batch.of(requests, head_size=head_size).error(2) < ERROR[torch.float32]
+        assert Batch.of(requests, head_size=head_size).error(8) < ERROR[torch.float32]
 
-    def test_more_splits_than_tiles(self):
-        assert Batch.of([(3, FORK), (0, [])]).error(7) < ERROR[torch.float32]
+    def test_a_decode_in_a_tile_of_one_row(self):
+        batch = Batch.of([(70, []), (3, []), (0, [])], heads=(16, 1))
+        assert batch.plan(1).tile_rows == 1
+        assert batch.error(5) < ERROR[torch.float32]
 
-    @pytest.mark.parametrize("splits", [1, 3])
-    def test_contexts_that_another_kernel_has_read(self, splits):
+    @pytest.mark.parametrize("processors", [1, 6])
+    def test_contexts_that_another_kernel_has_read(self, processors, monkeypatch):
         requests = [(37, FORK), (16, []), (5, None), (15, CHAIN), (9, list(recursive_tree(70, 0).parents))]
         batch = Batch.of(requests, heads=(4, 2))
-        assert batch.error(splits, context_result=batch.context_result()) < ERROR[torch.float32]
+        plan = batch._replace(context=torch.zeros_like(batch.context)).plan(processors)
+        assert batch.error(plan=plan, context_result=batch.context_result()) < ERROR[torch.float32]
         off = batch.context_result()
         off[1][0, 3] += 0.5
-        assert batch.error(splits, context_result=off) > 1e-3
+        assert batch.error(context_result=off) > 1e-3
 
-    @pytest.mark.parametrize("splits", [1, 2])
-    def test_padding_rows_stay(self, splits):
+    @pytest.mark.parametrize("processors", [1, 4])
+    def test_padding_rows_stay(self, processors):
         batch = Batch.of([(9, FORK), (2, None)], padding=3)
         out = torch.full_like(batch.query, 7.0)
-        kernel().tree_attention(*batch, out, splits=splits)
+        kernel().tree_attention(*batch, out, plan=batch.plan(processors))
         assert (out[-3:] == 7).all()
         assert (out[:-3] != 7).all()
 
@@ -194,16 +258,63 @@ class TestKernels:
     def test_tiles_without_ancestors_are_not_read(self):
         """Two branches of 80 rows each; rows of the second do not notice that a tile of the first's K/V is spoiled."""
         batch = Batch.of([(4, [-1, *range(79), -1, *range(80, 159)])], block_size=1, heads=(1, 1), head_size=128)
-        expected = batch.expected()
-        tiling = kernel().Tiling.of(batch.query, 1, 1, 1, 1)
-        first, behind = 4 + tiling.tile, 4 + 80 // tiling.tile * tiling.tile
+        expected, plan = batch.expected(), batch.plan()
+        first, behind = 4 + plan.tile, 4 + 80 // plan.tile * plan.tile
         assert first < behind
         for cache in (batch.key_cache, batch.value_cache):
             cache[batch.block_table[0, first:behind].long()] = torch.nan
         found = kernel().tree_attention(*batch, torch.zeros_like(batch.query))
-        clean = -(-81 // tiling.lanes) * tiling.lanes  # first query tile without rows of the first branch
+        clean = -(-81 // plan.lanes) * plan.lanes  # first query tile without rows of the first branch
         assert clean < 161
         assert (found[clean:].double() - expected[clean:]).abs().max() < ERROR[torch.float32]
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
+    def test_level(self, heads, dtype):
+        """Own rows beside the cache: levels of a growing tree, over contexts around a border and without one."""
+        level = Level.of([0, 1, 15, 16, 17, 100], 3, 4, heads=heads, dtype=dtype)
+        for offset in (0, 3, 9):
+            assert level.error(offset) < ERROR[dtype]
+
+    @pytest.mark.parametrize("head_size", [64, 96, 128, 256])
+    def test_level_of_several_words(self, head_size):
+        """Slots 63, 64 and 127, 128 stand at the border of words, offset 60 in the middle of a tile."""
+        level = Level.of([33, 2], 30, 5, head_size=head_size)
+        for offset in (30, 60, 120):
+            assert level.error(offset, processors=8) < ERROR[torch.float32]
+
+    def test_a_level_reads_no_slot_after_its_own(self):
+        """They hold NaN: what a later level will write."""
+        level = Level.of([20], 4, 2)
+        level.own[0][:, 4:], level.own[1][:, 4:] = torch.nan, torch.nan
+        assert level.error(0) < ERROR[torch.float32]
+
+    def test_one_plan_for_all_layers_and_levels(self):
+        """Nothing stays in it that would spoil the next launch, or the next step with other lengths."""
+        level = Level.of([90, 3, 40], 3, 4)
+        other = Level.of([7, 120, 0], 3, 4)
+        plan = level.plan(12)
+        for one in (level, other, level):
+            plan.update(one.row_start, one.context)
+            for offset in (0, 6, 3):
+                assert one.error(offset, plan=plan) < ERROR[torch.float32]
+
+    @pytest.mark.parametrize("heads", [(2, 1), (4, 2)])
+    def test_eight_bit_cache(self, heads):
+        """Scales of keys and of values; the expectation is over the values that the cache stands for."""
+        batch = Batch.of([(37, FORK), (16, []), (0, CHAIN)], heads=heads, dtype=torch.bfloat16)
+        scales = 0.5, 0.25
+        stored = [
+            torch.where(cache.isnan(), 0.0, cache / scale).to(torch.float8_e4m3fn)
+            for cache, scale in zip((batch.key_cache, batch.value_cache), scales, strict=True)
+        ]
+        meant = [cache.float() * scale for cache, scale in zip(stored, scales, strict=True)]
+        expected = batch._replace(key_cache=meant[0], value_cache=meant[1]).expected()
+        stored_batch = batch._replace(key_cache=stored[0], value_cache=stored[1])
+        found = kernel().tree_attention(
+            *stored_batch, torch.zeros_like(batch.query), key_scale=scales[0], value_scale=scales[1]
+        )
+        assert (found.double() - expected).abs().max() < ERROR[torch.bfloat16]
 
     def test_the_host_reads_shapes_only(self, monkeypatch):
         """Meta tensors have no values; the launches are all that is left out."""
@@ -214,50 +325,100 @@ class TestKernels:
                 grids.append(grid)
                 return lambda *args, **kwargs: None
 
+        monkeypatch.setattr(plans(), "_plan", Launch())
         monkeypatch.setattr(kernel(), "_attend", Launch())
         monkeypatch.setattr(kernel(), "_merge", Launch())
         batch = Batch.of([(37, FORK), (16, [])])
         meta = [tensor.to("meta") for tensor in batch[:7]]
         with NoHostSync():
-            kernel().tree_attention(*meta, batch.scale, torch.empty_like(meta[0]), splits=4)
-        assert [len(grid) for grid in grids] == [3, 2]
+            kernel().tree_attention(*meta, batch.scale, torch.empty_like(meta[0]))
+        assert [len(grid) for grid in grids] == [1, 1, 2]
 
-    def test_splits_fill_the_device_once(self):
-        tiling = kernel().Tiling.of
-        one = torch.empty(64, 32, 128, dtype=torch.bfloat16, device="meta")
-        assert tiling(one, 8, 1, 131_072, 132) == (128, 64, 3, 8)
-        assert tiling(one, 8, 1, 256, 132).splits == 1
-        assert tiling(one.expand(16, -1, -1, -1).flatten(0, 1), 8, 16, 131_072, 132).splits == 1
+
+class TestPlan:
+    __test__ = INTERPRETED or DEVICE == "cuda"
+
+    def work(
+        self, counts: list[int], contexts: list[int], *, processors: int, kv_heads: int = 1, **options: Any
+    ) -> Any:
+        """{request: splits}, after checking that the entries are what they have to be."""
+        rows = sum(counts) + 3
+        plan = plans().Plan(
+            rows,
+            len(counts),
+            kv_heads,
+            kv_heads,
+            128,
+            torch.bfloat16,
+            torch.device(DEVICE),
+            processors=processors,
+            **options,
+        )
+        plan.merges.fill_(77)
+        start = torch.tensor([0, *counts]).cumsum(0).int()
+        plan.update(start.to(DEVICE), torch.tensor(contexts, dtype=torch.int32, device=DEVICE))
+        work = plan.work[: plan.items.item()].tolist()
+        merges = plan.merges.tolist()
+        assert len({tuple(entry) for entry in work}) == len(work) <= len(plan.work)
+        slots, splits = [], {}
+        for request, count in enumerate(counts):
+            tiles = sorted({first for number, first, _ in work if number == request})
+            assert tiles == list(range(0, count, plan.tile_rows))
+            for first in tiles:
+                parts = sorted(split for number, at, split in work if (number, at) == (request, first))
+                rows_of_tile = merges[start[request] + first : start[request] + min(first + plan.tile_rows, count)]
+                assert parts == list(range(len(parts)))
+                assert [place for _, _, place in rows_of_tile] == list(range(len(rows_of_tile)))
+                assert {tuple(row[:2]) for row in rows_of_tile} == {(rows_of_tile[0][0], len(parts))}
+                slots += range(rows_of_tile[0][0], rows_of_tile[0][0] + len(parts)) if len(parts) > 1 else []
+                splits[request] = len(parts)
+        assert len(set(slots)) == len(slots), "two partial results in one slot"
+        assert all(slot < plan.slots for slot in slots)
+        assert all(row[1] == 0 for row in merges[start[-1] :]), "nothing to merge in padding"
+        return splits
+
+    def test_splits_follow_the_contexts_not_the_shapes(self):
+        long, short = 64 * 400, 40
+        assert self.work([65], [long], processors=132)[0] == 64
+        assert self.work([65], [short], processors=132)[0] == 1
+        mixed = self.work([65, 65, 0, 1], [long, short, long, short], processors=132)
+        assert mixed[0] > 32
+        assert mixed[1] == mixed[3] == 1
+        assert 2 not in mixed
+
+    def test_padded_requests_take_nothing(self):
+        """A graph for 64 requests of one row, in which one request has 64 rows."""
+        splits = self.work([64, *[0] * 63], [64 * 200, *[0] * 63], processors=132, kv_heads=8, rows_per_request=64)
+        assert splits == {0: 28}
+
+    @pytest.mark.parametrize("seed", range(6))
+    def test_any_batch(self, seed):
+        generator = torch.Generator().manual_seed(seed)
+        requests = int(torch.randint(1, 12, (), generator=generator))
+        counts = torch.randint(0, 150, (requests,), generator=generator).tolist()
+        contexts = (torch.rand(requests, generator=generator) ** 4 * 30_000).int().tolist()
+        for processors in (1, 16, 132):
+            for kv_heads in (1, 8, 40):
+                self.work(counts, contexts, processors=processors, kv_heads=kv_heads, tiles_per_split=1 + seed % 4)
+
+    def test_a_device_is_filled_once(self):
+        one = self.work([64], [131_072 - 64], processors=132, kv_heads=8, rows_per_request=65)
+        assert one == {0: 16}  # one tile of 128 rows for each of 8 heads
+        assert self.work([64] * 16, [131_072] * 16, processors=132, kv_heads=8) == dict.fromkeys(range(16), 1)
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="no Triton")
-@pytest.mark.skipif(INTERPRETED, reason="nothing is compiled there")
-def test_it_compiles_for_an_h200():
-    """Down to machine code, which needs no GPU."""
-    from triton import compile as compiled
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    shapes = {"HEADS": 32, "GROUP": 4, "HEAD_SIZE": 128, "PADDED_HEAD": 128, "BLOCK_SIZE": 16, "LANES": 128, "TILE": 64}
-    constants = {
-        **shapes,
-        "SPLITS": 4,
-        "PARTS": 4,
-        "READ_CONTEXT": 1,
-        "PADDED_REQUESTS": 16,
-        "WORD": WORD,
-        "WIDEN": False,
-    }
-    signature = dict.fromkeys(kernel()._attend.arg_names, "i32")
-    signature |= dict.fromkeys(("out", "query", "key_cache", "value_cache"), "*bf16")
-    signature |= dict.fromkeys(("partial", "weight"), "*fp32")
-    signature |= dict.fromkeys(("block_table", "row_start", "context"), "*i32")
-    signature |= {"ancestors": "*i64", "scale": "fp32", **dict.fromkeys(constants, "constexpr")}
-    places = {(list(signature).index(name),): value for name, value in constants.items()}
-    source = ASTSource(kernel()._attend, signature, places)
-    found = compiled(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8, "num_stages": 3})
-    assert len(found.asm["cubin"]) > 1000
-    assert found.metadata.shared <= 227 * 1024, "shared memory of a block"
+def test_three_sizes_of_query_tiles():
+    """Whatever the batch: a compiled variant each."""
+    tiling = plans().Tiling.of
+    for group in (1, 2, 4, 5, 7, 8, 12, 16):
+        found = {tiling(group, 128, 2, rows).lanes for rows in range(1, 300)}
+        assert found <= set(plans().LANES)
+    assert tiling(4, 128, 2, 65) == (128, 64, 8)
+    assert tiling(4, 128, 2, 1) == (16, 64, 4)
+    assert tiling(24, 128, 2, 1).lanes == 64
+    assert tiling(4, 256, 2, 65) == (64, 32, 8)
+    assert tiling(40, 256, 2, 1).lanes == 64
 
 
 @DEVICES

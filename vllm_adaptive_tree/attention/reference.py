@@ -19,6 +19,8 @@ def tree_attention(
     ancestors: Tensor,
     scale: float,
     out: Tensor,
+    *,
+    own: tuple[Tensor, Tensor, int] | None = None,
 ) -> Tensor:
     """Row i of request r attends to all context[r] tokens and to its ancestors among the rows of its request.
 
@@ -33,6 +35,8 @@ def tree_attention(
             the row itself (`trees.masks.ancestor_bits`). Ancestors come before their descendants.
         scale: of the attention scores.
         out: [rows, H, D]; rows after row_start[R] are left unchanged.
+        own: K/V of nodes [R, S, Hkv, D] and an offset. Then nothing follows the contexts in the cache: row i of a
+            request has slot offset + i there, and the bits count slots.
 
     Returns:
         out.
@@ -41,15 +45,19 @@ def tree_attention(
     starts, lengths = row_start.tolist(), context.tolist()
     for request, (start, end, length) in enumerate(zip(starts, starts[1:], lengths, strict=False)):
         count = end - start
-        position = torch.arange(length + count, device=query.device)
+        slots = count if own is None else own[2] + count
+        position = torch.arange(length + (slots if own is None else 0), device=query.device)
         block = block_table[request].long()[position // key_cache.shape[1]]
         slot = position % key_cache.shape[1]
+        key, value = key_cache[block, slot], value_cache[block, slot]
+        if own is not None:
+            key, value = torch.cat([key, own[0][request, :slots]]), torch.cat([value, own[1][request, :slots]])
         key, value = (
-            cache[block, slot].repeat_interleave(heads // kv_heads, dim=1) for cache in (key_cache, value_cache)
-        )  # [length + count, H, D]
-        row = position[:count]
-        own = (ancestors[start:end, row // WORD] >> row % WORD & 1).bool()  # [count, count]
-        seen = torch.cat((own.new_ones(count, length), own), dim=1)
+            part.repeat_interleave(heads // kv_heads, dim=1) for part in (key, value)
+        )  # [length + slots, H, D]
+        row = torch.arange(slots, device=query.device)
+        tree = (ancestors[start:end, row // WORD] >> row % WORD & 1).bool()  # [count, slots]
+        seen = torch.cat((tree.new_ones(count, length), tree), dim=1)
         scores = torch.einsum("qhd,khd->hqk", query[start:end], key) * scale
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
         out[start:end] = torch.einsum("hqk,khd->qhd", weights, value)

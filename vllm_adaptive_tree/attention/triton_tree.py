@@ -1,16 +1,16 @@
-"""Tree attention over a paged cache as Triton kernels, with the contract of `reference.tree_attention`.
+"""Tree attention as Triton kernels, with the contract of `reference.tree_attention`.
 
-A query tile is several rows times the query heads of one KV head. The context is read tile by tile; of the request's
-own rows, key tiles without an ancestor of any row of the query tile are skipped by the words of the tree mask, which in
-depth-first order is most of a large tree. A long context is split, and a second kernel merges the splits; the context
-part may also come from another kernel that returns its log-sum-exp. Grids and splits depend on shapes only, so the
-kernels can be captured in a CUDA graph.
+A query tile is several rows times the query heads of one KV head. The context is read from the paged cache tile by
+tile; of the request's own rows, key tiles without an ancestor of any row of the query tile are skipped by the words of
+the tree mask, which in depth-first order is most of a large tree. Own rows stand in the cache behind their context, or,
+while a draft grows its tree, in a buffer beside it. A work list (`plan.Plan`) that the device has written deals the
+tiles and the parts of long contexts out to a fixed number of programs, and a second kernel merges the parts: a CUDA
+graph may hold the launches, and one compiled variant serves any batch.
 """
 
 # ruff: noqa: N803, N806
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped"
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -18,11 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm_adaptive_tree.attention.plan import MOST_SPLITS, Plan
 from vllm_adaptive_tree.trees.masks import WORD
 
 LOG2_E = 1.4426950408889634
-MOST_SPLITS = 64
-TILES_PER_SPLIT = 4  # fewer are not worth merging
 WIDEN = triton.knobs.runtime.interpret  # Triton's interpreter cannot multiply bfloat16
 
 
@@ -30,7 +29,7 @@ WIDEN = triton.knobs.runtime.interpret  # Triton's interpreter cannot multiply b
 def _dot(a, b, WIDEN: tl.constexpr):
     if WIDEN:
         a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, input_precision="ieee")
+    return tl.dot(a, b, input_precision="tf32x3")  # of float32: three products of tensor cores, about its own error
 
 
 @triton.jit
@@ -40,54 +39,62 @@ def _fold(
     sums,  # [M, D] float32: that, times the values
     queries,  # [M, D]
     seen,  # [M or 1, TILE] bool
-    position,  # [TILE] in the request
+    keys,  # of the KV head
+    values,
+    key_at,  # [TILE] int64: offsets
+    value_at,
     exists,  # [TILE] bool
     dim,  # [D]
-    table,  # the request's row of the block table
-    keys,  # the KV head of block 0, slot 0
-    values,
-    key_block,
-    key_slot,
-    value_block,
-    value_slot,
     scale,
-    BLOCK_SIZE: tl.constexpr,
+    value_scale,
     HEAD_SIZE: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     """Add one tile of keys to the online softmax."""
-    block = tl.load(table + position // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
-    slot = position % BLOCK_SIZE
     in_bounds = exists[:, None] & (dim < HEAD_SIZE)[None, :]
-    key = tl.load(keys + (block * key_block + slot * key_slot)[:, None] + dim[None, :], mask=in_bounds, other=0.0)
-    value = tl.load(
-        values + (block * value_block + slot * value_slot)[:, None] + dim[None, :], mask=in_bounds, other=0.0
-    )
+    key = tl.load(keys + key_at[:, None] + dim[None, :], mask=in_bounds, other=0.0).to(queries.dtype)
+    value = tl.load(values + value_at[:, None] + dim[None, :], mask=in_bounds, other=0.0)
     score = tl.where(seen, _dot(queries, tl.trans(key), WIDEN) * scale, float("-inf"))
     higher = tl.maximum(peak, tl.max(score, 1))
     base = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen no key yet
     fade = tl.exp2(peak - base)
     weight = tl.exp2(score - base[:, None])
     total = total * fade + tl.sum(weight, 1)
-    sums = sums * fade[:, None] + _dot(weight.to(value.dtype), value, WIDEN)
+    if value.dtype != queries.dtype:  # 8 bits
+        weight *= value_scale
+    sums = sums * fade[:, None] + _dot(weight.to(queries.dtype), value.to(queries.dtype), WIDEN)
     return higher, total, sums
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["offset", "ancestors_row"],
+    do_not_specialize_on_alignment=["row_start", "context", "ancestors", "work", "items", "merges"],
+)
 def _attend(
-    out,  # [rows, H, D], written if PARTS is 1
-    partial,  # [PARTS, rows, H, D] float32, otherwise
-    weight,  # [PARTS, rows, H] float32: log2 of the sum of the split's weights, -inf: partial is not written
+    out,  # [rows, H, D], written where a context is not split
+    partial,  # [slots, Hkv, LANES, D] float32, written elsewhere
+    weight,  # [slots, Hkv, LANES] float32: log2 of the sum of the split's weights
+    context_out,  # [rows, H, D]: another kernel's result for the contexts, unless READ_CONTEXT
+    context_log,  # [H, rows] float32: its log-sum-exp
     query,  # [rows, H, D]
     key_cache,  # [blocks, BLOCK_SIZE, Hkv, D]
     value_cache,  # [blocks, BLOCK_SIZE, Hkv, D]
+    own_key,  # [R, S, Hkv, D], if OWN
+    own_value,  # [R, S, Hkv, D]
     block_table,  # [R, B]
     row_start,  # [R + 1]
     context,  # [R]
     ancestors,  # [rows, W]
-    requests,
-    rows,
+    work,  # [capacity, 3], as the next two `_plan`'s
+    items,  # [1]
+    merges,  # [rows, 3]
+    offset,  # place of each request's first row among its own keys
     scale,  # times log2(e)
+    key_scale,  # of the cache
+    value_scale,
+    context_row,
+    context_head,
+    context_log_head,
     out_row,
     out_head,
     query_row,
@@ -98,152 +105,148 @@ def _attend(
     value_block,
     value_slot,
     value_head,
+    own_request,
+    own_slot,
+    own_head,
     table_row,
     ancestors_row,
-    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # query heads of a KV head
     HEAD_SIZE: tl.constexpr,
     PADDED_HEAD: tl.constexpr,  # a power of two
     BLOCK_SIZE: tl.constexpr,
     LANES: tl.constexpr,  # of a query tile: its rows times GROUP, padded to a power of two
     TILE: tl.constexpr,  # keys; divides WORD
-    SPLITS: tl.constexpr,
-    PARTS: tl.constexpr,  # the splits, plus one if the context result is given
-    READ_CONTEXT: tl.constexpr,  # 0 or 1
-    PADDED_REQUESTS: tl.constexpr,  # a power of two
+    OWN: tl.constexpr,  # whether own rows stand in `own_key` and `own_value`, not in the cache
+    READ_CONTEXT: tl.constexpr,
     WORD: tl.constexpr,
+    LOG2_E: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     TILE_ROWS: tl.constexpr = LANES // GROUP
     EVERY: tl.constexpr = (1 << TILE) - 1 if TILE < WORD else -1
-    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    lane, dim, column = tl.arange(0, LANES), tl.arange(0, PADDED_HEAD), tl.arange(0, TILE)
+    for unit in range(tl.program_id(0), tl.load(items) * KV_HEADS, tl.num_programs(0)):
+        item, kv_head = work + unit // KV_HEADS * 3, unit % KV_HEADS
+        request, first, split = tl.load(item), tl.load(item + 1), tl.load(item + 2)
+        start = tl.load(row_start + request)
+        count = tl.load(row_start + request + 1) - start
+        slot = tl.load(merges + (start + first) * 3)
+        splits = tl.load(merges + (start + first) * 3 + 1)
 
-    # Request r has the tiles from row_start[r] // TILE_ROWS + r on: enough for its rows, wherever they start.
-    index = tl.arange(0, PADDED_REQUESTS)
-    begins = tl.load(row_start + index, mask=index < requests, other=1 << 30) // TILE_ROWS + index
-    request = tl.sum((begins <= tile).to(tl.int32), 0) - 1
-    start = tl.load(row_start + request)
-    count = tl.load(row_start + request + 1) - start
-    first = (tile - start // TILE_ROWS - request) * TILE_ROWS
-    if first >= count:
-        return
+        # Tiles of the context, then of the own rows up to the last of this tile; each split takes an equal part.
+        length = tl.load(context + request)
+        own_rows = offset + tl.minimum(first + TILE_ROWS, count)
+        context_tiles = (length + TILE - 1) // TILE if READ_CONTEXT else 0
+        tiles = context_tiles + (own_rows + TILE - 1) // TILE
+        share = (tiles + splits - 1) // splits
+        begin = split * share
+        end = tl.minimum(begin + share, tiles)
 
-    # Tiles of the context, then of the request's own rows up to the last of this tile; each split takes an equal part.
-    length = tl.load(context + request)
-    own_rows = tl.minimum(first + TILE_ROWS, count)
-    context_tiles = (length + TILE - 1) // TILE * READ_CONTEXT
-    tiles = context_tiles + (own_rows + TILE - 1) // TILE
-    share = (tiles + SPLITS - 1) // SPLITS
-    begin = split * share
-    end = tl.minimum(begin + share, tiles)
+        row = first + lane // GROUP  # in the request
+        head = kv_head * GROUP + lane % GROUP
+        live = (lane < TILE_ROWS * GROUP) & (row < count)
+        flat = (start + row).to(tl.int64)
+        written = live[:, None] & (dim < HEAD_SIZE)[None, :]
+        query_at = (flat * query_row + head * query_head)[:, None] + dim[None, :]
+        queries = tl.load(query + query_at, mask=written, other=0.0)
+        table = block_table + request.to(tl.int64) * table_row
+        keys, values = key_cache + kv_head * key_head, value_cache + kv_head * value_head
+        own_at = request.to(tl.int64) * own_request + kv_head * own_head
+        words = ancestors + flat * ancestors_row
 
-    lane = tl.arange(0, LANES)
-    row = first + lane // GROUP  # in the request
-    head = kv_head * GROUP + lane % GROUP
-    live = (lane < TILE_ROWS * GROUP) & (row < count)
-    flat = (start + row).to(tl.int64)
-    dim = tl.arange(0, PADDED_HEAD)
-    written = live[:, None] & (dim < HEAD_SIZE)[None, :]
-    at = (flat * query_row + head * query_head)[:, None] + dim[None, :]
-    queries = tl.load(query + at, mask=written, other=0.0)
-    table = block_table + request.to(tl.int64) * table_row
-    keys, values = key_cache + kv_head * key_head, value_cache + kv_head * value_head
-    words = ancestors + flat * ancestors_row
-    column = tl.arange(0, TILE)
+        peak = tl.full([LANES], float("-inf"), tl.float32)
+        total = tl.zeros([LANES], tl.float32)
+        sums = tl.zeros([LANES, PADDED_HEAD], tl.float32)
+        if READ_CONTEXT:
+            for step in range(begin, tl.minimum(end, context_tiles)):
+                position = step * TILE + column
+                exists = position < length
+                block = tl.load(table + position // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
+                key_at = block * key_block + position % BLOCK_SIZE * key_slot
+                value_at = block * value_block + position % BLOCK_SIZE * value_slot
+                peak, total, sums = _fold(
+                    peak, total, sums, queries, exists[None, :], keys, values, key_at, value_at, exists, dim,
+                    scale * key_scale, value_scale, HEAD_SIZE, WIDEN,
+                )  # fmt: skip
+        elif (split == 0) & (length > 0):
+            log = tl.load(context_log + head * context_log_head + flat, mask=live, other=float("-inf"))
+            peak = log * LOG2_E
+            total = tl.where(live, 1.0, 0.0)
+            context_at = (flat * context_row + head * context_head)[:, None] + dim[None, :]
+            sums = tl.load(context_out + context_at, mask=written, other=0.0).to(tl.float32)
+        for step in range(tl.maximum(begin - context_tiles, 0), end - context_tiles):
+            place = step * TILE + column
+            bits = (tl.load(words + step * TILE // WORD, mask=live, other=0) >> (step * TILE % WORD)) & EVERY
+            if tl.max((bits != 0).to(tl.int32), 0) != 0:
+                exists = place < offset + count
+                seen = ((bits[:, None] >> column[None, :]) & 1) != 0
+                if OWN:
+                    key_at = own_at + place * own_slot
+                    peak, total, sums = _fold(
+                        peak, total, sums, queries, seen, own_key, own_value, key_at, key_at, exists, dim,
+                        scale, 1.0, HEAD_SIZE, WIDEN,
+                    )  # fmt: skip
+                else:
+                    position = length + place
+                    block = tl.load(table + position // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
+                    key_at = block * key_block + position % BLOCK_SIZE * key_slot
+                    value_at = block * value_block + position % BLOCK_SIZE * value_slot
+                    peak, total, sums = _fold(
+                        peak, total, sums, queries, seen, keys, values, key_at, value_at, exists, dim,
+                        scale * key_scale, value_scale, HEAD_SIZE, WIDEN,
+                    )  # fmt: skip
 
-    peak = tl.full([LANES], float("-inf"), tl.float32)
-    total = tl.zeros([LANES], tl.float32)
-    sums = tl.zeros([LANES, PADDED_HEAD], tl.float32)
-    for step in range(begin, tl.minimum(end, context_tiles)):
-        position = step * TILE + column
-        exists = position < length
-        peak, total, sums = _fold(
-            peak, total, sums, queries, exists[None, :], position, exists, dim, table, keys,
-            values, key_block, key_slot, value_block, value_slot, scale, BLOCK_SIZE, HEAD_SIZE, WIDEN,
-        )  # fmt: skip
-    for step in range(tl.maximum(begin - context_tiles, 0), end - context_tiles):
-        offset = step * TILE
-        bits = (tl.load(words + offset // WORD, mask=live, other=0) >> (offset % WORD)) & EVERY
-        if tl.max((bits != 0).to(tl.int32), 0) != 0:
-            position = length + offset + column
-            exists = offset + column < count
-            seen = ((bits[:, None] >> column[None, :]) & 1) != 0
-            peak, total, sums = _fold(
-                peak, total, sums, queries, seen, position, exists, dim, table, keys, values,
-                key_block, key_slot, value_block, value_slot, scale, BLOCK_SIZE, HEAD_SIZE, WIDEN,
-            )  # fmt: skip
-
-    norm = tl.where(total > 0, total, 1.0)
-    result = sums / norm[:, None]
-    if PARTS == 1:
-        at = (flat * out_row + head * out_head)[:, None] + dim[None, :]
-        tl.store(out + at, result.to(out.dtype.element_ty), mask=written)
-    else:
-        place = (split * rows + flat) * HEADS + head
-        tl.store(weight + place, peak + tl.log2(norm), mask=live)
-        if begin < end:
-            tl.store(partial + place[:, None] * HEAD_SIZE + dim[None, :], result, mask=written)
+        norm = tl.where(total > 0, total, 1.0)
+        result = sums / norm[:, None]
+        if splits == 1:
+            out_at = (flat * out_row + head * out_head)[:, None] + dim[None, :]
+            tl.store(out + out_at, result.to(out.dtype.element_ty), mask=written)
+        else:
+            partial_at = ((slot + split) * KV_HEADS + kv_head).to(tl.int64) * LANES + lane
+            tl.store(weight + partial_at, peak + tl.log2(norm), mask=live)
+            tl.store(partial + partial_at[:, None] * HEAD_SIZE + dim[None, :], result, mask=written)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["merges"])
 def _merge(
     out,  # [rows, H, D]
-    partial,  # [SPLITS, rows, H, D]
-    weight,  # [SPLITS, rows, H]
-    row_start,  # [R + 1]
-    requests,
-    rows,
+    partial,  # [slots, Hkv, LANES, D]
+    weight,  # [slots, Hkv, LANES]
+    merges,  # [rows, 3]: as `_plan` writes it
     out_row,
     out_head,
-    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     PADDED_HEAD: tl.constexpr,
-    SPLITS: tl.constexpr,
+    LANES: tl.constexpr,
     PADDED_SPLITS: tl.constexpr,
 ):
-    row, head = tl.program_id(0), tl.program_id(1)
-    if row >= tl.load(row_start + requests):
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot, splits, place = tl.load(merges + row * 3), tl.load(merges + row * 3 + 1), tl.load(merges + row * 3 + 2)
+    if splits < 2:
         return
     split, dim = tl.arange(0, PADDED_SPLITS), tl.arange(0, PADDED_HEAD)
-    place = (split.to(tl.int64) * rows + row) * HEADS + head
-    log = tl.load(weight + place, mask=split < SPLITS, other=float("-inf"))
+    at = ((slot + split) * KV_HEADS + head // GROUP).to(tl.int64) * LANES + place * GROUP + head % GROUP
+    log = tl.load(weight + at, mask=split < splits, other=float("-inf"))
     peak = tl.max(log, 0)
     share = tl.exp2(log - tl.where(peak == float("-inf"), 0.0, peak))
     in_bounds = (share > 0)[:, None] & (dim < HEAD_SIZE)[None, :]
-    parts = tl.load(partial + place[:, None] * HEAD_SIZE + dim[None, :], mask=in_bounds, other=0.0)
+    parts = tl.load(partial + at[:, None] * HEAD_SIZE + dim[None, :], mask=in_bounds, other=0.0)
     total = tl.sum(share, 0)
     result = tl.sum(parts * share[:, None], 0) / tl.where(total > 0, total, 1.0)
-    at = row.to(tl.int64) * out_row + head * out_head + dim
-    tl.store(out + at, result.to(out.dtype.element_ty), mask=dim < HEAD_SIZE)
+    at_out = row * out_row + head * out_head + dim
+    tl.store(out + at_out, result.to(out.dtype.element_ty), mask=dim < HEAD_SIZE)
 
 
-class Tiling(NamedTuple):
-    """How the work is divided, from shapes only."""
+class OwnKeys(NamedTuple):
+    """K/V of the requests' own rows beside the cache, in the dtype of the queries: while a draft grows its trees."""
 
-    lanes: int  # of a query tile
-    tile: int  # keys
-    query_tiles: int
-    splits: int
-
-    @classmethod
-    def of(cls, query: Tensor, kv_heads: int, requests: int, longest: int, processors: int) -> "Tiling":
-        """`longest`: upper bound of a request's positions; `processors`: multiprocessors of the device."""
-        rows, heads, head_size = query.shape
-        group = heads // kv_heads
-        row_bytes = triton.next_power_of_2(head_size) * query.element_size()
-        mean = triton.cdiv(rows, requests) * group
-        widest = min(max(32_768 // row_bytes, 16), 128)
-        lanes = max(min(triton.next_power_of_2(mean), widest), triton.next_power_of_2(group), 16)
-        tile = min(max(16_384 // row_bytes, 16), WORD)
-        tile_rows = lanes // group
-        programs = max(triton.cdiv(rows, tile_rows), requests) * kv_heads
-        splits = min(processors // programs, triton.cdiv(longest, TILES_PER_SPLIT * tile), MOST_SPLITS)
-        return cls(lanes, tile, rows // tile_rows + requests, max(splits, 1))
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    key: Tensor  # [R, S, Hkv, D], any strides but 1 in the last dimension
+    value: Tensor  # the same strides
+    offset: int
+    """Slot of the first row of each request: a level of W rows sees, by its bits, the slots 0 .. offset + W - 1."""
 
 
 def tree_attention(
@@ -257,16 +260,22 @@ def tree_attention(
     scale: float,
     out: Tensor,
     *,
-    splits: int | None = None,
+    plan: Plan | None = None,
+    own: OwnKeys | None = None,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
     context_result: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Like `reference.tree_attention`, accumulating in float32, without a host sync. A row that sees no key yields 0.
 
     Args:
-        query, key_cache, value_cache, out: bfloat16, float16 or float32.
-        splits: parts of a context processed in parallel; None: enough to fill the device.
+        query, out: bfloat16, float16 or float32.
+        key_cache, value_cache: of the same dtype, or of 8 bits (float8_e4m3fn, from sm_89 on).
+        plan: `Plan.update`d with `row_start` and `context`; None: makes one, for this call alone.
+        own: where the rows' own K/V is; None: in the cache, after the context.
+        key_scale, value_scale: what an 8-bit cache is to be multiplied with.
         context_result: another kernel's attention over the contexts, [rows, H, D], and its log-sum-exp, [H, rows]
-            float32; then only the requests' own rows are read here.
+            float32; then only the requests' own rows are read here. Not with a `plan`.
     """
     rows, heads, head_size = query.shape
     _, block_size, kv_heads, _ = key_cache.shape
@@ -275,7 +284,7 @@ def tree_attention(
     assert key_cache.shape == value_cache.shape
     assert query.shape == out.shape
     assert row_start.shape[0] == requests + 1
-    assert ancestors.shape[0] == rows
+    assert ancestors.shape[0] >= rows
     assert ancestors.dtype == torch.int64
     assert all(tensor.stride(-1) == 1 for tensor in (query, key_cache, value_cache, block_table, ancestors, out))
     assert row_start.is_contiguous()
@@ -283,46 +292,45 @@ def tree_attention(
     if rows == 0 or requests == 0:
         return out
 
-    longest = block_table.shape[1] * block_size if context_result is None else 1
-    tiling = Tiling.of(query, kv_heads, requests, longest, _processors(query.device))
-    splits = tiling.splits if splits is None else splits
-    parts = splits + (context_result is not None)
+    if plan is None:
+        plan = Plan(rows, requests, heads, kv_heads, head_size, query.dtype, query.device)
+        plan.update(row_start, context if context_result is None else torch.zeros_like(context))
+    assert plan.partial.shape[1:] == (kv_heads, plan.lanes, head_size)
+    assert len(plan.merges) >= rows
+    own_key, own_value, offset = (key_cache, value_cache, 0) if own is None else own
+    assert own_key.stride() == own_value.stride() or own is None
+    context_out, context_log = (out, plan.weight) if context_result is None else context_result
     padded_head = triton.next_power_of_2(head_size)
-    partial = weight = out  # not touched without a merge
-    if parts > 1:
-        partial = query.new_empty((parts, rows, heads, head_size), dtype=torch.float32)
-        weight = query.new_empty((parts, rows, heads), dtype=torch.float32)
-    if context_result is not None:
-        partial[splits] = context_result[0]
-        torch.mul(context_result[1].t(), LOG2_E, out=weight[splits])
-    _attend[(tiling.query_tiles, kv_heads, splits)](
-        *(out, partial, weight, query, key_cache, value_cache, block_table, row_start, context, ancestors),
-        *(requests, rows, scale * LOG2_E, *out.stride()[:2], *query.stride()[:2]),
-        *(*key_cache.stride()[:3], *value_cache.stride()[:3], block_table.stride(0), ancestors.stride(0)),
-        HEADS=heads,
-        GROUP=heads // kv_heads,
+    _attend[(plan.programs,)](
+        *(out, plan.partial, plan.weight, context_out, context_log),
+        *(query, key_cache, value_cache, own_key, own_value, block_table, row_start, context, ancestors),
+        *(plan.work, plan.items, plan.merges, offset, scale * LOG2_E, key_scale, value_scale),
+        *(*context_out.stride()[:2], context_log.stride(0), *out.stride()[:2], *query.stride()[:2]),
+        *(*key_cache.stride()[:3], *value_cache.stride()[:3], *own_key.stride()[:3]),
+        *(block_table.stride(0), ancestors.stride(0)),
+        KV_HEADS=kv_heads,
+        GROUP=plan.group,
         HEAD_SIZE=head_size,
         PADDED_HEAD=padded_head,
         BLOCK_SIZE=block_size,
-        LANES=tiling.lanes,
-        TILE=tiling.tile,
-        SPLITS=splits,
-        PARTS=parts,
-        READ_CONTEXT=int(context_result is None),
-        PADDED_REQUESTS=triton.next_power_of_2(requests),
+        LANES=plan.lanes,
+        TILE=plan.tile,
+        OWN=own is not None,
+        READ_CONTEXT=context_result is None,
         WORD=WORD,
+        LOG2_E=LOG2_E,
         WIDEN=WIDEN,
-        num_warps=8 if tiling.lanes > 64 else 4,
+        num_warps=plan.warps,
         num_stages=3,
     )
-    if parts > 1:
-        _merge[(rows, heads)](
-            *(out, partial, weight, row_start, requests, rows, *out.stride()[:2]),
-            HEADS=heads,
-            HEAD_SIZE=head_size,
-            PADDED_HEAD=padded_head,
-            SPLITS=parts,
-            PADDED_SPLITS=triton.next_power_of_2(parts),
-            num_warps=4,
-        )
+    _merge[(rows, heads)](
+        *(out, plan.partial, plan.weight, plan.merges, *out.stride()[:2]),
+        KV_HEADS=kv_heads,
+        GROUP=plan.group,
+        HEAD_SIZE=head_size,
+        PADDED_HEAD=padded_head,
+        LANES=plan.lanes,
+        PADDED_SPLITS=MOST_SPLITS,
+        num_warps=4,
+    )
     return out
