@@ -168,10 +168,10 @@ def watch(count: Count, llm: Any) -> None:
 def measured(count: Count, case: str, layers: int | None = None, nodes: int = NODES) -> dict[str, Any]:
     """`layers`: of the target, with random weights; None: the bundled one."""
     from torch.utils._python_dispatch import TorchDispatchMode
+    from vllm import LLM, SamplingParams
 
     from tests.engine import heads
     from tests.engine.engines import DRAFT, PROMPTS, TARGET
-    from vllm import LLM, SamplingParams
 
     class Operations(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

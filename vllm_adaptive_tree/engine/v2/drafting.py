@@ -24,6 +24,21 @@ from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE
 from vllm_adaptive_tree.trees import TreeBatch
 from vllm_adaptive_tree.trees.tree_batch import EMPTY
 
+LEVEL_ROWS = 256
+"""Rows of a draft level of the whole batch that cost a GPU hardly more than one: it is bound by the draft's weights."""
+FEWEST_COLUMNS = 4
+
+
+def level_width(requests: int, nodes: int, rows: int) -> int:
+    """Columns that a draft level reads of each of `requests` trees of `nodes` nodes; `rows`: the most that any forward
+    may have (`max_num_batched_tokens`).
+
+    Lossless for every rule: the width follows from the number of requests alone, before anything is sampled, and a node
+    whose column is trimmed counts as never read, so a rule takes the target's own distribution after it. Which nodes
+    stay is decided by their order, which the proposer fixes before their children are drawn.
+    """
+    return max(1, min(nodes, max(LEVEL_ROWS // requests, FEWEST_COLUMNS), rows // requests))
+
 
 class TargetOutput(NamedTuple):
     """What the target has read and sampled in a step of R requests, as vLLM passes it to a speculator."""
@@ -73,6 +88,7 @@ class TreeDrafting(BaseSpeculator):
         self.random = self.options.tree.temperature(2.0)  # the draft's, if it does not follow the request's own
         self.follows = self.random != self.options.tree.temperature(3.0)
         self.device, self.num_speculative_steps = runner.device, self.options.num_speculative_tokens
+        self.most_rows = runner.vllm_config.scheduler_config.max_num_batched_tokens
         self.drafts = Drafts(runner.max_num_reqs, self.num_speculative_steps, self.device)
         self.late, self.missed, self.forwards = None, 0, 0
         lookup, nodes = self.options.lookup, self.num_speculative_steps
@@ -182,9 +198,10 @@ class TreeDrafting(BaseSpeculator):
         shaping = torch.where(greedy, certain, temperature if self.follows else self.random)
         levels, dead = list[Tensor](), list[Tensor]()
         self.forwards = 0
+        width = level_width(batch.num_reqs, self.num_speculative_steps, self.most_rows)
 
         def agree(frontier: Frontier, growing: Tensor) -> tuple[Frontier, bool]:
-            return frontier, 1 + self.forwards < most
+            return Frontier(frontier.tokens[:, :width], frontier.parent[:, :width]), 1 + self.forwards < most
 
         proposal = draft_tree(
             self.pair.proposer,
