@@ -97,6 +97,10 @@ class TreeDrafting(BaseSpeculator):
         self.lookup = None if lookup is None else lookup.build(runner.vllm_config.model_config.get_vocab_size())
         self.dead: Tensor | None = None  # number of dead rows of the last trees, until the metrics take it
 
+    def width(self, requests: int) -> int:
+        """Columns of a level in a batch of so many requests."""
+        return level_width(requests, self.num_speculative_steps, self.most_rows)
+
     @abstractmethod
     def roots(self, target: TargetOutput) -> Roots:
         """Read the tokens that this step has accepted, and begin a tree after each request."""
@@ -198,7 +202,7 @@ class TreeDrafting(BaseSpeculator):
         shaping = torch.where(greedy, certain, temperature if self.follows else self.random)
         levels, dead = list[Tensor](), list[Tensor]()
         self.forwards = 0
-        width = level_width(batch.num_reqs, self.num_speculative_steps, self.most_rows)
+        width = self.width(batch.num_reqs)
 
         def agree(frontier: Frontier, growing: Tensor) -> tuple[Frontier, bool]:
             return Frontier(frontier.tokens[:, :width], frontier.parent[:, :width]), 1 + self.forwards < most

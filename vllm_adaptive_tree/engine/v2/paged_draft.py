@@ -11,13 +11,16 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm_adaptive_tree.drafters import Rows
 from vllm_adaptive_tree.engine.common.attention import DraftKeys
 from vllm_adaptive_tree.engine.common.contexts import PagedContexts
+from vllm_adaptive_tree.engine.v2.device import compiles
 from vllm_adaptive_tree.engine.v2.drafting import Roots, TargetOutput, TreeDrafting
+
+from vllm_adaptive_tree.engine.v2.level_keys import LevelKeys
 
 
 class TreeState(NamedTuple):
     """Of R trees; slots as in `Frontier`."""
 
-    keys: DraftKeys
+    keys: DraftKeys | LevelKeys
     root: Tensor  # [R]: positions of the roots' rows in the draft
     depth: Tensor  # [R, S]
     passed: Tensor | None  # [R, S, H]: what a node passes to its children, if the draft has such
@@ -29,6 +32,8 @@ class PagedDraft(TreeDrafting, DraftModelSpeculator):
     hidden_size: int
     first: Rows
     """Of the roots, from the last `read`."""
+    level_keys: LevelKeys | None = None
+    """On devices with kernels."""
 
     @abstractmethod
     def read(self, target: TargetOutput, *, without_attention: bool = False) -> None:
@@ -38,6 +43,18 @@ class PagedDraft(TreeDrafting, DraftModelSpeculator):
     def forward(self, tokens: Tensor, positions: Tensor, metadata: Any, passed: Tensor | None) -> tuple[Tensor, Tensor]:
         """Run the draft over nodes, `tokens` and `positions` [M], `passed` [M, H] by their parents. Returns hidden
         states for the logits, and what the nodes pass on, both [M, H]."""
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        if compiles(self.device):
+            layers = self.vllm_config.compilation_config.static_forward_context
+            self.level_keys = LevelKeys(
+                {name: layers[name] for name in sorted(self.draft_attn_layer_names)},
+                [self.width(requests) for requests in range(1, 1 + self.max_num_reqs)],
+                self.levels - 1,
+                self.dtype,
+                self.device,
+            )
 
     def dummy_run(self, target: TargetOutput, *, without_attention: bool) -> None:
         self.read(target, without_attention=without_attention)
@@ -57,11 +74,14 @@ class PagedDraft(TreeDrafting, DraftModelSpeculator):
     def begin(self, batch: Any, position: Tensor, root: Tensor, passed: Tensor | None) -> Roots:
         """After `read`. `position` [R] of the roots as the target counts, `root` and `passed` [R, 1, H] as in
         `TreeState`."""
-        block_size = self.kv_cache_config.kv_cache_groups[self.group].kv_cache_spec.block_size
-        longest = 1 + int(batch.seq_lens_cpu_upper_bound[: batch.num_reqs].max())
-        blocks = -(-min(longest, self.max_model_len) // block_size)
-        table = self.block_tables.input_block_tables[self.group][: batch.num_reqs, :blocks]
-        keys = DraftKeys(PagedContexts(table, block_size), root + 1)
+        table = self.block_tables.input_block_tables[self.group][: batch.num_reqs]
+        if self.level_keys is not None:
+            keys: DraftKeys | LevelKeys = self.level_keys.open(table, root, self.width(batch.num_reqs))
+        else:
+            block_size = self.kv_cache_config.kv_cache_groups[self.group].kv_cache_spec.block_size
+            longest = 1 + int(batch.seq_lens_cpu_upper_bound[: batch.num_reqs].max())
+            blocks = -(-min(longest, self.max_model_len) // block_size)
+            keys = DraftKeys(PagedContexts(table[:, :blocks], block_size), root + 1)
         return Roots(self.first, position, TreeState(keys, root, torch.zeros_like(root)[:, None], passed))
 
     def grow(self, tokens: Tensor, parent: Tensor, state: TreeState) -> tuple[Rows, TreeState]:
