@@ -62,7 +62,19 @@ class Pool:
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
 def test_kernels_in_the_interpreter():
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k", "TestKernels"]
+    files = [__file__, __file__.replace("test_kernels", "test_step_kernels")]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        *files,
+        "-k",
+        "TestKernels or TestStepKernels",
+    ]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
 
@@ -220,42 +232,3 @@ class TestKernels:
             tables = kernels().TraversalInputs(law, seed, law, read, torch.empty(3, device="meta"))
             kernels().traversal(tree, "iid", tables, rng, levels=2)
             kernels().walk(tree, seed, seed, levels=2)
-
-
-@TRITON
-@pytest.mark.skipif(INTERPRETED, reason="nothing is compiled there")
-@pytest.mark.parametrize("name", ["sampling", "rejection", "traversal", "walk"])
-def test_they_compile_for_an_h200(name):
-    from triton import compile as compiled
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    kernels()
-    module = sys.modules[f"vllm_adaptive_tree.kernels.{name}"]
-    if name == "sampling":
-        kernel, warps = module._sample, 8
-        constants = {"CHUNK": 64, "PADDED_CHUNKS": 2048, "PADDED_K": 64, "EXHAUSTED": 1e-12, "BELOW_ONE": 1 - 2.0**-53}
-        pointers = {"tokens": "*i64", "probs": "*fp32", "sums": "*fp64", "key": "*i64"}
-    elif name == "rejection":
-        kernel, warps = module._test, 16
-        constants = {"TINY": 1e-38, "ROUNDING": 1e-6, "REPLACED": False, "BLOCK": 4096}
-        pointers = {"accepted": "*i64", "p": "*fp32", "q": "*fp32", "children": "*i64", "key": "*i64"}
-    elif name == "walk":
-        kernel, warps, constants = module._walk, 1, {"STEPS": 9, "PADDED_NODES": 64}
-        pointers = dict.fromkeys(("tokens_out", "nodes_out", "sampled", "root_row", "tokens", "parent"), "*i64")
-    else:
-        import triton.language as tl
-
-        kernel, warps = module._traverse, 16
-        sizes = {"LEVELS": 8, "PADDED_LEVELS": 16, "PADDED_NODES": 64, "BLOCK": 4096, "TYPE": tl.float32}
-        constants = {"TINY": 1e-38, "ROUNDING": 1e-6, "REPLACED": False, **sizes}
-        pointers = dict.fromkeys(("probs_out", "p_left", "q_left", "target", "temperature"), "*fp32")
-        pointers |= dict.fromkeys(("path_out", "end_out", "tokens", "parent", "root_row", "draft_row", "key"), "*i64")
-        pointers |= {"draft": "*bf16", "selected": "*i8"}
-    signature = dict.fromkeys(kernel.arg_names, "i32") | pointers | dict.fromkeys(constants, "constexpr")
-    places = {(list(signature).index(argument),): value for argument, value in constants.items()}
-    found = compiled(
-        ASTSource(kernel, signature, places), target=GPUTarget("cuda", 90, 32), options={"num_warps": warps}
-    )
-    assert len(found.asm["cubin"]) > 1000
-    assert found.metadata.shared <= 227 * 1024, "shared memory of a block"

@@ -1,12 +1,26 @@
-"""Triton kernels for sampling and acceptance rules, one launch each, for GPUs, where launches dominate the cost.
+"""Triton kernels around the forwards of the models, one launch each, for GPUs, where launches dominate the cost.
 
-They give the same tokens as `rng.CounterRNG` and `acceptance` from the same keys, up to the rounding of sums.
-Each file is named after the module it replaces.
+Those for sampling and acceptance rules give the same tokens as `rng.CounterRNG` and `acceptance` from the same keys, up
+to the rounding of sums; each file is named after the module it replaces. `layout` and `commit` go before and after a
+verification.
 """
 
+from vllm_adaptive_tree.kernels.commit import layer_addresses, move_accepted
+from vllm_adaptive_tree.kernels.layout import Drafted, Layout
 from vllm_adaptive_tree.kernels.rejection import FUSED_RULES
 from vllm_adaptive_tree.kernels.sampling import FusedRNG
 from vllm_adaptive_tree.kernels.traversal import TRAVERSAL_KINDS, TraversalInputs, traversal
 from vllm_adaptive_tree.kernels.walk import walk
 
-__all__ = ["FUSED_RULES", "TRAVERSAL_KINDS", "FusedRNG", "TraversalInputs", "traversal", "walk"]
+__all__ = [
+    "FUSED_RULES",
+    "TRAVERSAL_KINDS",
+    "Drafted",
+    "FusedRNG",
+    "Layout",
+    "TraversalInputs",
+    "layer_addresses",
+    "move_accepted",
+    "traversal",
+    "walk",
+]

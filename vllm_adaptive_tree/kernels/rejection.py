@@ -36,7 +36,7 @@ def _subtract(p, p_scale, q, q_scale, x, vocabulary, BLOCK: tl.constexpr, WRITE:
     return tl.sum(mass, 0), tl.sum(rest, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["children", "key"])
 def _test(
     accepted,  # [R]: -1 if all are rejected
     p,  # [R, V], overwritten with the residual, not normalised

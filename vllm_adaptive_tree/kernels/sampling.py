@@ -20,7 +20,7 @@ BELOW_ONE = 1 - 2.0**-53
 """A float64 times this is the next smaller float64."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["number", "k"], do_not_specialize_on_alignment=["key"])
 def _sample(
     tokens,  # [rows, k]
     probs,  # [rows, V]
@@ -64,7 +64,7 @@ def _sample(
     tl.store(tokens + row * k + column, drawn, mask=column < k)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["places", "count"], do_not_specialize_on_alignment=["base", "key"])
 def _fold_in(bound, base, key, places, count, BLOCK: tl.constexpr):
     """mix(base + mix(key)) for each of the `places` keys of a request."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

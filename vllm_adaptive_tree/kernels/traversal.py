@@ -51,7 +51,10 @@ def _entries(touched, left, mass, logits, temperature, peak, total, token, in_vo
     return entries
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["nodes", "steps"],
+    do_not_specialize_on_alignment=["tokens", "parent", "root_row", "draft_row", "key", "selected"],
+)
 def _traverse(
     path_out,  # [R, LEVELS]: the accepted nodes, -1 pads
     end_out,  # [R]: the step of acceptance

@@ -12,7 +12,7 @@ from vllm_adaptive_tree.acceptance import Accepted
 from vllm_adaptive_tree.trees import TreeBatch
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nodes"], do_not_specialize_on_alignment=["sampled", "root_row", "tokens", "parent"])
 def _walk(
     tokens_out,  # [R, STEPS]
     nodes_out,  # [R, STEPS]

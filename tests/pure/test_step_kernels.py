@@ -1,0 +1,170 @@
+"""The kernels around a verification: trees to rows, and the accepted path to its slots.
+
+Without a GPU in Triton's interpreter; `test_kernels.py` starts it.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from vllm_adaptive_tree.trees import TreeBatch
+from vllm_adaptive_tree.trees.masks import WORD, ancestor_bits
+
+from .test_kernels import DEVICE, INTERPRETED, kernels
+from .test_no_host_sync import NoHostSync
+from .test_orders import recursive_tree
+
+
+class Batch:
+    """Drafted trees of 6 nodes or more, in a batch that verifies some of their nodes."""
+
+    def __init__(self, nodes: int, rows: list[int], others: list[int], *, seed: int = 0):
+        """`rows`: of each request's root and nodes; `others`: its rows before them."""
+        generator = torch.Generator().manual_seed(seed)
+        self.nodes, count = nodes, len(rows)
+        parents = torch.tensor([recursive_tree(nodes, seed + i).parents for i in range(count)])
+        depth = torch.zeros_like(parents)
+        for node in range(nodes):
+            above = parents[:, node]
+            depth[:, node] = 1 + torch.where(above < 0, 0, depth.gather(1, above.clamp(min=0)[:, None])[:, 0])
+        tokens = torch.randint(100, (count, nodes), generator=generator)
+        tree = TreeBatch(tokens, parents, depth, torch.rand(count, nodes, generator=generator))
+        self.tree = tree.cut(torch.tensor([nodes - 2 * (i % 2) for i in range(count)]))  # some are smaller
+        self.read = torch.randint(9, (count, nodes), generator=generator)
+        self.planned = torch.randint(9, (count, 1 + nodes), generator=generator)
+        self.place = torch.full((count + 3,), -1)
+        self.request = torch.randperm(count + 3, generator=generator)[:count]
+        self.place[self.request] = torch.randperm(count, generator=generator)
+        self.rows, self.logits = rows, torch.tensor([0, *rows]).cumsum(0).int()
+        self.starts = torch.tensor([0, *(a + b for a, b in zip(rows, others, strict=True))]).cumsum(0).int()
+        first = (self.starts[1:] - torch.tensor(rows)).long()
+        total = int(self.starts[-1])
+        self.positions, self.ids = torch.zeros(total, dtype=torch.int64), torch.full((total,), -1, dtype=torch.int32)
+        self.roots = torch.randint(50, (count,), generator=generator)
+        for start, end, at, root in zip(self.starts[:-1], self.starts[1:], first, self.roots, strict=True):
+            self.positions[start:end] = torch.arange(start, end) - at + root
+        self.drafted_root = torch.full((count + 3,), -1)
+        self.drafted_root[self.request] = self.roots
+        self.first = first
+
+    def laid_out(self, *, plain: bool = False) -> tuple[Any, Tensor, Tensor]:
+        tree = TreeBatch(*(part.to(DEVICE) for part in self.tree))
+        rest = (self.read, self.planned, self.place, self.drafted_root)
+        drafted = kernels().Drafted(tree, *(part.to(DEVICE) for part in rest))
+        layout = kernels().Layout.empty(len(self.rows) + 1, len(self.positions) + 2, self.nodes, torch.device(DEVICE))
+        for buffer in (*layout.tree, *layout[1:]):
+            buffer.fill_(77)
+        positions, ids = self.positions.to(DEVICE), self.ids.to(DEVICE)
+        batch = (part.to(DEVICE) for part in (self.request, self.logits, self.starts))
+        layout.update(drafted, *batch, positions, ids, plain=plain)
+        return layout, positions.cpu(), ids.cpu()
+
+
+class TestStepKernels:
+    __test__ = INTERPRETED or DEVICE == "cuda"
+
+    @pytest.mark.parametrize("plain", [False, True])
+    @pytest.mark.parametrize("nodes", [6, 63, 64, 130])
+    def test_layout(self, nodes, plain):
+        """Whole trees, cut trees, a decode, a padded request, a root that is not the drafted one, rows of a prompt."""
+        rows = [1 + nodes, nodes // 2, 1, 0, 1 + nodes, 4, 1 + nodes]
+        batch = Batch(nodes, rows, [0, 0, 0, 0, 0, 3, 0])
+        batch.drafted_root[batch.request[4]] += 1
+        batch.place[batch.request[6]] = -1
+        layout, positions, ids = batch.laid_out(plain=plain)
+        limit = torch.tensor(rows) - 1
+        limit[[3, 4, 6]] = 0
+        place = batch.place[batch.request].clamp(min=0)
+        expected = TreeBatch(*(part[place] for part in batch.tree)).cut(torch.zeros_like(limit) if plain else limit)
+        count = len(rows)
+        for found, part in zip(layout.tree, expected, strict=True):
+            assert torch.equal(found[:count].cpu(), part)
+            assert (found[count:] == 77).all()
+        valid = expected.valid
+        assert not valid[[2, 3, 4, 6]].any()
+        assert valid[[0, 1, 5]].any(1).all() != plain
+        slots = torch.cat([valid.any(1, keepdim=True).long() - 1, batch.read[place].masked_fill(~valid, -1)], 1)
+        assert torch.equal(layout.slot[:count].cpu(), slots)
+        real = [0, 1, 2, 4, 5, 6]
+        assert torch.equal(layout.planned[real].cpu(), batch.planned[place[real]])
+        assert torch.equal(layout.place[real].cpu(), place[real])
+        bits = ancestor_bits(expected.parent)
+        assert layout.bits.shape[1] == -(-(1 + nodes) // WORD)
+        where, tokens, seen = batch.positions.clone(), batch.ids.clone(), torch.full_like(layout.bits.cpu(), 77)
+        for i in real:
+            first, root = int(batch.first[i]), int(batch.roots[i])
+            assert (layout.first[i], layout.root[i], layout.context[i]) == (first, root, root)
+            seen[first : first + rows[i]] = bits[i, : rows[i]]
+            for node in range(rows[i] - 1):
+                if valid[i, node]:
+                    where[first + 1 + node] = root + expected.depth[i, node]
+                tokens[first + 1 + node] = expected.tokens[i, node].clamp(min=0)
+        assert torch.equal(positions, where)
+        assert torch.equal(ids, tokens)
+        assert torch.equal(layout.bits.cpu(), seen)
+
+    def test_a_chain_sees_all_before_it(self):
+        batch = Batch(130, [131], [0])
+        chain = torch.arange(-1, 129)[None]
+        batch.tree = batch.tree._replace(parent=chain, depth=chain + 2)
+        layout, positions, _ = batch.laid_out()
+        assert torch.equal(layout.bits[:131].cpu(), ancestor_bits(chain)[0])
+        assert torch.equal(positions, batch.positions)
+
+    def test_layout_reads_no_value_on_the_host(self, monkeypatch):
+        class Launch:
+            def __getitem__(self, grid):
+                return lambda *args, **kwargs: None
+
+        batch = Batch(6, [7, 7], [0, 0])
+        module = __import__("vllm_adaptive_tree.kernels.layout", fromlist=["_bits"])
+        monkeypatch.setattr(module, "_bits", Launch())
+        tree = TreeBatch(*(part.to("meta") for part in batch.tree))
+        rest = [part.to("meta") for part in (batch.read, batch.planned, batch.place, batch.drafted_root)]
+        given = [part.to("meta") for part in (batch.request, batch.logits, batch.starts, batch.positions, batch.ids)]
+        layout = kernels().Layout.empty(2, 14, 6, torch.device("meta"))
+        with NoHostSync():
+            layout.update(kernels().Drafted(tree, *rest), *given)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
+    @pytest.mark.parametrize(("block_size", "head_size"), [(16, 8), (8, 20), (32, 64)])
+    def test_commit(self, dtype, block_size, head_size):
+        """Random paths, paths of which some nodes stand right, chains, none; all layers, bytes as they were."""
+        generator = torch.Generator().manual_seed(head_size)
+        requests, levels, nodes, heads, layers = 6, 5, 20, 2, 3
+        blocks = 1 + requests * (200 // block_size)
+        shape = (blocks, heads, block_size, 2 * head_size * dtype.itemsize)
+        caches = [torch.randint(256, shape, generator=generator, dtype=torch.uint8) for _ in range(layers)]
+        caches = [cache.to(DEVICE).view(dtype) for cache in caches]
+        table = 1 + torch.randperm(blocks - 1, generator=generator)[: requests * (100 // block_size)]
+        table = table.view(requests, -1).int()
+        root = torch.randint(60, (requests,), generator=generator)
+        path = torch.full((requests, levels), -1)
+        for i, length in enumerate((5, 4, 5, 3, 0, 1)):
+            path[i, :length] = torch.randperm(nodes, generator=generator)[:length].sort().values
+        path[2] = torch.arange(levels)  # stands as it should
+        path[3, :3] = torch.tensor([0, 1, 4])
+        expected = [cache.view(torch.uint8).cpu() for cache in caches]
+        old = [cache.clone() for cache in expected]
+        for new, before in zip(expected, old, strict=True):
+            for i in range(requests):
+                for level, node in enumerate(path[i].tolist()):
+                    if node >= 0:
+                        source, target = int(root[i]) + 1 + node, int(root[i]) + 1 + level
+                        there, here = table[i, target // block_size], table[i, source // block_size]
+                        new[there, :, target % block_size] = before[here, :, source % block_size]
+        addresses = kernels().layer_addresses(caches)
+        assert addresses.shape == (layers,)
+        kernels().move_accepted(addresses, caches[1], table.to(DEVICE), root.to(DEVICE), path.to(DEVICE))
+        for cache, new, before in zip(caches, expected, old, strict=True):
+            assert torch.equal(cache.view(torch.uint8).cpu(), new)
+            assert not torch.equal(new, before)
+
+    def test_no_commit_of_nobody(self):
+        cache = torch.zeros(2, 1, 4, 8, device=DEVICE)
+        nothing = torch.empty(0, 3, dtype=torch.int64, device=DEVICE)
+        table = nothing.int()
+        kernels().move_accepted(kernels().layer_addresses([cache]), cache, table, nothing[:, 0], nothing)
+        assert not cache.any()
