@@ -117,12 +117,11 @@ def watch(count: Count, llm: Any) -> None:
     parts: list[tuple[Any, str, str]] = [
         (runner, "prepare_inputs", "prepare_inputs, vLLM's"),
         (runner, "prepare_attn", "slots of the rows, vLLM's"),
-        (Verification, "of", "Verification.of"),
-        (Verification, "write_rows", "write_rows"),
-        (Verification, "metadata", "metadata, per attention group"),
+        (Verification, "laid_out", "rows of the trees"),
+        (runner.model_state, "prepare_attn", "metadata"),
         (runner, "sample", "logits and samples, vLLM's"),
         (sampler, "accept", "acceptance"),
-        (Verification, "commit", "commit"),
+        (runner.buffers, "commit", "commit"),
         (Verification, "write_path", "write_path"),
         (speculator, "verified", "write_path"),
         (runner, "postprocess_sampled", "postprocess_sampled, vLLM's"),
@@ -138,7 +137,7 @@ def watch(count: Count, llm: Any) -> None:
         parts += [(runner.budget, name, "budget: figures") for name in ("verified", "drafted", "fit")]
     for owner, name, part in parts:
         count.wrap(owner, name, part)
-    Verification.of = staticmethod(Verification.of)  # type: ignore[method-assign]
+    Verification.laid_out = staticmethod(Verification.laid_out)  # type: ignore[method-assign]
     count.wrap(AsyncReadback, "send", one=True)
     count.wrap(runner.model, "forward", "target forward", graph=1)
     for name, layer in runner.compilation_config.static_forward_context.items():

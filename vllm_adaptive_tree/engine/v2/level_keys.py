@@ -51,23 +51,26 @@ class LevelKeys(TreeMetadata):
             self.plans[name] = shared[shape]
 
     def open(self, block_table: Tensor, root: Tensor, width: int) -> Self:
-        """Begin trees of R requests with `width` columns a level; `block_table` [R, B], `root` [R] position of each
-        root, which is in the cache."""
-        self.requests, self.width, self.end = len(root), width, 0
+        """Begin trees of R requests with at most `width` columns a level; `block_table` [R, B], `root` [R] position of
+        each root, which is in the cache."""
+        self.requests, self.slots, self.width, self.end = len(root), width * self.levels, 0, 0
         self.block_table, self.context = block_table, (root + 1).int()
-        self.row_start = torch.arange(0, (len(root) + 1) * width, width, dtype=torch.int32, device=root.device)
-        slots = 1 + width * self.levels
-        self.words = -(-(slots - 1) // WORD)
-        self.visible = self.seen[: len(root) * slots].view(len(root), slots, -1)[:, :, : self.words]
+        self.words = -(-self.slots // WORD)
+        seen = self.seen[: len(root) * (1 + self.slots)]
+        self.visible = seen.view(len(root), 1 + self.slots, -1)[:, :, : self.words]
         self.visible[:, 0] = 0
-        for plan in {id(plans[len(root) - 1]): plans[len(root) - 1] for plans in self.plans.values()}.values():
-            plan.update(self.row_start, self.context)
         return self
 
     def open_level(self, parent: Tensor) -> None:
         """Prepare the next forward, over W nodes a request below `parent` [R, W], counted as in `Frontier`."""
-        start, self.end = self.end, self.end + self.width
-        assert parent.shape == (self.requests, self.width)
+        width = parent.shape[1]
+        if width != self.width:
+            self.width = width
+            self.row_start = torch.arange(0, self.requests * width + 1, width, dtype=torch.int32, device=parent.device)
+            for plan in {plans[self.requests - 1] for plans in self.plans.values()}:
+                plan.update(self.row_start, self.context)
+        start, self.end = self.end, self.end + width
+        assert self.end <= self.slots
         above = self.visible.gather(1, parent[:, :, None].expand(-1, -1, self.words))
         self.bits = above | self.itself[start : self.end, : self.words]
         self.visible[:, 1 + start : 1 + self.end] = self.bits
@@ -75,8 +78,8 @@ class LevelKeys(TreeMetadata):
     def attend(
         self, impl: Any, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, out: Tensor
     ) -> Tensor:
-        start, slots = self.end - self.width, self.width * self.levels
-        own = self.keys[layer.layer_name][:, : self.requests * slots].unflatten(1, (self.requests, slots))
+        start = self.end - self.width
+        own = self.keys[layer.layer_name][:, : self.requests * self.slots].unflatten(1, (self.requests, self.slots))
         for whole, new in zip(own, (key, value), strict=True):  # 0 times a NaN of a dead row would be NaN
             new = new.unflatten(0, (self.requests, self.width))
             torch.nan_to_num(new, nan=0.0, posinf=0.0, neginf=0.0, out=whole[:, start : self.end])
@@ -85,5 +88,5 @@ class LevelKeys(TreeMetadata):
             *(query, keys, values, self.block_table, self.row_start, self.context, self.bits.flatten(0, 1)),
             *(impl.scale, out),
             plan=self.plans[layer.layer_name][self.requests - 1],
-            own=OwnKeys(*own, start),
+            own=OwnKeys(own[0], own[1], start),
         )

@@ -13,7 +13,6 @@ from vllm_adaptive_tree.engine.common.attention import DraftKeys
 from vllm_adaptive_tree.engine.common.contexts import PagedContexts
 from vllm_adaptive_tree.engine.v2.device import compiles
 from vllm_adaptive_tree.engine.v2.drafting import Roots, TargetOutput, TreeDrafting
-
 from vllm_adaptive_tree.engine.v2.level_keys import LevelKeys
 
 
