@@ -143,7 +143,7 @@ def watch(count: Count, llm: Any) -> None:
     for name, layer in runner.compilation_config.static_forward_context.items():
         draft = name in speculator.draft_attn_layer_names
         attention = "attention of the draft's layers" if draft else "attention of the target's layers"
-        count.wrap(layer.impl, "forward", attention, graph=0 if draft else -1, hidden=True)
+        count.wrap(layer.impl, "forward", attention, hidden=True)
         count.wrap(layer.impl, "do_kv_cache_update", attention, one=True)
     original = runner.sample_tokens
 

@@ -1,14 +1,14 @@
 """A CUDA graph's conditions, checked without one: a piece of a step is the same work in every step."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.pure.test_no_host_sync import NoHostSync
+from vllm_adaptive_tree.rng import CounterRNG
 
 
 class Rehearsal(TorchDispatchMode):
@@ -36,19 +36,19 @@ class Rehearsal(TorchDispatchMode):
         kwargs = kwargs or {}
         self.note(str(func), args, kwargs)
         found = func(*args, **kwargs)
-        if not func.is_view:
-            given = {one.untyped_storage().data_ptr() for one in _tensors((args, kwargs))}
-            for one in _tensors(found):
-                if (storage := one.untyped_storage().data_ptr()) not in given:
-                    self.own.add(storage)
-                    self.kept.append(one)
+        given = {one.untyped_storage().data_ptr() for one in _tensors((args, kwargs))}
+        for one in _tensors(found):
+            if (storage := one.untyped_storage().data_ptr()) not in given:
+                self.own.add(storage)
+                self.kept.append(one)
         return found
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    tree_map(lambda one: found.append(one) if isinstance(one, Tensor) else None, tree)
-    return found
+    """Those of random sources too, which are plain objects."""
+    leaves = tree_leaves(tree)
+    leaves += [part for one in leaves if isinstance(one, CounterRNG) for part in vars(one).values()]
+    return [one for one in leaves if isinstance(one, Tensor)]
 
 
 class Pieces:
@@ -72,7 +72,7 @@ class Pieces:
             if active is None:
                 return original(executor, *args, **kwargs)
             active.note(executor.fn.__name__, executor.grid, args, kwargs)
-            with torch.utils._python_dispatch._disable_current_modes():
+            with _disable_current_modes():
                 found = original(executor, *args, **kwargs)
             pieces.active = active
             return found
@@ -91,16 +91,25 @@ class Pieces:
         self.kept += rehearsal.kept
         self.graphs.setdefault(name, []).append((key, rehearsal.record))
 
-    def hold(self, owner: Any, name: str, key: Any) -> None:
-        """Rehearse every call of `owner.name`; `key`: of its arguments, what has a graph of its own; None: not this
-        call."""
+    def hold(self, owner: Any, name: str, key: Any, *, behind: bool = False) -> None:
+        """Rehearse every call of `owner.name`; `key`: of its arguments, what has a graph of its own; `behind`: its
+        arguments are results of a graph before it."""
         original = getattr(owner, name)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            own = key(*args, **kwargs)
-            if own is None or self.active is not None:
+            if behind:
+                self.own |= {one.untyped_storage().data_ptr() for one in _tensors((args, kwargs))}
+            with self.piece(name, key(*args, **kwargs)):
                 return original(*args, **kwargs)
-            with self.piece(name, own):
+
+        self.monkeypatch.setattr(owner, name, run)
+
+    def inside(self, owner: Any, name: str) -> None:
+        """`owner.name` runs in an operation of vLLM's, in which modes are off."""
+        original = getattr(owner, name)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self.active or nullcontext():
                 return original(*args, **kwargs)
 
         self.monkeypatch.setattr(owner, name, run)

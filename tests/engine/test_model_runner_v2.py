@@ -61,6 +61,20 @@ def test_short() -> None:
     run(*SHORT, "v2-async")
 
 
+def test_what_a_gpu_runs() -> None:
+    run(["test_capture.py"], "", 10, "v2-kernels")
+
+
+@pytest.mark.slow
+def test_tokens_of_what_a_gpu_runs() -> None:
+    run(
+        ["test_v2_step.py", "test_identity.py"],
+        "fixed_budget or greedy_batch_of_1_and_16 and (4 or 12)",
+        4,
+        "v2-kernels",
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WHOLE)
 def test_whole(name: str) -> None:

@@ -101,6 +101,11 @@ class TreeDrafting(BaseSpeculator):
         """Columns of a level in a batch of so many requests."""
         return level_width(requests, self.num_speculative_steps, self.most_rows)
 
+    @property
+    def keeps_levels(self) -> bool:
+        """Whether a rule reads the draft's distributions."""
+        return self.pair.rule is not RULES["target_only"]
+
     @abstractmethod
     def roots(self, target: TargetOutput) -> Roots:
         """Read the tokens that this step has accepted, and begin a tree after each request."""
@@ -215,7 +220,7 @@ class TreeDrafting(BaseSpeculator):
             nodes=self.num_speculative_steps,
             request=Request(shaping, greedy, counter_rng(seed, roots.position, purpose=0)),
             agree=agree,
-            keep=levels.append if self.pair.rule is not RULES["target_only"] else lambda _: None,
+            keep=levels.append if self.keeps_levels else lambda _: None,
             lost=dead.append,
         )
         self.dead = torch.cat(dead, 1).sum()

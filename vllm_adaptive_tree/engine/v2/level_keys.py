@@ -36,6 +36,7 @@ class LevelKeys(TreeMetadata):
         self.itself = torch.where(slot[:, None] // WORD == word, itself[:, None], 0)  # [S, words]
         self.seen = slot.new_zeros(len(widths) + rows * self.levels, len(word))
         """Of the batch [R, 1 + S, words]: which slots the root, which sees none, and every slot see."""
+        self.roots = torch.zeros(len(widths), dtype=torch.int32, device=device)
         self.keys: dict[str, Tensor] = {}  # of each layer [2, rows * levels, Hkv, D]: of the batch [R, S, Hkv, D]
         self.plans: dict[str, list[Plan]] = {}  # of each layer, by the number of requests
         shared: dict[tuple[int, ...], list[Plan]] = {}
@@ -54,7 +55,8 @@ class LevelKeys(TreeMetadata):
         """Begin trees of R requests with at most `width` columns a level; `block_table` [R, B], `root` [R] position of
         each root, which is in the cache."""
         self.requests, self.slots, self.width, self.end = len(root), width * self.levels, 0, 0
-        self.block_table, self.context = block_table, (root + 1).int()
+        self.block_table, self.context = block_table, self.roots[: len(root)]
+        torch.add(root, 1, out=self.context)
         self.words = -(-self.slots // WORD)
         seen = self.seen[: len(root) * (1 + self.slots)]
         self.visible = seen.view(len(root), 1 + self.slots, -1)[:, :, : self.words]

@@ -8,18 +8,32 @@ import torch
 from torch import Tensor
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
-from vllm_adaptive_tree.drafters import Rows
-from vllm_adaptive_tree.engine.common.attention import DraftKeys
+from vllm_adaptive_tree.drafters import Frontier, Rows
+from vllm_adaptive_tree.engine.common.attention import DraftKeys, TreeMetadata
 from vllm_adaptive_tree.engine.common.contexts import PagedContexts
 from vllm_adaptive_tree.engine.v2.device import compiles
 from vllm_adaptive_tree.engine.v2.drafting import Roots, TargetOutput, TreeDrafting
+from vllm_adaptive_tree.engine.v2.kernel_dispatch import counter_rng
 from vllm_adaptive_tree.engine.v2.level_keys import LevelKeys
+from vllm_adaptive_tree.proposers import Request, draft_tree
+
+
+class Unattended(TreeMetadata):
+    """Of levels that attend to nothing."""
+
+    def open_level(self, parent: Tensor) -> None:
+        """No key is kept."""
+
+    def attend(
+        self, impl: Any, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, out: Tensor
+    ) -> Tensor:
+        return out.zero_()
 
 
 class TreeState(NamedTuple):
     """Of R trees; slots as in `Frontier`."""
 
-    keys: DraftKeys | LevelKeys
+    keys: DraftKeys | LevelKeys | Unattended
     root: Tensor  # [R]: positions of the roots' rows in the draft
     depth: Tensor  # [R, S]
     passed: Tensor | None  # [R, S, H]: what a node passes to its children, if the draft has such
@@ -57,6 +71,33 @@ class PagedDraft(TreeDrafting, DraftModelSpeculator):
 
     def dummy_run(self, target: TargetOutput, *, without_attention: bool) -> None:
         self.read(target, without_attention=without_attention)
+        if without_attention and self.level_keys is not None:
+            self.profile_levels()
+
+    def profile_levels(self) -> None:
+        """The largest levels of a step, without attention: vLLM's memory profile sees what they allocate."""
+        requests = max(range(1, 1 + self.max_num_reqs), key=lambda count: (count * self.width(count), count))
+        width, device = self.width(requests), self.device
+        hidden = torch.zeros(requests, self.hidden_size, dtype=self.dtype, device=device)
+        rows = Rows(self.compute_draft_logits(hidden, 0)[:, None], hidden[:, None])
+        place = torch.zeros(requests, dtype=torch.int64, device=device)
+        passed = None if self.options.draft == "model" else hidden[:, None]
+        levels = list[Tensor]()
+        self.forwards = 0
+        draft_tree(
+            self.pair.proposer,
+            self,
+            rows,
+            TreeState(Unattended(), place, place[:, None], passed),
+            nodes=self.num_speculative_steps,
+            request=Request(
+                torch.ones_like(place, dtype=torch.float32), place < 0, counter_rng(place, place, purpose=0)
+            ),
+            agree=lambda frontier, growing: (Frontier(*(one[:, :width] for one in frontier)), True),
+            keep=levels.append if self.keeps_levels else lambda _: None,
+        )
+        if levels:
+            torch.cat(levels, 1)
 
     @property
     def group(self) -> int:

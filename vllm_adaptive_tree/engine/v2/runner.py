@@ -116,7 +116,10 @@ class TreeModelRunnerV2(ModelRunner):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
         speculator = self.speculator
-        self.draft_memory = draft_memory(self, speculator.draft_attn_layer_names, getattr(speculator, "model", None))
+        layers, draft = speculator.draft_attn_layer_names, getattr(speculator, "model", None)
+        rows = max(requests * speculator.width(requests) for requests in range(1, 1 + self.max_num_reqs))
+        memory = draft_memory(self, layers, draft, rows=rows)
+        self.draft_memory = memory._replace(profiled=getattr(speculator, "level_keys", None) is not None)
         for name, layer in self.compilation_config.static_forward_context.items():
             checks.check_layer(name, layer)
             trees = PagedTreeAttention if compiles(self.device) else CPUTreeAttention
