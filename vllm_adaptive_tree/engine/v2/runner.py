@@ -27,6 +27,7 @@ from vllm_adaptive_tree.engine.v2.draft_backlog import DraftBacklog
 from vllm_adaptive_tree.engine.v2.drafting import TreeDrafting
 from vllm_adaptive_tree.engine.v2.head_speculator import HeadSpeculator
 from vllm_adaptive_tree.engine.v2.node_selection import NodeSelection
+from vllm_adaptive_tree.engine.v2.rank_agreement import RankAgreement
 from vllm_adaptive_tree.engine.v2.sampler import TreeSampler
 from vllm_adaptive_tree.engine.v2.speculator import ModelSpeculator
 from vllm_adaptive_tree.engine.v2.step_stats import StepStats
@@ -70,7 +71,7 @@ class TreeModelRunnerV2(ModelRunner):
         self.metadata: dict[str, Any] = {}
         self.slots: dict[str, Tensor] = {}
         self.buffers: TargetBuffers | None = None  # where kernels run
-        self.stats = StepStats()
+        self.stats, self.agreement = StepStats(), RankAgreement()
         self.flags = RequestFlags(vllm_config.scheduler_config.max_num_seqs, self.pair, self.options)
         with swapped(model_runner, "init_speculator", self._speculator):
             super().__init__(vllm_config, device)
@@ -242,6 +243,7 @@ class TreeModelRunnerV2(ModelRunner):
                     certain = self.sampler.sampling_states.temperature.gpu[input_batch.idx_mapping] == 0
                     self.budget.fit(roots[step.draft.place], tokens[:, 0], certain & step.tree.valid.any(1))
             self.stats.verified(step.tree)
+            self.agreement.verified(step.tree, accepted)
             if self.buffers is not None:
                 self.buffers.commit(self.block_tables.input_block_tables, step.root, nodes)
             else:
