@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
+from vllm.utils.torch_utils import LayerName
 
 from tests.pure.test_no_host_sync import NoHostSync
 from vllm_adaptive_tree.rng import CounterRNG
@@ -23,6 +24,8 @@ class Rehearsal(TorchDispatchMode):
         self.kept: list[Any] = []  # or else a later tensor would get an address of these
 
     def _key(self, value: Any) -> Any:
+        if isinstance(value, LayerName):
+            return value.value
         if not isinstance(value, Tensor):
             return value
         storage = value.untyped_storage().data_ptr()

@@ -61,16 +61,12 @@ def test_short() -> None:
     run(*SHORT, "v2-async")
 
 
-def test_what_a_gpu_runs() -> None:
-    run(["test_capture.py"], "", 10, "v2-kernels")
-
-
 @pytest.mark.slow
-def test_tokens_of_what_a_gpu_runs() -> None:
+def test_what_a_gpu_runs() -> None:
     run(
-        ["test_v2_step.py", "test_identity.py"],
-        "fixed_budget or greedy_batch_of_1_and_16 and (4 or 12)",
-        4,
+        ["test_capture.py", "test_v2_step.py"],
+        "rehearsal or profile or pieces or (fixed_budget and opt_tree)",
+        11,
         "v2-kernels",
     )
 
