@@ -12,8 +12,9 @@ from types import ModuleType
 from typing import Any
 
 
-def install(*, asynchronous: bool) -> None:
-    """Call it before vLLM or Triton is imported."""
+def install(*, asynchronous: bool = False, kernels: bool = False) -> None:
+    """Call it before vLLM or Triton is imported. `kernels`: what a GPU runs, with its cache, in the place of the
+    PyTorch operations for a CPU."""
     assert not {"vllm", "triton"} & set(sys.modules)
     os.environ.update(TRITON_INTERPRET="1", VLLM_USE_V2_MODEL_RUNNER="1")
     _after("vllm.triton_utils.importing", lambda module: setattr(module, "HAS_TRITON", True))
@@ -23,6 +24,9 @@ def install(*, asynchronous: bool) -> None:
     _after("triton.runtime.interpreter", _patch_once)
     if asynchronous:
         _after("vllm.platforms.cpu", _keep_asynchronous)
+    if kernels:
+        _after("vllm_adaptive_tree.engine.v2.device", lambda module: setattr(module, "compiles", lambda device: True))
+        _after("vllm.v1.attention.backends.cpu_attn", _plain_cache)
 
 
 def _splat_truth_values(module: ModuleType) -> None:
@@ -73,6 +77,14 @@ def _keep_asynchronous(module: ModuleType) -> None:
         config.scheduler_config.async_scheduling = asked
 
     platform.check_and_update_config = classmethod(check_and_update_config)
+
+
+def _plain_cache(module: ModuleType) -> None:
+    from tests.plain_cache import PlainAttention
+
+    implementation: Any = module.CPUAttentionBackendImpl
+    implementation.forward = PlainAttention.forward
+    implementation.do_kv_cache_update = PlainAttention.do_kv_cache_update
 
 
 def _after(name: str, change: Callable[[ModuleType], None]) -> None:

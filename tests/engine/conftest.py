@@ -1,7 +1,7 @@
 """Real engines on the bundled pair, in this process, float32 and eager unless a test says otherwise.
 
 MODEL_RUNNER=v2 runs the same files on vLLM's Model Runner V2, in Triton's interpreter; MODEL_RUNNER=v2-async with
-asynchronous scheduling.
+asynchronous scheduling, v2-kernels with the kernels and the buffers of a GPU.
 """
 
 import os
@@ -9,7 +9,7 @@ import os
 from tests import interpreter
 
 if (RUNNER := os.environ.get("MODEL_RUNNER", "v1")) != "v1":
-    interpreter.install(asynchronous={"v2": False, "v2-async": True}[RUNNER])
+    interpreter.install(**{"v2": {}, "v2-async": {"asynchronous": True}, "v2-kernels": {"kernels": True}}[RUNNER])
 
 os.environ.update(
     OMP_NUM_THREADS="1",

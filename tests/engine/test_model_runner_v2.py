@@ -65,6 +65,16 @@ def test_short() -> None:
 
 
 @pytest.mark.slow
+def test_what_a_gpu_runs() -> None:
+    run(
+        ["test_capture.py", "test_v2_step.py"],
+        "rehearsal or profile or pieces or (fixed_budget and opt_tree)",
+        11,
+        "v2-kernels",
+    )
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WHOLE)
 def test_whole(name: str) -> None:
     run(*WHOLE[name], "v2")

@@ -4,6 +4,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ class Native(AttentionImpl[Any]):
         self, layer: Any, query: Tensor, key: Any, value: Any, cache: Any, metadata: Any, out: Tensor, *scales: Any
     ) -> Tensor:
         self.ran += 1
+        self.metadata = metadata
         return out.fill_(7.0)
 
 
@@ -39,9 +41,14 @@ class Layer:
         self.impl: Any = Native()
 
 
+@dataclass
 class Metadata:
-    def __init__(self, block_table: Tensor):
-        self.block_table = block_table
+    """What vLLM's has of every request."""
+
+    block_table: Tensor
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    scheduler_metadata: Tensor | None = None
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="no Triton")
@@ -81,16 +88,22 @@ class TestPaged:
 
         layer = Layer()
         PagedTreeAttention.adopt(layer)
-        step = KernelTrees.of(
-            Metadata(table), starts, torch.tensor(roots, device=DEVICE), parent, rows, alone=not others
-        )
+        ends = torch.cat([starts, starts[-1:] + others])
+        native = Metadata(table, ends, torch.tensor([*roots, 0], device=DEVICE) + ends.diff(), ends)
+        step = KernelTrees.of(native, starts, torch.tensor(roots, device=DEVICE), parent, rows, alone=not others)
         out = torch.zeros_like(query)
         layer.impl.forward(layer, query, key, value, cache, step, out)
         assert layer.impl.ran == bool(others)
+        if others:  # of the fourth request alone
+            seen = layer.impl.metadata
+            assert seen.query_start_loc.tolist() == [rows, rows + others]
+            assert seen.seq_lens.tolist() == [others]
+            assert torch.equal(seen.block_table, table[3:])
+            assert seen.scheduler_metadata is None, "vLLM made it for all requests"
         assert (out[rows:] == 7).all()
-        assert torch.equal(step.saved["layer"][0], key[:rows])
 
-        contexts, masks = layer.impl.gather(layer, cache, table[:3]), ancestor_mask(parent)
+        contexts = [part[table[:3].long()].flatten(1, 2).transpose(1, 2) for part in layer.impl.split(cache)]
+        masks = ancestor_mask(parent)
         start = 0
         for request, (count, root) in enumerate(zip(counts, roots, strict=True)):
             own = slice(start, start + count)
@@ -111,6 +124,6 @@ class TestPaged:
         layer, another = Layer(), Layer()
         PagedTreeAttention.adopt(layer)
         query = torch.zeros(3, HEADS, HEAD_SIZE, device=DEVICE)
-        assert (layer.impl.forward(layer, query, None, None, None, Metadata(query), query) == 7).all()
+        assert (layer.impl.forward(layer, query, None, None, None, Metadata(query, query, query), query) == 7).all()
         assert layer.impl.ran == 1
         assert not isinstance(another.impl, PagedTreeAttention)

@@ -128,6 +128,27 @@ def test_a_shape_with_fewer_nodes_than_asked_for(engines: Engines, plain: list[A
     assert metric(llm, "spec_decode_num_accepted_tokens") > 10
 
 
+def test_levels_fit_a_batch(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many requests, whose whole levels would have more rows than any forward may."""
+    room, requests = 64, 9
+    parameters = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2)
+    batch = [PROMPTS[index % 4][:8] for index in range(requests)]
+    expected = generate(engines.start(), batch, parameters)
+    llm = engines.start(tree(12), max_num_batched_tokens=room, max_num_seqs=requests)
+    rows: list[int] = []
+    speculator = runner_of(llm).speculator
+    original = speculator._run_model
+
+    def run(tokens: torch.Tensor, *args: Any) -> Any:
+        rows.append(len(tokens))
+        return original(tokens, *args)
+
+    monkeypatch.setattr(speculator, "_run_model", run)
+    assert_identical(expected, generate(llm, batch, parameters))
+    assert requests * (room // requests) in rows
+    assert max(rows) <= room + requests, "what vLLM's first forward of a draft may have"
+
+
 def test_auto_measures(engines: Engines, plain: list[Any]) -> None:
     llm = engines.start(tree(12, budget="auto"))
     assert_identical(plain, generate(llm, BATCH, parameters()))

@@ -1,7 +1,7 @@
 """All trees a proposer may draft, with all that an acceptance rule is told of them, by enumeration."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,13 +37,14 @@ def every_draft(
     nodes: int,
     temperature: float = 1.0,
     greedy: bool = False,
+    **how: Any,
 ) -> Drafts:
-    """All trees that `proposer` may draft, one group per model."""
+    """All trees that `proposer` may draft, one group per model; `how`: for `draft_tree`."""
 
     def run(rng: ForkingRandom, world: Tensor) -> tuple[Proposal, Tensor, Tensor]:
         levels: list[Tensor] = []
         drafter = ToyDrafter(models, world)
-        options = {"nodes": nodes, "temperature": temperature, "greedy": greedy, "rng": rng}
+        options = {"nodes": nodes, "temperature": temperature, "greedy": greedy, "rng": rng, **how}
         proposal = propose(proposer, drafter, keep=levels.append, **options)
         return proposal, *node_probs(proposal, levels, temperature)
 

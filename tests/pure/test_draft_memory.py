@@ -18,6 +18,8 @@ LOAD = {"requests": 3, "nodes": 10, "depth": 4, "vocabulary": 1000, "size": 2}
         ({"hidden": 64, "depth": 1, "kept": True}, 3 * 64 * 2, 3 * 1000 * 2),  # the root alone
         ({"hidden": 64, "nodes": 2, "kept": True}, 3 * 3 * 64 * 2, 3 * 3 * 1000 * 2),  # two levels of one node
         ({"size": 4}, 0, 3 * 10 * 1000 * 4),
+        ({"rows": 12}, 0, 12 * 1000 * 2),  # narrow levels
+        ({"rows": 12, "hidden": 64, "kept": True}, (3 + 3 * 12) * 64 * 2, (3 + 3 * 12) * 1000 * 2),
     ],
 )
 def test_level_buffers(changes: dict, feedback: int, logits: int) -> None:

@@ -13,6 +13,7 @@ from tests.oracles.models import ToyDrafter, ToyLM
 from tests.oracles.steps import emitted, verify
 from tests.oracles.trees import histories
 from vllm_adaptive_tree.acceptance import RULES, Kind, legal_rules, optimal
+from vllm_adaptive_tree.drafters import Frontier
 from vllm_adaptive_tree.proposers import Proposer, StaticTree
 from vllm_adaptive_tree.proposers.c2t import C2T, C2TOptions
 from vllm_adaptive_tree.proposers.dyspec import DySpec
@@ -66,10 +67,12 @@ def bias(
     temperature: float = TEMPERATURE,
     greedy: bool = False,
     change: Change = lambda drafts: drafts,
+    **how: Any,
 ) -> Tensor:
-    """Total variation between what is emitted and the target's law: [cuts, pairs of models]."""
+    """Total variation between what is emitted and the target's law: [cuts, pairs of models]; `how`: as of
+    `every_draft`."""
     drafts, targets = pairs or models(vocabulary, proposer.max_depth)
-    trees = every_draft(proposer, drafts, nodes=nodes, temperature=temperature, greedy=greedy)
+    trees = every_draft(proposer, drafts, nodes=nodes, temperature=temperature, greedy=greedy, **how)
     trees = every_cut(change(trees), len(drafts))
     length = proposer.max_depth + 1
     law = emitted(trees, targets, rule, told or proposer.kind, length=length).probs
@@ -156,6 +159,26 @@ def test_mcsd_stops_at_several_depths():
     drafts, _ = models(3, 3)
     trees = every_draft(stopping("without_replacement"), drafts, nodes=6).tree
     assert set(trees.depth.amax(1).tolist()) == {1, 2, 3}
+
+
+def narrow(frontier: Frontier, growing: Tensor) -> tuple[Frontier, bool]:
+    """One column, used ones trimmed too."""
+    return Frontier(frontier.tokens[:, :1], frontier.parent[:, :1]), True
+
+
+@pytest.mark.parametrize("name", [*CHOSEN, *DYSPEC])
+def test_narrow_levels(name):
+    proposer = {**CHOSEN, **DYSPEC}[name]()
+    widest = every_draft(proposer, models(3, proposer.max_depth)[0], nodes=5, agree=narrow).tree
+    parents = [{*row.tolist()} - {-1} for row in widest.parent.masked_fill(widest.depth != 2, -1)]
+    assert max(map(len, parents)) <= 1, "one node of a level has children"
+    for rule in legal_rules(proposer.kinds, 3):
+        assert bias(proposer, rule, nodes=5, agree=narrow).max() < EXACT
+
+
+@pytest.mark.parametrize(("kind", "rule"), LEGAL)
+def test_narrow_levels_of_a_shape(kind, rule):
+    assert bias(static(kind, IRREGULAR), rule, nodes=6, agree=narrow).max() < EXACT
 
 
 def reduced(depth: int) -> Models:

@@ -25,9 +25,11 @@ from vllm_adaptive_tree.options import Options
 class Frontier(NamedTuple):
     """The nodes that the draft reads next.
 
-    `tokens` is -1 in an unused column; the engine may trim trailing unused columns. `parent` is a slot: slots number
-    everything given to the drafter so far, 0 the root, then every column of every frontier in turn, unused ones
-    included.
+    `tokens` is -1 in an unused column. `parent` is a slot: slots number everything given to the drafter so far, 0 the
+    root, then every column of every frontier in turn, unused ones included.
+
+    The engine may trim trailing columns, so the nodes that matter most come first. A node whose column is trimmed is
+    not read, and gets no children.
     """
 
     tokens: Tensor  # [R, W]

@@ -167,8 +167,8 @@ def draft_tree(
     """Grow one tree per request from the roots' rows (W = 1).
 
     Args:
-        agree: may inspect `growing` [R] to stop early, trims unused columns of the frontier, and makes every rank read
-            the same frontier.
+        agree: may inspect `growing` [R] to stop early, trims trailing columns of the frontier, and makes every rank
+            read the same frontier. How many used columns it trims must not follow from a sampled token.
         keep: called with the logits [R, W, V] of every level, the root's first; 0 in dead rows.
         lost: called with the nodes [R, W] bool whose row was dead without the drafter saying so.
     """

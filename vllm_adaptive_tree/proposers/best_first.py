@@ -102,9 +102,11 @@ class BestFirst(Proposer):
 
     def extend(self, growth: Growth, rows: Rows) -> Growth:
         assert rows.dead is not None
-        column = growth.expand.cumsum(1).sub_(1)
-        dead = rows.dead.gather(1, column.clamp(0, rows.dead.shape[1] - 1))
-        number = column.add_(growth.first).masked_fill_(dead.logical_or_(~growth.expand), -1)
+        column, width = growth.expand.cumsum(1).sub_(1), rows.dead.shape[1]
+        unread = (
+            rows.dead.gather(1, column.clamp(0, width - 1)).logical_or_(~growth.expand).logical_or_(column >= width)
+        )
+        number = column.add_(growth.first).masked_fill_(unread, -1)
         return self._grown(growth._replace(read=(*growth.read, number)), rows)
 
     def _grown(self, growth: Growth, rows: Rows) -> Growth:

@@ -15,7 +15,7 @@ class LevelBuffers(NamedTuple):
     feedback: int
     """What a head passes from a node to its children: [R, S, H], S all slots that it has been given."""
     logits: int
-    """[R, S, V] if a rule reads the draft's distribution, else [R, N, V] of one level at a time."""
+    """[R, S, V] if a rule reads the draft's distribution, else those of one level at a time, [R, N, V] or fewer."""
 
     @classmethod
     def of(
@@ -28,6 +28,7 @@ class LevelBuffers(NamedTuple):
         size: int,
         hidden: int | None,
         kept: bool,
+        rows: int | None = None,
     ) -> "LevelBuffers":
         """
         Args:
@@ -38,10 +39,11 @@ class LevelBuffers(NamedTuple):
             size: bytes of a number.
             hidden: H of a head, None for a draft that passes nothing on.
             kept: whether a rule reads the draft's distribution.
+            rows: of a level of all requests; None: as many columns as nodes.
         """
-        slots = 1 + nodes * (min(depth, nodes) - 1)
-        rows = slots if kept else nodes
-        return cls(requests * slots * (hidden or 0) * size, requests * rows * vocabulary * size)
+        rows = requests * nodes if rows is None else rows
+        slots = requests + rows * (min(depth, nodes) - 1)
+        return cls(slots * (hidden or 0) * size, (slots if kept else rows) * vocabulary * size)
 
 
 class DraftMemory(NamedTuple):
@@ -50,6 +52,8 @@ class DraftMemory(NamedTuple):
     kv: int
     """Bytes of a token."""
     levels: LevelBuffers
+    profiled: bool = False
+    """Whether vLLM's memory profile has run the levels."""
 
     def within(self, available: int) -> int:
         """Of `available` bytes what is kept free for the levels: half of it at most, since a batch is rarely full."""

@@ -81,9 +81,9 @@ def _content(file: str | None) -> str | None:
         return str(error)
 
 
-def draft_memory(runner: Any, layers: Collection[str], draft: Any) -> DraftMemory:
+def draft_memory(runner: Any, layers: Collection[str], draft: Any, *, rows: int | None = None) -> DraftMemory:
     """What the draft of a loaded `runner` takes, logged before the KV cache is sized. `layers`: its attention layers;
-    `draft`: its module, None if it has none."""
+    `draft`: its module, None if it has none; `rows`: as in `LevelBuffers.of`."""
     config, options = runner.vllm_config, runner.options
     spec = config.speculative_config.draft_model_config
     levels = LevelBuffers.of(
@@ -94,6 +94,7 @@ def draft_memory(runner: Any, layers: Collection[str], draft: Any) -> DraftMemor
         size=config.model_config.dtype.itemsize if options.text is None else torch.float32.itemsize,
         hidden=None if draft is None or options.draft == "model" else spec.get_hidden_size(),
         kept=runner.pair.rule is not RULES["target_only"],
+        rows=rows,
     )
     specs = [config.compilation_config.static_forward_context[name].get_kv_cache_spec(config) for name in layers]
     kv = sum(one.page_size_bytes // one.block_size for one in specs)
@@ -104,8 +105,10 @@ def draft_memory(runner: Any, layers: Collection[str], draft: Any) -> DraftMemor
 
 def available_memory(worker: Any, available: int) -> int:
     """What is left for the KV cache of `available` bytes. The weights of the draft are counted by vLLM, which sizes the
-    cache after loading; it does not see the buffers of levels."""
+    cache after loading; it does not see the buffers of levels, unless its profile runs them."""
     memory: DraftMemory = worker.model_runner.draft_memory
+    if memory.profiled:
+        return available
     levels = readable(sum(memory.levels))
     if worker.cache_config.kv_cache_memory_bytes is not None:  # VLLM_CPU_KVCACHE_SPACE sets it too
         logger.info("The size of the KV cache is given: the level buffers of the draft, up to %s, come on top", levels)

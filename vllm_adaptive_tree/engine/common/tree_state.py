@@ -1,23 +1,21 @@
 """What a draft with attention layers carries from one level of its trees to the next."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-from vllm_adaptive_tree.engine.common.attention import DraftKeys
 
 
 class TreeState(NamedTuple):
     """Of R trees; S slots as in `Frontier`."""
 
-    keys: DraftKeys
+    keys: Any  # the metadata of its levels: `open_level` comes before each
     root: Tensor  # [R]: positions of the roots' rows in the draft
     depth: Tensor  # [R, S]
     feedback: Tensor | None  # [R, S, H]: what a node passes to its children, if the draft has such
 
     @classmethod
-    def begin(cls, keys: DraftKeys, root: Tensor, feedback: Tensor | None) -> "TreeState":
+    def begin(cls, keys: Any, root: Tensor, feedback: Tensor | None) -> "TreeState":
         """`root` [R], `feedback` [R, 1, H] of the roots."""
         return cls(keys, root, torch.zeros_like(root)[:, None], feedback)
 

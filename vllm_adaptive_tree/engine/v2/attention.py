@@ -1,26 +1,29 @@
 """Verification without a host sync: our kernel over the paged cache on a GPU, a dense mask on a CPU."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from vllm_adaptive_tree.attention.cpu import attend
+from vllm_adaptive_tree.attention.plan import Plan
 from vllm_adaptive_tree.engine.common.attention import TreeAttention, TreeMetadata
 from vllm_adaptive_tree.trees.masks import ancestor_bits
 
 
 @dataclass(frozen=True, slots=True)
 class KernelTrees(TreeMetadata):
-    """On a GPU: the first Q requests of the batch have trees, the backend attends for the others."""
+    """Where kernels run: the first Q requests of the batch have trees, the backend attends for the others. The tensors
+    are parts of buffers that never move, so that a CUDA graph may hold what reads them."""
 
-    native: Any  # of the whole batch; None if all requests have trees
-    block_table: Tensor  # [Q or more, B]
+    native: Any  # vLLM's, for the other requests; None if all have trees, which may be empty
+    block_table: Tensor  # [Q, B]
     row_start: Tensor  # [Q + 1] int32
     context: Tensor  # [Q] int32: tokens before each root
-    ancestors: Tensor  # [rows, W] int64
-    saved: dict[str, tuple[Tensor, Tensor]]  # layer -> key, value of the trees' rows
+    ancestors: Tensor  # [rows or more, W] int64
+    rows: int  # of the trees, and of padding
+    plan: Plan | None  # of these rows; None: made by each layer
 
     @classmethod
     def of(
@@ -37,21 +40,31 @@ class KernelTrees(TreeMetadata):
         row = torch.arange(rows, device=root.device)
         request = torch.searchsorted(row_start[1:].long(), row, right=True)
         bits = ancestor_bits(parent)[request, row - row_start[request]]
-        return cls(None if alone else native, native.block_table, row_start, root.int(), bits, {})
+        table = native.block_table[: len(root)]
+        return cls(None if alone else behind(native, len(root)), table, row_start, root.int(), bits, rows, None)
 
     def attend(
         self, impl: Any, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, out: Tensor
     ) -> Tensor:
         from vllm_adaptive_tree.attention.triton_tree import tree_attention
 
-        rows = len(self.ancestors)
-        self.saved[layer.layer_name] = key[:rows].clone(), value[:rows].clone()  # a graph may take their memory
         if self.native is not None:
             impl.forward(layer, query, key, value, kv_cache, self.native, out)
         keys, values = impl.split(kv_cache)
-        where = self.block_table[: len(self.context)], self.row_start, self.context, self.ancestors
-        tree_attention(query[:rows], keys, values, *where, impl.scale, out[:rows])
+        where = self.block_table, self.row_start, self.context, self.ancestors
+        tree_attention(query[: self.rows], keys, values, *where, impl.scale, out[: self.rows], plan=self.plan)
         return out
+
+
+def behind(native: Any, count: int) -> Any:
+    """vLLM's metadata without the first `count` requests of the batch: rows keep their places."""
+    return replace(
+        native,
+        query_start_loc=native.query_start_loc[count:],
+        seq_lens=native.seq_lens[count:],
+        block_table=native.block_table[count:],
+        scheduler_metadata=None,
+    )
 
 
 class PagedTreeAttention(TreeAttention):

@@ -25,6 +25,21 @@ from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE
 from vllm_adaptive_tree.trees import TreeBatch
 from vllm_adaptive_tree.trees.tree_batch import EMPTY
 
+LEVEL_ROWS = 256
+"""Rows of a draft level of the whole batch that cost a GPU hardly more than one: it is bound by the draft's weights."""
+FEWEST_COLUMNS = 4
+
+
+def level_width(requests: int, nodes: int, rows: int) -> int:
+    """Columns that a draft level reads of each of `requests` trees of `nodes` nodes; `rows`: the most that any forward
+    may have (`max_num_batched_tokens`).
+
+    Lossless for every rule: the width follows from the number of requests alone, before anything is sampled, and a node
+    whose column is trimmed counts as never read, so a rule takes the target's own distribution after it. Which nodes
+    stay is decided by their order, which the proposer fixes before their children are drawn.
+    """
+    return max(1, min(nodes, max(LEVEL_ROWS // requests, FEWEST_COLUMNS), rows // requests))
+
 
 class TargetOutput(NamedTuple):
     """What the target has read and sampled in a step of R requests, as vLLM passes it to a speculator."""
@@ -73,6 +88,7 @@ class TreeDrafting(BaseSpeculator):
         self.random = self.options.tree.temperature(2.0)  # the draft's, if it does not follow the request's own
         self.follows = self.random != self.options.tree.temperature(3.0)
         self.device, self.num_speculative_steps = runner.device, self.options.num_speculative_tokens
+        self.most_rows = runner.vllm_config.scheduler_config.max_num_batched_tokens
         self.drafts = Drafts(runner.max_num_reqs, self.num_speculative_steps, self.device)
         self.missed = self.forwards = 0
         vocabulary, lookup, text = (
@@ -84,12 +100,21 @@ class TreeDrafting(BaseSpeculator):
         self.text = None if text is None else text.build(vocabulary)
         self.offers = self.lookup or offering(self.text, self.pair)
         """What proposes trees while the draft rests."""
-        depth, nodes = self.pair.proposer.max_depth, self.num_speculative_steps
+        nodes = self.num_speculative_steps
+        self.drafted_levels = self.levels = min(self.pair.proposer.max_depth, nodes)
+        """The largest depth of what is drafted; of a tree."""
         if self.offers is not None:
-            depth = max(depth, self.offers.length or nodes)
-        self.levels = min(depth, nodes)
-        """The largest depth of a tree."""
+            self.levels = min(max(self.levels, self.offers.length or nodes), nodes)
         self.dead: Tensor | None = None  # number of dead rows of the last trees, until the metrics take it
+
+    def width(self, requests: int) -> int:
+        """Columns of a level in a batch of so many requests."""
+        return level_width(requests, self.num_speculative_steps, self.most_rows)
+
+    @property
+    def keeps_levels(self) -> bool:
+        """Whether a rule reads the draft's distributions."""
+        return self.pair.rule is not RULES["target_only"]
 
     @abstractmethod
     def roots(self, target: TargetOutput) -> Roots:
@@ -220,9 +245,10 @@ class TreeDrafting(BaseSpeculator):
     ) -> Proposal:
         """As `_trees`; `levels` gets the logits of every level, if a rule reads them."""
         dead = list[Tensor]()
+        width = self.width(target.batch.num_reqs)
 
         def agree(frontier: Frontier, growing: Tensor) -> tuple[Frontier, bool]:
-            return frontier, 1 + self.forwards < most
+            return Frontier(frontier.tokens[:, :width], frontier.parent[:, :width]), 1 + self.forwards < most
 
         proposal = draft_tree(
             self.pair.proposer,
@@ -232,7 +258,7 @@ class TreeDrafting(BaseSpeculator):
             nodes=self.num_speculative_steps,
             request=request,
             agree=agree,
-            keep=levels.append if self.pair.rule is not RULES["target_only"] else lambda _: None,
+            keep=levels.append if self.keeps_levels else lambda _: None,
             lost=dead.append,
         )
         self.dead = torch.cat(dead, 1).sum()

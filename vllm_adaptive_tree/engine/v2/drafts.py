@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from vllm_adaptive_tree.kernels.layout import Drafted
 from vllm_adaptive_tree.proposers import Proposal
 from vllm_adaptive_tree.proposers.base import softmax_at
 from vllm_adaptive_tree.trees import TreeBatch
@@ -37,17 +38,18 @@ class DraftProbs(NamedTuple):
 
 
 class Drafts:
-    """The trees of the last batch that drafted, by vLLM's index of the request."""
+    """The trees of the last batch that drafted, by vLLM's index of the request, in buffers that never move."""
 
     def __init__(self, requests: int, nodes: int, device: torch.device):
-        self.place = torch.full((requests,), NOWHERE, device=device)
-        self.root = torch.full((requests,), NOWHERE, device=device)  # position of each tree's root
-        empty = torch.full((1, nodes), -1, device=device)
-        tree = TreeBatch(empty, empty, torch.zeros_like(empty), torch.zeros(1, nodes, device=device))
-        self.proposal = Proposal(tree, empty, torch.zeros(1, 1 + nodes, dtype=torch.int64, device=device))
+        number = torch.full((requests,), NOWHERE, device=device)
+        whole = torch.full((requests, nodes), -1, device=device)
+        self.place, self.root = number, number.clone()  # of each request's tree, and the position of its root
+        value = torch.full((requests, nodes), -torch.inf, device=device)
+        self.tree = TreeBatch(whole, whole.clone(), torch.zeros_like(whole), value)
+        self.read, self.planned = whole.clone(), torch.zeros(requests, 1 + nodes, dtype=torch.int64, device=device)
         self.logits: Tensor | None = None
         self.roots: Tensor | None = None
-        self.temperature = torch.ones(1, device=device)
+        self.temperature = torch.ones(requests, device=device)
 
     def store(
         self,
@@ -63,12 +65,19 @@ class Drafts:
         self.forget()
         self.place[request] = torch.arange(len(request), device=request.device)
         self.root[request] = root
-        self.proposal, self.temperature = proposal, temperature
+        new = (*proposal.tree, proposal.read, proposal.num_planned, temperature)
+        for buffer, part in zip((*self.tree, self.read, self.planned, self.temperature), new, strict=True):
+            buffer[: len(request)] = part
         self.logits = torch.cat(levels, 1) if levels else None
         self.roots = roots
 
     def forget(self) -> None:
         self.place.fill_(NOWHERE)
+
+    @property
+    def drafted(self) -> Drafted:
+        """For `Layout.update`."""
+        return Drafted(self.tree, self.read, self.planned, self.place, self.root)
 
     def of(self, request: Tensor, root: Tensor, scheduled: Tensor) -> tuple[TreeBatch, DraftProbs]:
         """The trees of R requests with roots at positions `root` [R], cut to the `scheduled` [R] nodes; empty if the
@@ -76,8 +85,7 @@ class Drafts:
         place = self.place[request]
         known = (place >= 0) & (self.root[request] == root)
         place = place.clamp(min=0)
-        tree, read, planned = self.proposal
-        cut = TreeBatch(*(part[place] for part in tree)).cut(torch.where(known, scheduled, 0))
+        cut = TreeBatch(*(part[place] for part in self.tree)).cut(torch.where(known, scheduled, 0))
         exists = cut.valid.any(1, keepdim=True)
-        slot = torch.cat([torch.where(exists, 0, -1), read[place].masked_fill(~cut.valid, -1)], 1)
-        return cut, DraftProbs(self.logits, self.temperature, place, slot, planned[place])
+        slot = torch.cat([torch.where(exists, 0, -1), self.read[place].masked_fill(~cut.valid, -1)], 1)
+        return cut, DraftProbs(self.logits, self.temperature, place, slot, self.planned[place])

@@ -1,21 +1,17 @@
 """Which samples and rules run as Triton kernels: all that have one, on devices that compile them."""
 
-import torch
 from torch import Tensor
 
 from vllm_adaptive_tree import kernels
 from vllm_adaptive_tree.acceptance import Accepted
 from vllm_adaptive_tree.acceptance.legality import Draw
+from vllm_adaptive_tree.engine.v2.device import compiles
 from vllm_adaptive_tree.engine.v2.drafts import DraftProbs
 from vllm_adaptive_tree.engine.v2.target import Target
 from vllm_adaptive_tree.kernels import FUSED_RULES, FusedRNG
 from vllm_adaptive_tree.methods import Pair
 from vllm_adaptive_tree.rng import CounterRNG, RandomSource
 from vllm_adaptive_tree.trees import TreeBatch
-
-
-def compiles(device: torch.device) -> bool:
-    return device.type == "cuda"
 
 
 def counter_rng(seed: Tensor, position: Tensor, purpose: int) -> CounterRNG:

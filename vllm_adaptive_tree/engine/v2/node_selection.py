@@ -22,11 +22,12 @@ class NodeSelection:
     likely of all its requests; without a node it is vLLM's plain decode. Graphs are chosen by the rows that run.
     """
 
-    def __init__(self, drafts: Drafts, query_start_loc: Tensor, budget: DeviceBudget):
+    def __init__(self, drafts: Drafts, query_start_loc: Tensor, budget: DeviceBudget | None):
         """
         Args:
             drafts: of the speculator.
             query_start_loc: [requests + 1] int32, the runner's own.
+            budget: None: all nodes.
         """
         self.drafts, self.query_start_loc, self.budget = drafts, query_start_loc, budget
         self.nodes = 0  # of the step in preparation
@@ -35,7 +36,8 @@ class NodeSelection:
     def get_num_tokens(self, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]]) -> int:
         """Tokens of the step."""
         drafts = sum(map(len, draft_tokens.values()))
-        self.nodes = drafts if self.budget.nodes is None else min(self.budget.nodes, drafts)
+        most = None if self.budget is None else self.budget.nodes
+        self.nodes = drafts if most is None else min(most, drafts)
         return sum(num_tokens_per_req.values()) - drafts + self.nodes
 
     def compact_batch(
@@ -70,8 +72,9 @@ class NodeSelection:
         return reallocated(logits, self.query_start_loc, self.nodes)
 
     def _values(self, request: Tensor) -> Tensor:
+        assert self.budget is not None
         place = self.drafts.place[request]
-        tree = self.drafts.proposal.tree
+        tree = self.drafts.tree
         weight = (place_values(tree) if self.budget.by_place else tree.log_weight)[place.clamp(min=0)]
         return weight.masked_fill((place < 0)[:, None], -torch.inf)
 

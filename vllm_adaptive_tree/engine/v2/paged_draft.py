@@ -10,11 +10,27 @@ from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
-from vllm_adaptive_tree.drafters import Rows
-from vllm_adaptive_tree.engine.common.attention import DraftKeys
+from vllm_adaptive_tree.drafters import Frontier, Rows
+from vllm_adaptive_tree.engine.common.attention import DraftKeys, TreeMetadata
 from vllm_adaptive_tree.engine.common.contexts import PagedContexts
 from vllm_adaptive_tree.engine.common.tree_state import TreeState
+from vllm_adaptive_tree.engine.v2.device import compiles
 from vllm_adaptive_tree.engine.v2.drafting import Roots, TargetOutput, TreeDrafting
+from vllm_adaptive_tree.engine.v2.kernel_dispatch import counter_rng
+from vllm_adaptive_tree.engine.v2.level_keys import LevelKeys
+from vllm_adaptive_tree.proposers import Request, draft_tree
+
+
+class Unattended(TreeMetadata):
+    """Of levels that attend to nothing."""
+
+    def open_level(self, parent: Tensor) -> None:
+        """No key is kept."""
+
+    def attend(
+        self, impl: Any, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, out: Tensor
+    ) -> Tensor:
+        return out.zero_()
 
 
 class PagedDraft(TreeDrafting, DraftModelSpeculator):
@@ -23,6 +39,8 @@ class PagedDraft(TreeDrafting, DraftModelSpeculator):
     hidden_size: int
     first: Rows
     """Of the roots, from the last `read`."""
+    level_keys: LevelKeys | None = None
+    """On devices with kernels."""
 
     @abstractmethod
     def read(self, target: TargetOutput, *, without_attention: bool = False) -> None:
@@ -33,8 +51,47 @@ class PagedDraft(TreeDrafting, DraftModelSpeculator):
         """Run the draft over nodes, `tokens` and `positions` [M], `given` [M, H] by their parents. Returns hidden
         states for the logits, and what the nodes pass on, both [M, H]."""
 
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        if compiles(self.device):
+            layers = self.vllm_config.compilation_config.static_forward_context
+            self.level_keys = LevelKeys(
+                {name: layers[name] for name in sorted(self.draft_attn_layer_names)},
+                [self.width(requests) for requests in range(1, 1 + self.max_num_reqs)],
+                self.drafted_levels - 1,
+                self.dtype,
+                self.device,
+            )
+
     def dummy_run(self, target: TargetOutput, *, without_attention: bool) -> None:
         self.read(target, without_attention=without_attention)
+        if without_attention and self.level_keys is not None:
+            self.profile_levels()
+
+    def profile_levels(self) -> None:
+        """The largest levels of a step, without attention: vLLM's memory profile sees what they allocate."""
+        requests = max(range(1, 1 + self.max_num_reqs), key=lambda count: (count * self.width(count), count))
+        width, device = self.width(requests), self.device
+        hidden = torch.zeros(requests, self.hidden_size, dtype=self.dtype, device=device)
+        rows = Rows(self.compute_draft_logits(hidden, 0)[:, None], hidden[:, None])
+        place = torch.zeros(requests, dtype=torch.int64, device=device)
+        feedback = None if self.options.draft == "model" else hidden[:, None]
+        levels = list[Tensor]()
+        self.forwards = 0
+        draft_tree(
+            self.pair.proposer,
+            self,
+            rows,
+            TreeState.begin(Unattended(), place, feedback),
+            nodes=self.num_speculative_steps,
+            request=Request(
+                torch.ones_like(place, dtype=torch.float32), place < 0, counter_rng(place, place, purpose=0)
+            ),
+            agree=lambda frontier, growing: (Frontier(*(one[:, :width] for one in frontier)), True),
+            keep=levels.append if self.keeps_levels else lambda _: None,
+        )
+        if levels:
+            torch.cat(levels, 1)
 
     @property
     def limit(self) -> int:
@@ -67,12 +124,15 @@ class PagedDraft(TreeDrafting, DraftModelSpeculator):
         if late is not None:
             ready = async_tensor_h2d(~late, device=self.device)
             grows = ready if grows is None else grows & ready
-        block_size = self.kv_cache_config.kv_cache_groups[self.group].kv_cache_spec.block_size
-        longest = 1 + int(batch.seq_lens_cpu_upper_bound[: batch.num_reqs].max())
-        blocks = -(-min(longest, self.limit) // block_size)
-        table = self.block_tables.input_block_tables[self.group][: batch.num_reqs, :blocks]
         root = root.clamp(max=self.limit - 1)
-        keys = DraftKeys(PagedContexts(table, block_size), root + 1)
+        table = self.block_tables.input_block_tables[self.group][: batch.num_reqs]
+        if self.level_keys is not None:
+            keys: DraftKeys | LevelKeys = self.level_keys.open(table, root, self.width(batch.num_reqs))
+        else:
+            block_size = self.kv_cache_config.kv_cache_groups[self.group].kv_cache_spec.block_size
+            longest = 1 + int(batch.seq_lens_cpu_upper_bound[: batch.num_reqs].max())
+            blocks = -(-min(longest, self.limit) // block_size)
+            keys = DraftKeys(PagedContexts(table[:, :blocks], block_size), root + 1)
         return Roots(self.first, position, TreeState.begin(keys, root, feedback), grows)
 
     def grow(self, tokens: Tensor, parent: Tensor, state: TreeState) -> tuple[Rows, TreeState]:

@@ -2,8 +2,10 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu import model_runner
@@ -17,15 +19,19 @@ from vllm_adaptive_tree.engine.common.request_flags import RequestFlags
 from vllm_adaptive_tree.engine.common.startup import check_ranks, draft_memory, tree_options
 from vllm_adaptive_tree.engine.common.steering import Steering
 from vllm_adaptive_tree.engine.patches import swapped
+from vllm_adaptive_tree.engine.v2 import verification
 from vllm_adaptive_tree.engine.v2.attention import DenseTrees, KernelTrees, PagedTreeAttention
 from vllm_adaptive_tree.engine.v2.budget import SETTLED, DeviceBudget
+from vllm_adaptive_tree.engine.v2.device import compiles
 from vllm_adaptive_tree.engine.v2.draft_backlog import DraftBacklog
 from vllm_adaptive_tree.engine.v2.drafting import TreeDrafting
 from vllm_adaptive_tree.engine.v2.head_speculator import HeadSpeculator
 from vllm_adaptive_tree.engine.v2.node_selection import NodeSelection
+from vllm_adaptive_tree.engine.v2.rank_agreement import RankAgreement
 from vllm_adaptive_tree.engine.v2.sampler import TreeSampler
 from vllm_adaptive_tree.engine.v2.speculator import ModelSpeculator
 from vllm_adaptive_tree.engine.v2.step_stats import StepStats
+from vllm_adaptive_tree.engine.v2.target_buffers import TargetBuffers
 from vllm_adaptive_tree.engine.v2.text_speculator import TextSpeculator
 from vllm_adaptive_tree.engine.v2.verification import Verification
 from vllm_adaptive_tree.methods import resolve
@@ -64,7 +70,8 @@ class TreeModelRunnerV2(ModelRunner):
         self.step: Verification | None = None
         self.metadata: dict[str, Any] = {}
         self.slots: dict[str, Tensor] = {}
-        self.stats = StepStats()
+        self.buffers: TargetBuffers | None = None  # where kernels run
+        self.stats, self.agreement = StepStats(), RankAgreement()
         self.flags = RequestFlags(vllm_config.scheduler_config.max_num_seqs, self.pair, self.options)
         with swapped(model_runner, "init_speculator", self._speculator):
             super().__init__(vllm_config, device)
@@ -79,13 +86,15 @@ class TreeModelRunnerV2(ModelRunner):
         planner.probe += SETTLED
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
-        super().initialize_kv_cache(*args, **kwargs)
+        selection = NodeSelection(self.speculator.drafts, self.input_buffers.query_start_loc, self.budget)
+        graphs = self.buffers is not None and self.compilation_config.cudagraph_mode.has_full_cudagraphs()
+        # With it vLLM captures whole graphs for batches of unequal trees; it asks for them, so not without any.
+        with swapped(
+            model_runner, "maybe_create_adaptive_verification_manager", lambda **_: selection if graphs else None
+        ):
+            super().initialize_kv_cache(*args, **kwargs)
         if self.budget is not None:
-            self.adaptive_verification = NodeSelection(
-                self.speculator.drafts,
-                self.input_buffers.query_start_loc,
-                self.budget,
-            )
+            self.adaptive_verification = selection
         if self.options.tree.budget == "auto" and self.speculator.reads_late:
             group = self.kv_cache_config.kv_cache_groups[self.speculator.group]
             coverage = Coverage(self.kv_cache_config.num_blocks, group.kv_cache_spec.block_size)
@@ -93,7 +102,10 @@ class TreeModelRunnerV2(ModelRunner):
             slack = IN_FLIGHT * self.options.num_speculative_tokens
             self.backlog = DraftBacklog(coverage, self.max_num_reqs, slack, self.speculator.limit)
             self.speculator.backlog = self.backlog
-        if self.device.type == "cpu":
+        if self.buffers is not None:
+            groups = enumerate(self.kv_cache_config.kv_cache_groups)
+            self.buffers.open_caches({name: number for number, group in groups for name in group.layer_names})
+        elif self.device.type == "cpu":
             for name, layer in self.compilation_config.static_forward_context.items():
                 checks.check_packing(name, layer)
 
@@ -104,14 +116,23 @@ class TreeModelRunnerV2(ModelRunner):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
         speculator = self.speculator
-        self.draft_memory = draft_memory(self, speculator.draft_attn_layer_names, getattr(speculator, "model", None))
+        layers, draft = speculator.draft_attn_layer_names, getattr(speculator, "model", None)
+        rows = max(requests * speculator.width(requests) for requests in range(1, 1 + self.max_num_reqs))
+        memory = draft_memory(self, layers, draft, rows=rows)
+        self.draft_memory = memory._replace(profiled=getattr(speculator, "level_keys", None) is not None)
         for name, layer in self.compilation_config.static_forward_context.items():
             checks.check_layer(name, layer)
-            trees = CPUTreeAttention if self.device.type == "cpu" else PagedTreeAttention
-            trees.adopt(layer, drafts=name in self.speculator.draft_attn_layer_names)
+            trees = PagedTreeAttention if compiles(self.device) else CPUTreeAttention
+            trees.adopt(layer, drafts=name in speculator.draft_attn_layer_names)
         if self.batch_sharder is not None or self.sampler.return_sampling_mask:
             raise ValueError("return_sampling_mask and a sampler sharded over ranks are not supported with trees")
         nodes = self.options.num_speculative_tokens
+        self.in_generation_order = nodes <= verification.IN_GENERATION_ORDER
+        if compiles(self.device):
+            layers = self.compilation_config.static_forward_context
+            own = {name: layers[name] for name in layers if name not in speculator.draft_attn_layer_names}
+            sizes = self.max_num_reqs, self.max_num_tokens, nodes
+            self.buffers = TargetBuffers(own, *sizes, self.model_config.dtype, self.device)
         self.rejection_sampler = TreeSampler(
             self.sampler,
             self.pair,
@@ -155,7 +176,11 @@ class TreeModelRunnerV2(ModelRunner):
     def prepare_attn(self, input_batch: Any) -> Any:
         prepared = super().prepare_attn(input_batch)  # slots of linear positions
         self.step = None
-        if input_batch.num_draft_tokens:
+        drafts = input_batch.num_draft_tokens
+        if self.buffers is not None and self.in_generation_order:
+            laid_out = Verification.laid_out(self.speculator.drafts, input_batch, self.buffers.layout)
+            self.step = laid_out if drafts else None
+        elif drafts:
             step = Verification.of(self.speculator.drafts, input_batch)
             self.step = step if step.reads_only_roots(input_batch) else step.plain
             self.step.write_rows(input_batch.positions, input_batch.input_ids)
@@ -167,16 +192,38 @@ class TreeModelRunnerV2(ModelRunner):
         self, input_batch: Any, mode: Any, block_tables: Any, slot_mappings: Any, *rest: Any, **kwargs: Any
     ) -> Any:
         metadata = self.native_metadata(input_batch, mode, block_tables, slot_mappings, *rest, **kwargs)
-        if self.step is None or not self.step.reads_only_roots(input_batch):
+        whole = mode == CUDAGraphMode.FULL  # such a graph replays our kernel, also for a step without a tree
+        step = self.step
+        if not whole and (step is None or not step.reads_only_roots(input_batch)):
             return metadata
-        own: dict[int, DenseTrees | KernelTrees] = {}
+        row_start, count, rows = (
+            input_batch.query_start_loc,
+            input_batch.num_reqs_after_padding,
+            len(input_batch.positions),
+        )
+        if not whole:
+            assert step is not None
+            count = int(np.count_nonzero(step.scheduled))
+            rows = count + input_batch.num_draft_tokens
+        if self.buffers is not None and self.in_generation_order:
+            self.buffers.plan(row_start, count)
+        own: dict[Any, DenseTrees | KernelTrees] = {}
         for group, slots in zip(self.kv_cache_config.kv_cache_groups, slot_mappings, strict=True):
             for name in group.layer_names:
                 if name in self.speculator.draft_attn_layer_names:
                     continue
                 native = metadata[name]
+                if self.buffers is not None and self.in_generation_order:
+                    metadata[name] = self.buffers.metadata(name, native, row_start, count, rows)
+                    continue
+                assert step is not None
                 if id(native) not in own:
-                    own[id(native)] = self.step.metadata(native, group.kv_cache_spec.block_size, input_batch)
+                    longest = int(input_batch.seq_lens_cpu_upper_bound[: input_batch.num_reqs].max())
+                    own[id(native)] = (
+                        step.dense(native, group.kv_cache_spec.block_size, longest)
+                        if self.buffers is None
+                        else step.for_kernel(native, row_start, input_batch.num_draft_tokens)
+                    )
                 metadata[name], self.slots[name] = own[id(native)], slots
         self.metadata = metadata
         return metadata
@@ -195,7 +242,11 @@ class TreeModelRunnerV2(ModelRunner):
                     certain = self.sampler.sampling_states.temperature.gpu[input_batch.idx_mapping] == 0
                     self.budget.fit(roots[step.draft.place], tokens[:, 0], certain & step.tree.valid.any(1))
             self.stats.verified(step.tree)
-            step.commit(nodes, self.metadata, self.compilation_config.static_forward_context, self.slots)
+            self.agreement.verified(step.tree, accepted)
+            if self.buffers is not None:
+                self.buffers.commit(self.block_tables.input_block_tables, step.root, nodes)
+            else:
+                step.commit(nodes, self.metadata, self.compilation_config.static_forward_context, self.slots)
             step.write_path(input_batch.input_ids, tokens, nodes)
             self.speculator.verified(step, nodes, input_batch)
         return sampled

@@ -10,6 +10,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm_adaptive_tree.attention.cpu import context_bias
 from vllm_adaptive_tree.engine.v2.attention import DenseTrees, KernelTrees
 from vllm_adaptive_tree.engine.v2.drafts import DraftProbs, Drafts
+from vllm_adaptive_tree.kernels.layout import Layout
 from vllm_adaptive_tree.trees import TreeBatch
 from vllm_adaptive_tree.trees.masks import ancestor_mask
 from vllm_adaptive_tree.trees.orders import depth_first, permuted
@@ -43,6 +44,34 @@ class Verification(NamedTuple):
         if order is not None:
             tree, draft = permuted(tree, order), draft.permuted(order)
         return cls(tree, draft, first, root, batch.num_draft_tokens_per_req, order)
+
+    @classmethod
+    def laid_out(cls, drafts: Drafts, batch: Any, layout: Layout) -> "Verification":
+        """`of` and `write_rows` in one launch, for trees in generation order; it writes to `layout`, whose parts it is
+        made of. A batch in which requests with draft tokens are still reading their prompts has no trees, and one
+        without draft tokens only roots."""
+        count, scheduled = batch.num_reqs, batch.num_draft_tokens_per_req
+        scheduled = np.zeros(count, dtype=np.int32) if scheduled is None else scheduled
+        parts = (*layout.tree, *layout[1:-1])
+        *tree, slot, planned, place, first, root, _ = (part[:count] for part in parts)
+        step = cls(
+            TreeBatch(*tree),
+            DraftProbs(drafts.logits, drafts.temperature, place, slot, planned),
+            first,
+            root,
+            scheduled,
+            None,
+        )
+        layout.update(
+            drafts.drafted,
+            batch.idx_mapping,
+            batch.cu_num_logits,
+            batch.query_start_loc,
+            batch.positions,
+            batch.input_ids,
+            plain=not step.reads_only_roots(batch),
+        )
+        return step
 
     def write_rows(self, positions: Tensor, input_ids: Tensor) -> None:
         """position = root + depth, in place; the slots of the rows stay those of linear positions. Tokens in the order
@@ -84,14 +113,8 @@ class Verification(NamedTuple):
         """The same rows without trees: nothing is accepted."""
         return self._replace(tree=self.tree.cut(torch.zeros_like(self.root)))
 
-    def metadata(self, native: Any, block_size: int, batch: Any) -> DenseTrees | KernelTrees:
-        """Of one attention group of the target's layers; `native`: vLLM's for the whole batch."""
-        if self.first.device.type == "cpu":
-            return self.dense(native, block_size, int(batch.seq_lens_cpu_upper_bound[: batch.num_reqs].max()))
-        return self.for_kernel(native, batch.query_start_loc, batch.num_draft_tokens)
-
     def for_kernel(self, native: Any, row_start: Tensor, total: int) -> KernelTrees:
-        """On a GPU.
+        """Where kernels run, for trees in another order than that of their generation.
 
         Args:
             native: vLLM's, for a batch in which requests with draft tokens come first.
@@ -124,7 +147,7 @@ class Verification(NamedTuple):
         return DenseTrees(native, rows, native.block_table[requests, :blocks], bias, {})
 
     def commit(self, nodes: Tensor, metadata: dict[str, Any], layers: dict[str, Any], slots: dict[str, Tensor]) -> None:
-        """K/V of the accepted `nodes` [R, L] (-1 pads) to the slots after the root.
+        """On a CPU: K/V of the accepted `nodes` [R, L] (-1 pads) to the slots after the root.
 
         Args:
             metadata: of every layer of the verification.
@@ -135,7 +158,7 @@ class Verification(NamedTuple):
         home, source = self.first[:, None] + 1 + levels, self.first[:, None] + 1 + nodes
         accepted = nodes >= 0
         source = torch.where(accepted, source, self.first[:, None]).flatten()
-        for own in {id(one): one for one in metadata.values() if isinstance(one, DenseTrees | KernelTrees)}.values():
+        for own in {id(one): one for one in metadata.values() if isinstance(one, DenseTrees)}.values():
             for name, (key, value) in own.saved.items():
                 slot = slots[name]
                 target = torch.where(accepted, slot[home.clamp(max=len(slot) - 1)], -1).flatten()

@@ -1,0 +1,252 @@
+"""What one decoding step starts on a device, counted without one.
+
+    python -m benchmarks.gpu.launches --out benchmarks/results/gpu/launches.json
+
+An engine on the CPU with the kernels and the cache of a GPU (`MODEL_RUNNER=v2-kernels`, Triton's interpreter). Counted
+are PyTorch's operations, views and empty tensors apart, a kernel as one, and copies between host and device, by the
+part of a step that starts them; "inside": what a CUDA graph holds, "outside": what the host starts one by one. The
+models run without compilation, so their own operations are more than on a GPU; they are inside. Host tensors cannot be
+told from a device's here, so the figures are upper bounds. A step is one behind the prompts with a tree of every
+request; of several, the largest.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from tests import interpreter
+
+NODES, DEPTH, REQUESTS, TOKENS = 64, 8, 2, 14
+CASES: dict[str, tuple[str, dict[str, Any], str, str]] = {
+    "opt_tree": ("opt_tree", {}, "auto", "model"),
+    "dyspec, rrsw": ("dyspec", {"threshold": 0.02, "max_children": 4}, "rrsw", "model"),
+    "opt_tree, EAGLE-3 head": ("opt_tree", {}, "auto", "eagle3"),
+}
+IDLE = frozenset(("empty", "empty_like", "new_empty", "empty_strided", "promote_types", "_unsafe_view", "lift_fresh"))
+"""Operations that run nothing; so do vLLM's around attention, beside what is in them."""
+AROUND = frozenset(("unified_attention_with_output", "unified_kv_cache_update"))
+REST = "the rest of a step, vLLM's"
+
+
+class Count:
+    """Of a step, by part."""
+
+    def __init__(self) -> None:
+        self.part = [REST]
+        self.graph = 0
+        """How many graphs the running code is in, nested; in one that replays, the host starts it alone."""
+        self.silent = 0
+        self.outside, self.inside = Counter[str](), Counter[str]()
+        self.steps: list[tuple[bool, Counter[str], Counter[str]]] = []
+        self.operations: Callable[[], Any] = nullcontext
+        """The mode that counts PyTorch's."""
+
+    def add(self, number: int = 1) -> None:
+        if not self.silent:
+            (self.inside if self.graph > 0 else self.outside)[self.part[-1]] += number
+
+    @contextmanager
+    def inside_of(self, part: str | None = None, *, graph: int = 0, silent: bool = False) -> Iterator[None]:
+        self.part.append(part or self.part[-1])
+        if graph > 0 and self.graph == 0:
+            self.add()  # the replay
+        was, self.graph = self.graph, max(self.graph + graph, 0)
+        self.silent += silent
+        try:
+            yield
+        finally:
+            self.part.pop()
+            self.graph = was
+            self.silent -= silent
+
+    def wrap(
+        self, owner: Any, name: str, part: str | None = None, *, one: bool = False, hidden: bool = False, **how: Any
+    ) -> None:
+        """Count what `owner.name` starts as `part`; `one`: as a single launch; `hidden`: it runs in an operation of
+        vLLM's, in which modes are off."""
+        original = getattr(owner, name)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self.inside_of(part, **how):
+                if one:
+                    self.add()
+                with self.inside_of(silent=one), self.operations() if hidden else nullcontext():
+                    return original(*args, **kwargs)
+
+        setattr(owner, name, run)
+
+    def end(self, full: bool) -> None:
+        self.steps.append((full, self.outside, self.inside))
+        self.outside, self.inside = Counter(), Counter()
+
+
+def install(count: Count) -> None:
+    """Before vLLM is imported."""
+    interpreter.install(kernels=True)
+    copies = (("vllm.utils.torch_utils", "async_tensor_h2d"), ("vllm.v1.worker.gpu.async_utils", "async_copy_to_np"))
+    for module, name in copies:
+        interpreter._after(module, lambda found, name=name: count.wrap(found, name, one=True))
+    interpreter._after("vllm.v1.worker.gpu.attn_utils", lambda m: count.wrap(m, "build_attn_metadata", silent=True))
+    interpreter._after("triton.runtime.interpreter", lambda m: count.wrap(m.GridExecutor, "__call__", one=True))
+    os.environ.update(
+        OMP_NUM_THREADS="1",
+        VLLM_CPU_OMP_THREADS_BIND="nobind",
+        VLLM_CPU_KVCACHE_SPACE="1",
+        HF_HUB_OFFLINE="1",
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        VLLM_LOGGING_LEVEL="ERROR",
+    )
+
+
+def watch(count: Count, llm: Any) -> None:
+    """The parts of a step of this engine."""
+    from tests.engine.engines import runner_of
+    from vllm_adaptive_tree.engine.v2 import drafting, sampler
+    from vllm_adaptive_tree.engine.v2.readback import AsyncReadback
+    from vllm_adaptive_tree.engine.v2.verification import Verification
+
+    runner = runner_of(llm)
+    speculator = runner.speculator
+    parts: list[tuple[Any, str, str]] = [
+        (runner, "prepare_inputs", "prepare_inputs, vLLM's"),
+        (runner, "prepare_attn", "slots of the rows, vLLM's"),
+        (Verification, "laid_out", "rows of the trees"),
+        (runner.model_state, "prepare_attn", "metadata"),
+        (runner, "sample", "logits and samples, vLLM's"),
+        (sampler, "accept", "acceptance"),
+        (runner.buffers, "commit", "commit"),
+        (Verification, "write_path", "write_path"),
+        (speculator, "verified", "write_path"),
+        (runner, "postprocess_sampled", "postprocess_sampled, vLLM's"),
+        (speculator, "propose", "the rest of propose"),
+        (speculator, "roots", "catch-up of the draft"),
+        (drafting, "draft_tree", "tree growth"),
+        (speculator, "grow", "draft level"),
+        (speculator.drafts, "store", "drafts.store"),
+    ]
+    if runner.adaptive_verification is not None:
+        parts.append((runner.adaptive_verification, "reallocate_drafts", "budget: nodes of each request"))
+    if runner.budget is not None:
+        parts += [(runner.budget, name, "budget: figures") for name in ("verified", "drafted", "fit")]
+    for owner, name, part in parts:
+        count.wrap(owner, name, part)
+    Verification.laid_out = staticmethod(Verification.laid_out)  # type: ignore[method-assign]
+    count.wrap(AsyncReadback, "send", one=True)
+    count.wrap(runner.model, "forward", "target forward", graph=1)
+    for name, layer in runner.compilation_config.static_forward_context.items():
+        draft = name in speculator.draft_attn_layer_names
+        attention = "attention of the draft's layers" if draft else "attention of the target's layers"
+        count.wrap(layer.impl, "forward", attention, hidden=True)
+        count.wrap(layer.impl, "do_kv_cache_update", attention, one=True)
+    original = runner.sample_tokens
+
+    def sample_tokens(*args: Any) -> Any:
+        found = original(*args)
+        count.end(bool(verified) and verified[-1])
+        return found
+
+    verified: list[bool] = []
+    prepare = runner.prepare_attn
+
+    def prepare_attn(batch: Any) -> Any:
+        prepared = prepare(batch)
+        drafts = batch.num_draft_tokens_per_req
+        verified.append(drafts is not None and not batch.has_prefill and (drafts == NODES).all())
+        return prepared
+
+    runner.sample_tokens, runner.prepare_attn = sample_tokens, prepare_attn
+
+
+def measured(count: Count, case: str, layers: int | None = None, nodes: int = NODES) -> dict[str, Any]:
+    """`layers`: of the target, with random weights; None: the bundled one."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from vllm import LLM, SamplingParams
+
+    from tests.engine import heads
+    from tests.engine.engines import DRAFT, PROMPTS, TARGET
+
+    class Operations(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            count.add(not (func.is_view or func._opname in IDLE | AROUND))
+            return func(*args, **(kwargs or {}))
+
+    method, tree, rule, draft = CASES[case]
+    with tempfile.TemporaryDirectory() as folder:
+        llm = LLM(
+            TARGET,
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=512,
+            block_size=32,
+            max_num_seqs=REQUESTS,
+            num_gpu_blocks_override=64,
+            speculative_config={
+                "method": method,
+                "model": DRAFT if draft == "model" else heads.eagle3(Path(folder)),
+                "num_speculative_tokens": nodes,
+                "rejection_sample_method": rule,
+                "tree": {"draft": draft, "max_depth": DEPTH, "budget": None, **tree},
+            },
+            **({} if layers is None else {"hf_overrides": {"num_hidden_layers": layers}, "load_format": "dummy"}),
+        )
+        watch(count, llm)
+        count.steps.clear()
+        sampled = 0.0 if rule == "auto" else 0.8
+        params = SamplingParams(temperature=sampled, seed=1, max_tokens=TOKENS, ignore_eos=True)
+        count.operations = Operations
+        with Operations():
+            llm.generate(PROMPTS[:REQUESTS], params, use_tqdm=False)
+        steps = [(outside, inside) for full, outside, inside in count.steps if full]
+        outside, inside = max(steps, key=lambda step: step[0].total())
+        layer_count = llm.llm_engine.model_config.hf_config.num_hidden_layers
+        llm.llm_engine.engine_core.shutdown()
+    return {
+        "case": case,
+        "layers": layer_count,
+        "outside": dict(outside.most_common()),
+        "inside": dict(inside.most_common()),
+        "outside_total": outside.total(),
+        "inside_total": inside.total(),
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    parts = sorted({part for row in rows for part in row["outside"] | row["inside"]})
+    lines = ["| part | " + " | ".join(row["case"] for row in rows) + " |", "| --- |" + " --- |" * len(rows)]
+    for part in parts:
+        cells = []
+        for row in rows:
+            outside, inside = row["outside"].get(part, 0), row["inside"].get(part, 0)
+            cells.append(f"{outside:,}" + (f" (+ {inside:,} inside)" if inside else ""))
+        lines.append(f"| {part} | " + " | ".join(cells) + " |")
+    totals = [f"{row['outside_total']:,} (+ {row['inside_total']:,} inside)" for row in rows]
+    lines.append("| **in all** | " + " | ".join(totals) + " |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/gpu/launches.json"))
+    parser.add_argument("--name", default="now", help="of these figures in the file, which keeps others")
+    parser.add_argument("--case", choices=CASES, action="append")
+    options = parser.parse_args()
+    count = Count()
+    install(count)
+    rows = [measured(count, case) for case in options.case or CASES]
+    print(table(rows))
+    results = json.loads(options.out.read_text()) if options.out.exists() else {}
+    results[options.name] = {"nodes": NODES, "levels": DEPTH, "requests": REQUESTS, "rows": rows}
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(results, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

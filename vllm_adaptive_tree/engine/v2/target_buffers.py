@@ -1,0 +1,61 @@
+"""What verification keeps on devices with kernels: buffers that never move, so that CUDA graphs may read them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm_adaptive_tree.attention.plan import Plan
+from vllm_adaptive_tree.engine.v2.attention import KernelTrees, behind
+from vllm_adaptive_tree.kernels.commit import layer_addresses, move_accepted
+from vllm_adaptive_tree.kernels.layout import Layout
+
+
+class TargetBuffers:
+    """Of one runner; made when its layers are known, before vLLM sizes its cache."""
+
+    def __init__(
+        self, layers: Mapping[str, Any], requests: int, rows: int, nodes: int, dtype: torch.dtype, device: Any
+    ):
+        """
+        Args:
+            layers: vLLM's attention layers of the target, by name.
+            rows: of a batch, at most.
+            nodes: N.
+        """
+        self.layers = layers
+        self.layout = Layout.empty(requests, rows, nodes, device)
+        shapes = {name: (one.impl.num_heads, one.impl.num_kv_heads, one.impl.head_size) for name, one in layers.items()}
+        shared = {
+            shape: Plan(rows, requests, *shape, dtype, device, rows_per_request=1 + nodes)
+            for shape in {*shapes.values()}
+        }
+        self.plans = {name: shared[shape] for name, shape in shapes.items()}
+        self.caches: list[tuple[int, Tensor, Tensor]] = []
+
+    def open_caches(self, groups: Mapping[str, int]) -> None:
+        """`groups`: vLLM's cache group of each layer, whose cache has just been made."""
+        same: dict[Any, list[Any]] = {}
+        for name, layer in self.layers.items():
+            cache = layer.kv_cache
+            same.setdefault((groups[name], cache.shape, cache.stride(), cache.dtype), []).append(cache)
+        self.caches = [(key[0], layer_addresses(caches), caches[0]) for key, caches in same.items()]
+
+    def metadata(self, name: str, native: Any, row_start: Tensor, count: int, rows: int) -> KernelTrees:
+        """Of the layer `name`: the first `count` requests and `rows` rows have trees, as `layout` says. `native`:
+        vLLM's, for the others; None if there are none."""
+        layout, table = self.layout, native.block_table[:count]
+        where = table, row_start[: count + 1], layout.context[:count], layout.bits
+        others = None if count == len(native.block_table) else behind(native, count)
+        return KernelTrees(others, *where, rows, self.plans[name])
+
+    def plan(self, row_start: Tensor, count: int) -> None:
+        """Divide the work of this step's forward, once for all layers."""
+        for plan in {id(plan): plan for plan in self.plans.values()}.values():
+            plan.update(row_start[: count + 1], self.layout.context[:count])
+
+    def commit(self, block_tables: list[Tensor], root: Tensor, nodes: Tensor) -> None:
+        """K/V of the accepted `nodes` [R, L] (-1 pads) of all layers to the slots after the root."""
+        for group, addresses, cache in self.caches:
+            move_accepted(addresses, cache, block_tables[group], root, nodes)
