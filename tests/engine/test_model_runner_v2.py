@@ -61,6 +61,10 @@ def test_short() -> None:
     run(*SHORT, "v2-async")
 
 
+def test_self_check() -> None:
+    run(["test_self_check.py"], "", 12, "v2")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WHOLE)
 def test_whole(name: str) -> None:

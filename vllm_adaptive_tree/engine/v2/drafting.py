@@ -64,6 +64,10 @@ class TreeDrafting(BaseSpeculator):
     """[R] bool: which requests still lack tokens in this step; None if none does."""
     missed: int
     """Tokens of earlier steps that it has read in this step."""
+    backlog: Any = None
+    """Of a draft that `reads_late`, if a budget may skip drafting."""
+    off = False
+    """Nothing is read or drafted any more."""
 
     def __init__(self, runner: Any, states: Any):
         """After vLLM's part of the class has been initialized. `states`: vLLM's RequestState."""
@@ -146,6 +150,8 @@ class TreeDrafting(BaseSpeculator):
         )
         request = input_batch.idx_mapping
         nothing = torch.full((input_batch.num_reqs, self.num_speculative_steps), EMPTY, device=self.device)
+        if self.off:
+            return nothing
         if dummy_run:
             self.dummy_run(target, without_attention=skip_attn_for_dummy_run)
             return nothing

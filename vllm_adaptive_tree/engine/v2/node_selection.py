@@ -1,7 +1,7 @@
 """The rows of a verification: the host picks how many nodes to verify, the device which."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,6 +15,16 @@ from vllm_adaptive_tree.engine.v2.drafts import Drafts
 from vllm_adaptive_tree.engine.vllm_api import reallocated
 
 
+class FixedNodes(NamedTuple):
+    """In the place of a budget: so many nodes a step; None: all of them."""
+
+    nodes: int | None
+    by_place: bool = False
+
+
+EVERY_NODE, NO_NODE = FixedNodes(None), FixedNodes(0)
+
+
 class NodeSelection:
     """Replaces vLLM's AdaptiveVerificationManager, with its methods.
 
@@ -22,7 +32,7 @@ class NodeSelection:
     likely of all its requests; without a node it is vLLM's plain decode. Graphs are chosen by the rows that run.
     """
 
-    def __init__(self, drafts: Drafts, query_start_loc: Tensor, budget: DeviceBudget):
+    def __init__(self, drafts: Drafts, query_start_loc: Tensor, budget: DeviceBudget | FixedNodes):
         """
         Args:
             drafts: of the speculator.

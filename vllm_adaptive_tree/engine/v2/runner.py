@@ -22,7 +22,7 @@ from vllm_adaptive_tree.engine.v2.budget import SETTLED, DeviceBudget
 from vllm_adaptive_tree.engine.v2.draft_backlog import DraftBacklog
 from vllm_adaptive_tree.engine.v2.drafting import TreeDrafting
 from vllm_adaptive_tree.engine.v2.head_speculator import HeadSpeculator
-from vllm_adaptive_tree.engine.v2.node_selection import NodeSelection
+from vllm_adaptive_tree.engine.v2.node_selection import NO_NODE, NodeSelection
 from vllm_adaptive_tree.engine.v2.sampler import TreeSampler
 from vllm_adaptive_tree.engine.v2.speculator import ModelSpeculator
 from vllm_adaptive_tree.engine.v2.step_stats import StepStats
@@ -77,6 +77,17 @@ class TreeModelRunnerV2(ModelRunner):
         self.budget.budget, self.budget.learns, self.budget.live = planner, True, alone
         self.budget.temperature = temperature if alone else None
         planner.probe += SETTLED
+
+    @property
+    def off(self) -> bool:
+        """Whether the start-up check has switched trees off."""
+        return bool(self.speculator.off)
+
+    def switch_off(self) -> None:
+        """No trees any more: every step is vLLM's plain decoding, and the draft runs nothing."""
+        self.speculator.off, self.speculator.backlog, self.backlog = True, None, None
+        self.speculator.drafts.forget()
+        self.adaptive_verification = NodeSelection(self.speculator.drafts, self.input_buffers.query_start_loc, NO_NODE)
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_kv_cache(*args, **kwargs)
