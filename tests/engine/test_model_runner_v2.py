@@ -62,7 +62,7 @@ def test_short() -> None:
 
 
 def test_self_check() -> None:
-    run(["test_self_check.py"], "", 12, "v2")
+    run(["test_self_check.py"], "", 15, "v2")
 
 
 @pytest.mark.slow

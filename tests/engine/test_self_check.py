@@ -1,13 +1,25 @@
 """The start-up check on a real engine, and each of its parts on an engine that is broken where that part looks."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from vllm import SamplingParams
 
-from tests.engine.engines import PROMPTS, V2, Engines, assert_identical, generate, runner_of, tree
+from tests.engine.engines import (
+    DRAFT,
+    PROMPTS,
+    TARGET,
+    V2,
+    Engines,
+    assert_identical,
+    generate,
+    runner_of,
+    set_costs,
+    tree,
+)
 
 pytestmark = pytest.mark.skipif(not V2, reason="MODEL_RUNNER=v2")
 
@@ -27,7 +39,7 @@ def test_a_right_engine_passes(llm: Any) -> None:
     found = verdict(llm)
     assert found.passed, str(found)
     assert [one.check for one in found.findings] == [
-        *("attention", "draws", "commit", "model", "decoding", "waits", "ranks")
+        *("attention", "draws", "commit", "model", "decoding", "draft", "waits", "ranks")
     ]
 
 
@@ -86,6 +98,20 @@ def break_the_positions(monkeypatch: pytest.MonkeyPatch, runner: Any) -> None:
     monkeypatch.setattr(Verification, "write_rows", lambda *_: None)
 
 
+def break_the_draft(monkeypatch: pytest.MonkeyPatch, runner: Any) -> None:
+    """Every node of a level sees its siblings."""
+    from vllm_adaptive_tree.engine.common.attention import DraftKeys
+
+    original = DraftKeys.open_level
+
+    def wrong(keys: Any, parent: torch.Tensor, *rest: Any) -> None:
+        original(keys, parent, *rest)
+        width = parent.shape[1]
+        keys.bias[:, :, keys.seen.shape[2] - width : keys.seen.shape[2]] = 0
+
+    monkeypatch.setattr(DraftKeys, "open_level", wrong)
+
+
 def break_the_order_of_the_device(monkeypatch: pytest.MonkeyPatch, runner: Any) -> None:
     """The accept path reads a value on the host."""
     from vllm_adaptive_tree.engine.v2 import acceptance, sampler
@@ -136,6 +162,7 @@ def break_a_compiler(monkeypatch: pytest.MonkeyPatch, runner: Any) -> None:
         (break_the_commit, "commit"),
         (break_the_parents, "model"),
         (break_the_positions, "model"),
+        (break_the_draft, "draft"),
         (break_the_order_of_the_device, "waits"),
         (break_a_rank, "ranks"),
         (break_another_rank, "another rank"),
@@ -151,7 +178,44 @@ def test_a_broken_engine_fails_by_name(
     assert set(found.failed) <= {name} | follows, str(found)
 
 
-def test_a_failure_switches_trees_off(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_certificate_shortens_the_next_check(llm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until something that it depends on has changed; a check that failed leaves none."""
+    from vllm_adaptive_tree.engine.self_check import certificate, check
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(check, "_steps", lambda _: [])  # seconds
+    monkeypatch.setattr(runner_of(llm), "switch_off", lambda: None)
+
+    def parts() -> list[str]:
+        return [one.check for one in check.start(runner_of(llm)).findings]
+
+    with monkeypatch.context() as broken:
+        break_a_draw(broken, runner_of(llm))
+        assert parts() == ["attention", "draws"]
+    assert parts() == ["attention", "draws"]
+    assert parts() == ["attention", "ranks"]
+    monkeypatch.setattr(certificate, "device", lambda: {"device": "another"})
+    assert parts() == ["attention", "draws"]
+    assert len(list((tmp_path / "vllm_adaptive_tree").iterdir())) == 2
+    for file in (tmp_path / "vllm_adaptive_tree").iterdir():
+        file.write_text("{")
+    assert parts() == ["attention", "draws"]
+
+
+def test_the_doctors_engine(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every part, and what whole trees cost."""
+    from vllm_adaptive_tree.cli.doctor import engine_checks
+
+    set_costs(monkeypatch, verify={"rows": [1, 1000], "seconds": [0.5, 0.5 + 1e-6]})
+    engines.shutdown()
+    shapes = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "block_size": 32}
+    config = {"method": "dyspec", "model": DRAFT, "num_speculative_tokens": 7, "rejection_sample_method": "rrsw"}
+    found = engine_checks(TARGET, config, **shapes)
+    assert all(one["passed"] for one in found), found
+    assert found[-1] == {"check": "worth", "passed": True, "figures": {f"{n} requests": 1.0 for n in (1, 8, 32)}}
+
+
+def test_a_failure_switches_trees_off(engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm_adaptive_tree.engine.self_check import check
     from vllm_adaptive_tree.engine.v2.sampler import TreeSampler
 
@@ -160,6 +224,7 @@ def test_a_failure_switches_trees_off(engines: Engines, monkeypatch: pytest.Monk
     plain = generate(engines.start(), PROMPTS[:4], params)
     llm = engines.start(tree(6))
     runner = runner_of(llm)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with monkeypatch.context() as broken:
         break_a_draw(broken, runner)
         broken.setenv(check.SWITCH, "strict")

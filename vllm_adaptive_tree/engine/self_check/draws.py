@@ -37,6 +37,12 @@ def check(*, vocabulary: int, device: torch.device) -> Finding:
     return Finding("draws", not any(differing.values()), differing)
 
 
+def drawn(*, vocabulary: int, device: torch.device) -> list[int]:
+    """Tokens that the kernel draws; the same on every rank."""
+    found: list[int] = _rngs(device)[1].sample(_Laws(vocabulary, device).peaked()).tolist()
+    return found
+
+
 class _Laws:
     def __init__(self, vocabulary: int, device: torch.device):
         self.vocabulary, self.device = vocabulary, device

@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from vllm_adaptive_tree.engine.self_check import draft
 from vllm_adaptive_tree.engine.self_check.commit import watched
+from vllm_adaptive_tree.engine.self_check.distance import allowed_error, distance
 from vllm_adaptive_tree.engine.self_check.trees import paths, random_parents
 from vllm_adaptive_tree.engine.self_check.trial import Step, Trial
 from vllm_adaptive_tree.engine.self_check.verdict import Finding
@@ -22,11 +24,6 @@ NODES = 24
 """Of a tree, at most; more would only cost forwards."""
 PATH = 3
 """Nodes of a tree that the target accepts, if its levels allow: its own greedy tokens."""
-TIMES = 3.0
-"""Logits may differ so many times as much as vLLM's own."""
-ROUNDINGS = {torch.float32: 64.0}
-OTHER_ROUNDINGS = 4.0
-"""Or so many roundings of the largest: in 16 bits a sum is rounded once, in float32 its every term."""
 DECODED = 2
 """Steps after the commit."""
 
@@ -57,23 +54,26 @@ def check(runner: Any) -> Outcome:
         begun = {name: trial.text(name) for name in prompts}
         trees = _trees(trial, begun, nodes)
         _store(trial, trees, begun)
-        with watched(trial) as commit:
+        with watched(trial) as commit, draft.recorded(runner) as levels:
             step = trial.decode(list(trees), nodes=nodes)
         found = _by_node(step, trial.requests, trees)
+        requests, drafted = trial.requests, runner.speculator.drafts.proposal.tree
+        drafts = [*drafted.tokens.tolist(), *drafted.parent.tolist()]
         committed = {name: trial.text(name) for name in trees}
         on = [trial.decode(list(trees)).logits for _ in range(DECODED)]
         ended = {name: trial.text(name) for name in trees}
         native, noise = _native(trial, begun, trees)
         permuted, _ = _native(trial, begun, {name: _permuted(tree) for name, tree in trees.items()})
         read = {f"{name} on": text[:-1] for name, text in ended.items()}  # the last token was sampled, and not read
+        trial.finish(list(trees))
+        drafting = draft.finding(trial, levels, requests, committed)
         natively_on = trial.read(read, dict.fromkeys(read, DECODED))
     peak = max(float(one.abs().max()) for one in native.values())
-    rounding = ROUNDINGS.get(runner.dtype, OTHER_ROUNDINGS) * torch.finfo(runner.dtype).eps * peak
-    allowed = max(TIMES * noise, rounding)
-    error = max(_distance(found[name], native[name]) for name in trees)
-    control = min(_distance(found[name], permuted[name]) for name in trees) if nodes > 1 else torch.inf
+    allowed = allowed_error(runner.dtype, noise=noise, peak=peak)
+    error = max(distance(found[name], native[name]) for name in trees)
+    control = min(distance(found[name], permuted[name]) for name in trees) if nodes > 1 else torch.inf
     decoding = max(
-        _distance(logits[name], natively_on[f"{name} on"][at][None]) for at, logits in enumerate(on) for name in trees
+        distance(logits[name], natively_on[f"{name} on"][at][None]) for at, logits in enumerate(on) for name in trees
     )
     accepted = max(len(committed[name]) - len(begun[name]) - 1 for name in trees)
     figures = {"error": error, "allowed": allowed, "vLLM's": noise, "parents permuted": control}
@@ -82,7 +82,9 @@ def check(runner: Any) -> Outcome:
         Finding("model", error <= allowed < control, figures),
         Finding("decoding", decoding <= allowed and accepted > 0, {"error": decoding, "allowed": allowed}),
     ]
-    decided = [*([*tree.tokens, *tree.parents] for tree in trees.values()), *ended.values()]
+    if levels:
+        findings.append(drafting)
+    decided = [*drafts, *([*tree.tokens, *tree.parents] for tree in trees.values()), *ended.values()]
     return Outcome(findings, decided)
 
 
@@ -185,13 +187,8 @@ def _native(trial: Trial, begun: dict[str, list[int]], trees: dict[str, Tree]) -
         paths_of = tree.texts(begun[name])
         first = f"{name} {next(iter(paths_of))}"
         again = trial.read({first: texts[first]}, last, chunks=True)[first]
-        noise = max(noise, _distance(rows[first], again))
+        noise = max(noise, distance(rows[first], again))
         found[name] = rows[first].new_zeros(1 + len(tree.tokens), rows[first].shape[1])
         for leaf, (path, _) in paths_of.items():
             found[name][[0, *(1 + node for node in path)]] = rows[f"{name} {leaf}"]
     return found, noise
-
-
-def _distance(one: Tensor, other: Tensor) -> float:
-    """NaN counts as infinitely far."""
-    return float((one - other).abs().nan_to_num(torch.inf).max())
