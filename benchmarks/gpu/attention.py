@@ -4,11 +4,11 @@
 
 `cases`: 64 nodes over 8,192 tokens, batch 1 and 16, bfloat16, heads of a Llama-3 8B: the kernel (by splits), and with
 the contexts left to PyTorch's FlashAttention and merged by log-sum-exp; FlashAttention with a causal mask,
-FlexAttention, xformers and FlashInfer (where installed) with the tree's. All but the kernel and FlashInfer read K/V laid
-side by side. The floor is the bytes of K/V over the bandwidth of a copy. `skipping`: large random trees as inserted and
-depth first, the share of the own tiles that is read, and the time, those of the others as well. All in a CUDA graph that
-walks over several layers' caches, more than the L2 cache holds, as decoding does. Errors are the largest against
-`attention.reference` in float64.
+FlexAttention, xformers and FlashInfer (where installed) with the tree's. All but the kernel and FlashInfer read K/V
+laid side by side. The floor is the bytes of K/V over the bandwidth of a copy. `skipping`: large random trees as
+inserted and depth first, the share of the own tiles that is read, and the time, those of the others as well. All in a
+CUDA graph that walks over several layers' caches, more than the L2 cache holds, as decoding does. Errors are the
+largest against `attention.reference` in float64.
 """
 
 import argparse

@@ -2,11 +2,11 @@
 
     python -m benchmarks.gpu.engine --out benchmarks/results/gpu/engine.json
 
-Greedy requests, each method against vLLM without speculation, in bfloat16, which FlashAttention takes. There vLLM's own
-tokens depend on the batch: where two runs part, a margin is by how much the log-probability of the first one's token
-exceeded that of the next best. The yardstick is vLLM against itself with smaller batches: a method may part from it
-only at margins as small. `waits`: places of this package where a decoding step makes the host wait. `host_ms`: what a step
-takes the host; `launches`: kernels and graphs that a step starts.
+Greedy requests, each method against vLLM without speculation, in bfloat16, which FlashAttention takes. There vLLM's
+own tokens depend on the batch: where two runs part, a margin is by how much the log-probability of the first one's
+token exceeded that of the next best. The yardstick is vLLM against itself with smaller batches: a method may part
+from it only at margins as small. `waits`: places of this package where a decoding step makes the host wait.
+`host_ms`: what a step takes the host; `launches`: kernels and graphs that a step starts.
 """
 
 import argparse

@@ -112,15 +112,15 @@ def _causal_error(batch: Batch) -> float:
 
 
 class _Noise:
-    """Blocks with random keys and values: the last ones of a layer's cache, or on a CPU, where vLLM packs its cache,
-    some of our own in the layout of a GPU."""
+    """Blocks with random keys and values: the last ones of a layer's cache, or where vLLM packs its cache for a CPU, some
+    of our own in the layout of a GPU."""
 
     def __init__(self, layer: Any, block_size: int, blocks: int):
         cache = layer.kv_cache
         self.dtype, self.device, self.blocks, self.block_size = cache.dtype, cache.device, blocks, block_size
         self.heads, self.kv_heads, self.size = layer.num_heads, layer.num_kv_heads, layer.head_size
         self.cache = cache
-        if self.device.type == "cpu":
+        if not hasattr(getattr(layer, "impl", None), "split"):
             self.cache = torch.zeros(1 + blocks, self.kv_heads, block_size, 2 * self.size, dtype=self.dtype)
         self.random = torch.Generator(self.device).manual_seed(0)
 

@@ -57,7 +57,7 @@ class Commit:
         runner, lowest = self.trial.runner, self.trial.lowest
         layer = runner.compilation_config.static_forward_context[name]
         cache = layer.kv_cache
-        if cache.device.type == "cpu":  # packed for vLLM's kernel
+        if not hasattr(layer.impl, "split"):  # packed for vLLM's CPU kernel
             blocks = torch.arange(lowest, len(cache))[None]
             rows = torch.cat(gather_context(cache, blocks, layer.isa), 3)[0].transpose(0, 1)
         else:  # [blocks, Hkv, block_size, 2 * D]
