@@ -112,8 +112,8 @@ def _causal_error(batch: Batch) -> float:
 
 
 class _Noise:
-    """Blocks with random keys and values: the last ones of a layer's cache, or where vLLM packs its cache for a CPU, some
-    of our own in the layout of a GPU."""
+    """Blocks with random keys and values: the last ones of a layer's cache, or where vLLM packs its cache for a CPU,
+    some of our own in the layout of a GPU."""
 
     def __init__(self, layer: Any, block_size: int, blocks: int):
         cache = layer.kv_cache
