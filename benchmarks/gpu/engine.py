@@ -47,7 +47,7 @@ class Run:
 
         self.options = options
         if speculation is not None:
-            speculation = {**speculation, "tree": {"cost_profile": None, **speculation.get("tree", {})}}
+            speculation = {**speculation, "tree": {"budget": None}}  # whole trees, whatever they cost
         defaults = {"dtype": options.dtype, "max_model_len": 1024, "max_num_seqs": options.requests}
         defaults |= {"gpu_memory_utilization": SHARE, "enforce_eager": options.rehearse}
         self.llm: Any = LLM(model, speculative_config=speculation, **{**defaults, **arguments})

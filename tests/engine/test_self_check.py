@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from vllm import SamplingParams
+from vllm.config.compilation import CUDAGraphMode
 
 from tests.engine.engines import (
     DRAFT,
@@ -225,13 +227,19 @@ def test_a_failure_switches_trees_off(engines: Engines, tmp_path: Path, monkeypa
     llm = engines.start(tree(6))
     runner = runner_of(llm)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    whole, parts = SimpleNamespace(cg_mode=CUDAGraphMode.FULL), SimpleNamespace(cg_mode=CUDAGraphMode.PIECEWISE)
+    graphs = {(8, 0): [whole, parts], (16, 0): [parts]}
     with monkeypatch.context() as broken:
         break_a_draw(broken, runner)
         broken.setenv(check.SWITCH, "strict")
         with pytest.raises(RuntimeError, match="draws FAILED.*doctor --gpu"):
             check.start(runner)
         broken.setenv(check.SWITCH, "")
+        dispatches = runner.cudagraph_manager.dispatch
+        dispatcher = SimpleNamespace(_candidates=graphs, dispatch=dispatches)
+        broken.setattr(runner, "cudagraph_manager", dispatcher)
         assert check.start(runner).failed == ["draws"]
+    assert graphs == {(8, 0): [parts], (16, 0): [parts]}, "whole graphs hold our attention"
 
     rows: list[int] = []
     prepare = runner.prepare_attn

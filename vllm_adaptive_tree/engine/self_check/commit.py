@@ -11,7 +11,7 @@ from vllm_adaptive_tree.engine.cpu_cache import gather_context
 from vllm_adaptive_tree.engine.patches import swapped
 from vllm_adaptive_tree.engine.self_check.trial import Trial
 from vllm_adaptive_tree.engine.self_check.verdict import Finding
-from vllm_adaptive_tree.engine.v2.verification import Verification
+from vllm_adaptive_tree.engine.v2.sampler import TreeSampler
 
 
 class Commit:
@@ -27,13 +27,13 @@ class Commit:
         shown = self.moved > 0 or nodes == 1
         return Finding("commit", shown and self.wrong == 0, {"moved": self.moved, "wrong slots": self.wrong})
 
-    def compare(self, before: dict[str, Tensor], step: Verification, nodes: Tensor) -> None:
-        """`before`: the cache; `nodes` [R, L] accepted."""
+    def compare(self, before: dict[str, Tensor], roots: list[int], nodes: Tensor) -> None:
+        """`before`: the cache; `roots`: positions; `nodes` [R, L] accepted."""
         runner, trial = self.trial.runner, self.trial
         for group, specification in enumerate(runner.kv_cache_config.kv_cache_groups):
             size = specification.kv_cache_spec.block_size
             source, target = list[int](), list[int]()
-            for name, root, path in zip(trial.requests, step.root.tolist(), nodes.tolist(), strict=True):
+            for name, root, path in zip(trial.requests, roots, nodes.tolist(), strict=True):
                 slots = [(block - trial.lowest) * size + i for block in trial.held[name][group] for i in range(size)]
                 for level, node in enumerate(path):
                     if node >= 0 and node != level:
@@ -67,13 +67,29 @@ class Commit:
 
 @contextmanager
 def watched(trial: Trial) -> Iterator[Commit]:
-    """Compare every commit inside."""
-    found, original = Commit(trial), Verification.commit
+    """Compare every commit inside: between the forward and the draft nothing else writes to the cache."""
+    found, runner = Commit(trial), trial.runner
+    accepts, sample = TreeSampler.__call__, runner.sample
+    accepted: list[tuple[list[int], Tensor]] = []
 
-    def commit(step: Verification, nodes: Tensor, *rest: Any, **kwargs: Any) -> None:
+    def accept(sampler: TreeSampler, *args: Any, **kwargs: Any) -> Any:
+        output = accepts(sampler, *args, **kwargs)
+        assert sampler.step is not None
+        assert sampler.accepted is not None
+        accepted.append((sampler.step.root.tolist(), sampler.accepted.nodes.clone()))
+        return output
+
+    def watched_sample(*args: Any) -> Any:
         before = found.read()
-        original(step, nodes, *rest, **kwargs)
-        found.compare(before, step, nodes)
+        output = sample(*args)
+        for roots, nodes in accepted:
+            found.compare(before, roots, nodes)
+        accepted.clear()
+        return output
 
-    with swapped(Verification, "commit", commit):
-        yield found
+    runner.sample = watched_sample
+    try:
+        with swapped(TreeSampler, "__call__", accept):
+            yield found
+    finally:
+        del runner.sample

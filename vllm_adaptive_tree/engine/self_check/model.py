@@ -57,8 +57,8 @@ def check(runner: Any) -> Outcome:
         with watched(trial) as commit, draft.recorded(runner) as levels:
             step = trial.decode(list(trees), nodes=nodes)
         found = _by_node(step, trial.requests, trees)
-        requests, drafted = trial.requests, runner.speculator.drafts.proposal.tree
-        drafts = [*drafted.tokens.tolist(), *drafted.parent.tolist()]
+        requests, places = trial.requests, [trial.index(name) for name in trees]
+        drafts = runner.req_states.draft_tokens[places].tolist()
         committed = {name: trial.text(name) for name in trees}
         on = [trial.decode(list(trees)).logits for _ in range(DECODED)]
         ended = {name: trial.text(name) for name in trees}

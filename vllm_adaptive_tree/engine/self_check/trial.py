@@ -7,8 +7,6 @@ from torch import Tensor
 from vllm import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
-from vllm_adaptive_tree.engine.v2.node_selection import EVERY_NODE
-
 
 class Step(NamedTuple):
     """What one step gave."""
@@ -30,18 +28,17 @@ class Trial:
         """Of the last step, in the order of its rows."""
 
     def __enter__(self) -> Self:
-        selection = self.runner.adaptive_verification
-        self.selected = selection and selection.budget
-        if selection is not None:
-            selection.budget = EVERY_NODE
+        self.selection = self.runner.adaptive_verification
+        if self.selection is not None:
+            self.budget, self.selection.budget = self.selection.budget, None  # all nodes
         self.runner.kv_connector.set_disabled(True)
         return self
 
     def __exit__(self, *_: object) -> None:
         self.runner.execute_model_state = None  # of a step that an error has cut short
         self.finish(list(self.alive))
-        if self.selected is not None:
-            self.runner.adaptive_verification.budget = self.selected
+        if self.selection is not None:
+            self.selection.budget = self.budget
         self.runner.kv_connector.set_disabled(False)
         for cache in self.runner.kv_caches:
             cache[self.lowest :] = 0

@@ -1,7 +1,7 @@
 """The rows of a verification: the host picks how many nodes to verify, the device which."""
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,16 +15,6 @@ from vllm_adaptive_tree.engine.v2.drafts import Drafts
 from vllm_adaptive_tree.engine.vllm_api import reallocated
 
 
-class FixedNodes(NamedTuple):
-    """In the place of a budget: so many nodes a step; None: all of them."""
-
-    nodes: int | None
-    by_place: bool = False
-
-
-EVERY_NODE, NO_NODE = FixedNodes(None), FixedNodes(0)
-
-
 class NodeSelection:
     """Replaces vLLM's AdaptiveVerificationManager, with its methods.
 
@@ -32,11 +22,12 @@ class NodeSelection:
     likely of all its requests; without a node it is vLLM's plain decode. Graphs are chosen by the rows that run.
     """
 
-    def __init__(self, drafts: Drafts, query_start_loc: Tensor, budget: DeviceBudget | FixedNodes):
+    def __init__(self, drafts: Drafts, query_start_loc: Tensor, budget: DeviceBudget | None):
         """
         Args:
             drafts: of the speculator.
             query_start_loc: [requests + 1] int32, the runner's own.
+            budget: None: all nodes.
         """
         self.drafts, self.query_start_loc, self.budget = drafts, query_start_loc, budget
         self.nodes = 0  # of the step in preparation
@@ -45,7 +36,8 @@ class NodeSelection:
     def get_num_tokens(self, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]]) -> int:
         """Tokens of the step."""
         drafts = sum(map(len, draft_tokens.values()))
-        self.nodes = drafts if self.budget.nodes is None else min(self.budget.nodes, drafts)
+        most = None if self.budget is None else self.budget.nodes
+        self.nodes = drafts if most is None else min(most, drafts)
         return sum(num_tokens_per_req.values()) - drafts + self.nodes
 
     def compact_batch(
@@ -80,6 +72,7 @@ class NodeSelection:
         return reallocated(logits, self.query_start_loc, self.nodes)
 
     def _values(self, request: Tensor) -> Tensor:
+        assert self.budget is not None
         place = self.drafts.place[request]
         tree = self.drafts.proposal.tree
         weight = (place_values(tree) if self.budget.by_place else tree.log_weight)[place.clamp(min=0)]
@@ -97,3 +90,14 @@ class NodeSelection:
 
     def set_initial_cost_curves(self, samples: list[Any]) -> None:
         """And keeps their costs."""
+
+
+class NoNodes(NodeSelection):
+    """Of an engine whose trees are off: every step is vLLM's plain decode."""
+
+    def get_num_tokens(self, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]]) -> int:
+        self.nodes = 0
+        return sum(num_tokens_per_req.values()) - sum(map(len, draft_tokens.values()))
+
+    def _values(self, request: Tensor) -> Tensor:
+        return torch.zeros(len(request), int(self.scheduled.max()), device=request.device)

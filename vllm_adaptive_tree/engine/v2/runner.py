@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu import model_runner
@@ -22,7 +23,7 @@ from vllm_adaptive_tree.engine.v2.budget import SETTLED, DeviceBudget
 from vllm_adaptive_tree.engine.v2.draft_backlog import DraftBacklog
 from vllm_adaptive_tree.engine.v2.drafting import TreeDrafting
 from vllm_adaptive_tree.engine.v2.head_speculator import HeadSpeculator
-from vllm_adaptive_tree.engine.v2.node_selection import NO_NODE, NodeSelection
+from vllm_adaptive_tree.engine.v2.node_selection import NodeSelection, NoNodes
 from vllm_adaptive_tree.engine.v2.sampler import TreeSampler
 from vllm_adaptive_tree.engine.v2.speculator import ModelSpeculator
 from vllm_adaptive_tree.engine.v2.step_stats import StepStats
@@ -59,6 +60,7 @@ class TreeModelRunnerV2(ModelRunner):
         fixed = Budget(sampled=False, most=most if isinstance(most, int) else None)
         self.budget = None if most is None else DeviceBudget(fixed, self.steering, learns=False)
         self.cuts_sampled = False  # the number of nodes is chosen before the trees are sampled: any choice is lossless
+        self.adaptive_verification: NodeSelection | None
         self.profile: CostProfile | None = None
         self.backlog: DraftBacklog | None = None
         self.step: Verification | None = None
@@ -87,7 +89,11 @@ class TreeModelRunnerV2(ModelRunner):
         """No trees any more: every step is vLLM's plain decoding, and the draft runs nothing."""
         self.speculator.off, self.speculator.backlog, self.backlog = True, None, None
         self.speculator.drafts.forget()
-        self.adaptive_verification = NodeSelection(self.speculator.drafts, self.input_buffers.query_start_loc, NO_NODE)
+        self.adaptive_verification = NoNodes(self.speculator.drafts, self.input_buffers.query_start_loc, None)
+        if self.cudagraph_manager is not None:  # a whole graph may hold our attention
+            every = self.cudagraph_manager._candidates
+            for size, graphs in every.items():
+                every[size] = [graph for graph in graphs if graph.cg_mode != CUDAGraphMode.FULL]
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_kv_cache(*args, **kwargs)
