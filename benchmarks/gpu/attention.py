@@ -4,11 +4,11 @@
 
 `cases`: 64 nodes over 8,192 tokens, batch 1 and 16, bfloat16, heads of a Llama-3 8B: the kernel (by splits), and with
 the contexts left to PyTorch's FlashAttention and merged by log-sum-exp; FlashAttention with a causal mask,
-FlexAttention, xformers and FlashInfer (where installed) with the tree's. All but the kernel and FlashInfer read K/V
-laid side by side. The floor is the bytes of K/V over the bandwidth of a copy. `skipping`: large random trees as
-inserted and depth first, the share of the own tiles that is read, and the time, those of the others as well. All in a
-CUDA graph that walks over several layers' caches, more than the L2 cache holds, as decoding does. Errors are the
-largest against `attention.reference` in float64.
+FlexAttention and xformers (where installed) with the tree's. All but the kernel read K/V laid side by side. The floor
+is the bytes of K/V over the bandwidth of a copy. `skipping`: large random trees as inserted and depth first, the share
+of the own tiles that is read, and the time, FlexAttention's and xformers' as well. All in a CUDA graph that walks over
+several layers' caches, more than the L2 cache holds, as decoding does. Errors are the largest against
+`attention.reference` in float64.
 """
 
 import argparse
@@ -203,7 +203,8 @@ def flashinfer_calls(batch: Batch) -> list[Callable[[], object]]:
 
 
 def others(batch: Batch) -> dict[str, float | None]:
-    """Kernels with the tree's mask that are not ours; None where it is not installed or refuses."""
+    """Kernels with the tree's mask that are not ours, FlashInfer's over the paged cache as well; None where it is not
+    installed or refuses."""
     found: dict[str, float | None] = {"flex": microseconds(flex_calls(batch)), "xformers": None, "flashinfer": None}
     for name, calls in (("xformers", xformers_calls), ("flashinfer", flashinfer_calls)):
         if importlib.util.find_spec(name):
