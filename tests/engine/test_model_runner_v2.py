@@ -61,10 +61,6 @@ def test_short() -> None:
     run(*SHORT, "v2-async")
 
 
-def test_self_check() -> None:
-    run(["test_self_check.py"], "", 15, "v2")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WHOLE)
 def test_whole(name: str) -> None:
@@ -75,3 +71,7 @@ def test_whole(name: str) -> None:
 @pytest.mark.parametrize("name", MORE)
 def test_more(name: str) -> None:
     run(*MORE[name], "v2")
+
+
+def test_self_check() -> None:
+    run(["test_self_check.py"], "", 15, "v2")
