@@ -38,6 +38,7 @@ MORE = {
     "quantised weights": (["test_quantised.py"], "", 1),
     "two ranks": (["test_tensor_parallel.py"], "", 2),
     "parameters": (["test_sampling.py"], "", 81),
+    "the doctor": (["test_self_check.py"], "doctors", 1),
 }
 
 
@@ -74,4 +75,4 @@ def test_more(name: str) -> None:
 
 
 def test_self_check() -> None:
-    run(["test_self_check.py"], "", 15, "v2")
+    run(["test_self_check.py"], "not doctors", 14, "v2")
