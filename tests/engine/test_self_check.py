@@ -81,16 +81,16 @@ def break_the_commit(monkeypatch: pytest.MonkeyPatch, runner: Any) -> None:
 
 def break_the_parents(monkeypatch: pytest.MonkeyPatch, runner: Any) -> None:
     """Attention reads a tree in which one node hangs elsewhere."""
-    from vllm_adaptive_tree.engine.v2.verification import Verification
+    from vllm_adaptive_tree.engine.v2 import verification
 
-    original = Verification.metadata
+    original = verification.ancestor_mask
 
-    def wrong(step: Any, *rest: Any) -> Any:
-        parent = step.tree.parent.clone()
-        parent[:, 5] = torch.where(step.tree.parent[:, 5] < 0, 0, -1)
-        return original(step._replace(tree=step.tree._replace(parent=parent)), *rest)
+    def wrong(parent: torch.Tensor) -> torch.Tensor:
+        parent = parent.clone()
+        parent[:, 5] = torch.where(parent[:, 5] < 0, 0, -1)
+        return original(parent)
 
-    monkeypatch.setattr(Verification, "metadata", wrong)
+    monkeypatch.setattr(verification, "ancestor_mask", wrong)
 
 
 def break_the_positions(monkeypatch: pytest.MonkeyPatch, runner: Any) -> None:
