@@ -28,9 +28,11 @@ class Trial:
         """Of the last step, in the order of its rows."""
 
     def __enter__(self) -> Self:
-        self.selection = self.runner.adaptive_verification
+        """Whatever the budget: it drafts in every step, and verifies all nodes."""
+        self.selection, self.budget = self.runner.adaptive_verification, self.runner.budget
         if self.selection is not None:
-            self.budget, self.selection.budget = self.selection.budget, None  # all nodes
+            self.selection.budget = None
+        self.runner.budget = self.runner.speculator.budget = None
         self.runner.kv_connector.set_disabled(True)
         return self
 
@@ -39,6 +41,7 @@ class Trial:
         self.finish(list(self.alive))
         if self.selection is not None:
             self.selection.budget = self.budget
+        self.runner.budget = self.runner.speculator.budget = self.budget
         self.runner.kv_connector.set_disabled(False)
         for cache in self.runner.kv_caches:
             cache[self.lowest :] = 0
