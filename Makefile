@@ -2,6 +2,7 @@
 # make demo-ray    the pair in a batch job of Ray Data, on a cluster of two nodes on this machine
 # make test        ruff, mypy, import contracts, pytest with the coverage of the pure rooms; then, alone, tests on Ray
 # make test-next   the engine tests on the newest supported vLLM; SHORT=1: a cut of them
+# make gpu-check   everything that a GPU can say, in 25 minutes; WHEELS=DIR: without network; REHEARSE=1: tiny, on a CPU
 # They create .venv with everything pinned; a machine without a GPU gets vLLM's CPU build.
 
 PYTHON ?= python3
@@ -28,6 +29,10 @@ test: setup
 
 test-next: setup
 	$(BIN)/python -m tests.next $(if $(SHORT),--short)
+
+.PHONY: gpu-check
+gpu-check: $(if $(WHEELS),,setup)
+	$(if $(WHEELS),$(PYTHON),$(BIN)/python) -m benchmarks.gpu.check $(if $(WHEELS),--wheels $(WHEELS)) $(if $(REHEARSE),--rehearse)
 
 setup: $(READY)
 

@@ -202,14 +202,38 @@ def xformers_calls(batch: Batch) -> list[Callable[[], object]]:
     return calls
 
 
+def flashinfer_calls(batch: Batch) -> list[Callable[[], object]]:
+    """Its prefill over the paged cache, with the mask of context and tree; planned on the host, outside the time."""
+    import flashinfer
+
+    requests, rows = batch.bits.shape[:2]
+    blocks, row = batch.block_table.shape[1], torch.arange(rows, device="cuda")
+    seen = torch.ones(requests, rows, batch.length, dtype=torch.bool, device="cuda")
+    seen[:, :, batch.length - rows :] = (batch.bits[:, :, row // WORD] >> row % WORD & 1).bool()
+    pages = torch.arange(requests + 1, dtype=torch.int32, device="cuda") * blocks
+    last = torch.full((requests,), batch.length - (blocks - 1) * BLOCK_SIZE, dtype=torch.int32, device="cuda")
+    workspace = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
+    wrapper.plan(
+        *(batch.row_start, pages, batch.block_table.flatten(), last, HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE),
+        custom_mask=seen.flatten(),
+        sm_scale=SCALE,
+        q_data_type=torch.bfloat16,
+    )
+    caches = [tuple(part.contiguous() for part in cache.split(HEAD_SIZE, dim=-1)) for cache in batch.caches]
+    return [partial(wrapper.run, batch.query, cache) for cache in caches]
+
+
 def others(batch: Batch) -> dict[str, float | None]:
-    """Kernels with the tree's mask that are not ours; None where it is not installed or refuses."""
-    found: dict[str, float | None] = {"flex": microseconds(flex_calls(batch)), "xformers": None}
-    if importlib.util.find_spec("xformers"):
-        try:
-            found["xformers"] = microseconds(xformers_calls(batch))
-        except (NotImplementedError, ValueError, RuntimeError) as error:
-            print(f"xformers: {error}", file=sys.stderr)
+    """Kernels with the tree's mask that are not ours, FlashInfer's over the paged cache as well; None where it is not
+    installed or refuses."""
+    found: dict[str, float | None] = {"flex": microseconds(flex_calls(batch)), "xformers": None, "flashinfer": None}
+    for name, calls in (("xformers", xformers_calls), ("flashinfer", flashinfer_calls)):
+        if importlib.util.find_spec(name):
+            try:
+                found[name] = microseconds(calls(batch))
+            except Exception as error:  # it is a guest here
+                print(f"{name}: {error}", file=sys.stderr)
     return found
 
 

@@ -41,6 +41,7 @@ MORE = {
     "two ranks": (["test_tensor_parallel.py"], "", 5),
     "pairs": (["test_pairs.py"], "shorter or outgrow", 3),
     "parameters": (["test_sampling.py"], "", 81),
+    "the doctor": (["test_self_check.py"], "doctors", 1),
 }
 
 
@@ -84,3 +85,7 @@ def test_whole(name: str) -> None:
 @pytest.mark.parametrize("name", MORE)
 def test_more(name: str) -> None:
     run(*MORE[name], "v2")
+
+
+def test_self_check() -> None:
+    run(["test_self_check.py"], "not doctors", 14, "v2")

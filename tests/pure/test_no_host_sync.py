@@ -34,6 +34,8 @@ aten = torch.ops.aten
 WAITS = {
     aten._local_scalar_dense,
     aten.equal,
+    aten.is_nonzero,
+    aten.item,  # in inference mode
     aten.masked_select,
     aten.nonzero,
     aten.repeat_interleave,

@@ -13,6 +13,7 @@ COMMANDS = {
     "calibrate": "measure what a method needs to know of a pair",
     "costs": "a cost file, for `bench --project` and `cost_profile`",
     "demo": "no speculation, vLLM's chain and OPT-Tree on the same prompts, side by side",
+    "doctor": "what is installed here; with --gpu, whether trees are right on this GPU",
     "enlarge": "a model of the same function and a larger cost, for measuring",
     "train-gate": "train C2T's classifier or MCSD's decision models for a pair",
     "train-head": "train an EAGLE-3 head for a small target",

@@ -6,6 +6,7 @@ from vllm.v1.worker import gpu_worker
 
 from vllm_adaptive_tree.engine.common.startup import available_memory, finish_startup, save_profile
 from vllm_adaptive_tree.engine.installation import here
+from vllm_adaptive_tree.engine.self_check import check
 from vllm_adaptive_tree.engine.v2 import startup_costs
 from vllm_adaptive_tree.engine.v2.runner import TreeModelRunnerV2
 
@@ -19,7 +20,9 @@ class TreeGPUWorker(gpu_worker.Worker):
 
     def compile_or_warm_up_model(self) -> Any:
         times = super().compile_or_warm_up_model()
-        finish_startup(self.model_runner, self.rank, startup_costs)
+        check.start(self.model_runner)
+        if not self.model_runner.off:
+            finish_startup(self.model_runner, self.rank, startup_costs)
         return times
 
     def shutdown(self) -> None:

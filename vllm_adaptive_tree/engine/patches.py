@@ -89,7 +89,7 @@ def missing_symbols_named() -> Iterator[None]:
 
 
 @contextmanager
-def swapped(module: ModuleType, name: str, value: Any) -> Iterator[None]:
+def swapped(module: ModuleType | type, name: str, value: Any) -> Iterator[None]:
     """`module.name` is `value` inside the block: if vLLM instantiates a class by name, it instantiates ours."""
     original = getattr(module, name)
     setattr(module, name, value)

@@ -24,7 +24,6 @@ class CatchUpSpeculator(PagedDraft, StandaloneARSpeculator):
     """[requests, length]: vLLM's, by its index of the request."""
     reads_late = True
     backlog: DraftBacklog | None = None
-    """If a budget may skip drafting."""
 
     def skip(self, batch: Any, which: np.ndarray) -> None:
         """The draft does not read this step of the requests `which` [R] bool."""

@@ -79,6 +79,10 @@ class TreeDrafting(BaseSpeculator):
     """Draft forwards after the roots', for the last trees; `grow` counts them."""
     missed: int
     """Tokens of earlier steps that it has read in this step."""
+    backlog: Any = None
+    """Of a draft that `reads_late`, if a budget may skip drafting."""
+    off = False
+    """Nothing is read or drafted any more."""
 
     def __init__(self, runner: Any, states: Any):
         """After vLLM's part of the class has been initialized. `states`: vLLM's RequestState."""
@@ -181,6 +185,8 @@ class TreeDrafting(BaseSpeculator):
         )
         request = input_batch.idx_mapping
         nothing = torch.full((input_batch.num_reqs, self.num_speculative_steps), EMPTY, device=self.device)
+        if self.off:
+            return nothing
         if dummy_run:
             self.dummy_run(target, without_attention=skip_attn_for_dummy_run)
             return nothing

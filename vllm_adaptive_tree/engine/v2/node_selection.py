@@ -90,3 +90,14 @@ class NodeSelection:
 
     def set_initial_cost_curves(self, samples: list[Any]) -> None:
         """And keeps their costs."""
+
+
+class NoNodes(NodeSelection):
+    """Of an engine whose trees are off: every step is vLLM's plain decode."""
+
+    def get_num_tokens(self, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]]) -> int:
+        self.nodes = 0
+        return sum(num_tokens_per_req.values()) - sum(map(len, draft_tokens.values()))
+
+    def _values(self, request: Tensor) -> Tensor:
+        return torch.zeros(len(request), int(self.scheduled.max()), device=request.device)

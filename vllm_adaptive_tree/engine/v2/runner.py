@@ -26,7 +26,7 @@ from vllm_adaptive_tree.engine.v2.device import compiles
 from vllm_adaptive_tree.engine.v2.draft_backlog import DraftBacklog
 from vllm_adaptive_tree.engine.v2.drafting import TreeDrafting
 from vllm_adaptive_tree.engine.v2.head_speculator import HeadSpeculator
-from vllm_adaptive_tree.engine.v2.node_selection import NodeSelection
+from vllm_adaptive_tree.engine.v2.node_selection import NodeSelection, NoNodes
 from vllm_adaptive_tree.engine.v2.rank_agreement import RankAgreement
 from vllm_adaptive_tree.engine.v2.sampler import TreeSampler
 from vllm_adaptive_tree.engine.v2.speculator import ModelSpeculator
@@ -65,6 +65,7 @@ class TreeModelRunnerV2(ModelRunner):
         fixed = Budget(sampled=False, most=most if isinstance(most, int) else None)
         self.budget = None if most is None else DeviceBudget(fixed, self.steering, learns=False)
         self.cuts_sampled = False  # the number of nodes is chosen before the trees are sampled: any choice is lossless
+        self.adaptive_verification: NodeSelection | None
         self.profile: CostProfile | None = None
         self.backlog: DraftBacklog | None = None
         self.step: Verification | None = None
@@ -84,6 +85,21 @@ class TreeModelRunnerV2(ModelRunner):
         self.budget.budget, self.budget.learns, self.budget.live = planner, True, alone
         self.budget.temperature = temperature if alone else None
         planner.probe += SETTLED
+
+    @property
+    def off(self) -> bool:
+        """Whether the start-up check has switched trees off."""
+        return bool(self.speculator.off)
+
+    def switch_off(self) -> None:
+        """No trees any more: every step is vLLM's plain decoding, and the draft runs nothing."""
+        self.speculator.off, self.speculator.backlog, self.backlog = True, None, None
+        self.speculator.drafts.forget()
+        self.adaptive_verification = NoNodes(self.speculator.drafts, self.input_buffers.query_start_loc, None)
+        if self.cudagraph_manager is not None:  # a whole graph may hold our attention
+            every = self.cudagraph_manager._candidates
+            for size, graphs in every.items():
+                every[size] = [graph for graph in graphs if graph.cg_mode != CUDAGraphMode.FULL]
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         selection = NodeSelection(self.speculator.drafts, self.input_buffers.query_start_loc, self.budget)

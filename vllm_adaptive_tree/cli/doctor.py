@@ -1,0 +1,167 @@
+"""What is installed here, and whether this release serves it; with --gpu, the start-up check of a GPU in its long form.
+
+--gpu runs engines on the bundled pair and writes a report for an issue. It ends with 0 if all passed, 1 if something
+failed, and 2 without a CUDA device: then the kernels run in Triton's interpreter alone.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+from vllm_adaptive_tree.bench.environment import DRAFT, HEAD, TARGET
+from vllm_adaptive_tree.files import atomic_write
+from vllm_adaptive_tree.version import __version__
+from vllm_adaptive_tree.versions import is_supported, window
+
+NO_DEVICE = 2
+ENGINES: tuple[dict[str, Any], ...] = (
+    {"method": "opt_tree", "num_speculative_tokens": 64},
+    {"method": "dyspec", "num_speculative_tokens": 63, "rejection_sample_method": "rrsw"},
+    {"method": "static_tree", "num_speculative_tokens": 14, "tree": {"shape": "binary"}},
+)
+OF_HEAD = {"method": "opt_tree", "num_speculative_tokens": 63}
+SHARE = 0.3
+"""Of the device's memory, for each engine."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--gpu", action="store_true", help="run the checks of a GPU, a few minutes")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--out", type=Path, default=Path("adaptive-tree-report.json"), help="report (%(default)s)")
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.gpu and not _devices():
+        os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
+    report, code = installed(), 0
+    if options.gpu:
+        report["checks"], code = _gpu()
+        report["code"] = code
+        atomic_write(options.out, (json.dumps(report, indent=1) + "\n").encode())
+    print(json.dumps(report, indent=1) if options.json else _text(report))
+    if options.gpu and not options.json:
+        print(f"The whole report is in {options.out}; attach it to an issue.")
+    return code
+
+
+def installed() -> dict[str, Any]:
+    """Versions, the platform, what this release supports, and the methods that are there."""
+    from vllm_adaptive_tree.proposers import METHODS
+
+    versions = {name: _version(name) for name in ("vllm", "torch", "triton")}
+    found: dict[str, Any] = {
+        "versions": {"vllm-adaptive-tree": __version__, "python": platform.python_version(), **versions},
+        "machine": platform.platform(),
+        "devices": _devices(),
+        "supported vLLM": window(),
+        "methods": sorted(METHODS),
+    }
+    vllm = versions["vllm"]
+    found["vLLM is supported"] = vllm is not None and is_supported(vllm)
+    found["patches"] = _patches() if found["vLLM is supported"] else []
+    return found
+
+
+def _version(name: str) -> str | None:
+    try:
+        return str(importlib.import_module(name).__version__)
+    except ImportError:
+        return None
+
+
+def _devices() -> list[str]:
+    try:
+        import torch
+    except ImportError:
+        return []
+    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+
+
+def _patches() -> list[str]:
+    """Of vLLM's functions in this process those that are ours: the entry point's alone until an engine is asked for."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    module = EngineArgs.create_engine_config.__globals__["__name__"]
+    return ["EngineArgs.create_engine_config"] if module.startswith("vllm_adaptive_tree") else []
+
+
+def _text(report: dict[str, Any]) -> str:
+    lines = [f"{name} {version or 'is not installed'}" for name, version in report["versions"].items()]
+    supported = "which is supported" if report["vLLM is supported"] else "and not the one here"
+    lines += [
+        f"machine: {report['machine']}; CUDA devices: {', '.join(report['devices']) or 'none'}",
+        f"this release supports vLLM {report['supported vLLM']}, {supported}",
+        f"replaced in vLLM: {', '.join(report['patches']) or 'nothing'}",
+        f"methods: {', '.join(report['methods'])}",
+    ]
+    for engine, findings in report.get("checks", {}).items():
+        lines += [f"{engine}:", *(f"  {line}" for line in _lines(findings))]
+    return "\n".join(lines)
+
+
+def _lines(findings: list[dict[str, Any]]) -> list[str]:
+    from vllm_adaptive_tree.engine.self_check.verdict import Finding
+
+    return [str(Finding(**finding)) for finding in findings]
+
+
+def _gpu() -> tuple[dict[str, list[dict[str, Any]]], int]:
+    if not _devices():
+        print("There is no CUDA device here: only the kernels are checked, in Triton's interpreter.", file=sys.stderr)
+        return {"kernels, interpreted": _interpreted()}, NO_DEVICE
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the model runner is accessed in this process
+    found = {}
+    for engine in ENGINES:
+        name = f"{engine['method']}, {engine['num_speculative_tokens']} nodes"
+        found[name] = engine_checks(TARGET, {"model": DRAFT, **engine})
+    found["opt_tree, EAGLE-3 head"] = engine_checks(TARGET, {"model": HEAD, **OF_HEAD})
+    passed = all(finding["passed"] for findings in found.values() for finding in findings)
+    return found, 0 if passed else 1
+
+
+def engine_checks(target: str, speculation: dict[str, Any], **arguments: Any) -> list[dict[str, Any]]:
+    """The long form: every part of the check in an engine of its own, with its costs."""
+    from vllm import LLM
+
+    from vllm_adaptive_tree.engine.self_check import check, worth
+
+    os.environ[check.SWITCH] = "off"  # at the start; it comes now
+    speculation = {**speculation, "tree": {"cost_profile": None, **speculation.get("tree", {})}}
+    defaults = {"dtype": "bfloat16", "max_model_len": 2048, "max_num_seqs": 32, "gpu_memory_utilization": SHARE}
+    llm: Any = LLM(target, speculative_config=speculation, **{**defaults, **arguments})
+    core = llm.llm_engine.engine_core
+    runner = core.engine_core.model_executor.driver_worker.worker.model_runner
+    try:
+        findings = check.check(runner).findings
+        if runner.options.tree.budget == "auto":
+            costs = runner.budget.budget.costs
+            nodes = runner.options.num_speculative_tokens
+            findings = [*findings, worth.figures(costs, nodes=nodes, levels=runner.speculator.levels)]
+    finally:
+        core.shutdown()
+        del os.environ[check.SWITCH]
+    return [finding._asdict() for finding in findings]
+
+
+def _interpreted() -> list[dict[str, Any]]:
+    """On a CPU, in shapes of a small model."""
+    from types import SimpleNamespace
+
+    import torch
+
+    from vllm_adaptive_tree.engine.self_check import attention, draws
+
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        cache = torch.zeros(1, 2, 16, 128, dtype=dtype)
+        layer = SimpleNamespace(kv_cache=cache, num_heads=4, num_kv_heads=2, head_size=64)
+        found.append(attention.check(layer, block_size=16, nodes=12, longest=256, scale=0.125))
+    found.append(draws.check(vocabulary=1000, device=torch.device("cpu")))
+    return [finding._asdict() for finding in found]

@@ -1,0 +1,169 @@
+"""Check A: the tree attention kernel, in the shapes of a layer, against the reference in float64.
+
+The yardstick is the error of PyTorch's own attention in the same dtype on the causal rows of the same batch; on CUDA
+that is FlashAttention.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from vllm_adaptive_tree.attention import reference, triton_tree
+from vllm_adaptive_tree.engine.self_check.trees import random_parents
+from vllm_adaptive_tree.engine.self_check.verdict import Finding
+from vllm_adaptive_tree.trees import TreeBatch
+from vllm_adaptive_tree.trees.masks import WORD, ancestor_bits
+from vllm_adaptive_tree.trees.orders import depth_first, permuted
+
+TIMES = 2.0
+"""The kernel's error may be so many times that of the yardstick."""
+ROUNDINGS = 2.0
+"""Or so many roundings of the largest value."""
+SHARE = 2.0**-6
+"""And at most so much of the largest value, whatever the yardstick says."""
+
+
+class Batch(NamedTuple):
+    """Rows of several requests over a paged cache: `reference.tree_attention`."""
+
+    query: Tensor
+    key_cache: Tensor
+    value_cache: Tensor
+    block_table: Tensor
+    row_start: Tensor
+    context: Tensor
+    ancestors: Tensor
+    scale: float
+
+    def exact(self) -> Tensor:
+        """In float64, from a copy of the blocks in use: the cache itself may be as large as the device."""
+        used, table = self.block_table.unique(return_inverse=True)
+        key, value = (cache[used.long()].double() for cache in (self.key_cache, self.value_cache))
+        query = self.query.double()
+        rest = table.int(), *self[4:]
+        return reference.tree_attention(query, key, value, *rest, torch.zeros_like(query))
+
+    def found(self) -> Tensor:
+        return triton_tree.tree_attention(*self, torch.zeros_like(self.query))
+
+
+def check(layer: Any, *, block_size: int, nodes: int, longest: int, scale: float) -> Finding:
+    """
+    Args:
+        layer: vLLM's attention layer, whose cache exists. On a GPU blocks at its end get noise, and are zeroed then.
+        nodes: of the largest trees.
+        longest: tokens that a request may have.
+    """
+    long = max(min(40 * block_size, longest - 1 - nodes), 0)
+    contexts = [0, block_size - 1, long, 1, block_size, 3 * block_size + 5]
+    contexts = [min(context, long) for context in contexts]
+    trees = [*(random_parents(count, seed=count) for count in (nodes, max(nodes // 2, 1))), list(range(-1, nodes - 1))]
+    parents: list[list[int] | None] = [*trees, None, [], random_parents(nodes, seed=0)]
+    error = yardstick = control = peak = 0.0
+    with _Noise(layer, block_size, sum(-(-(context + 1 + nodes) // block_size) for context in contexts)) as noise:
+        for first, last in ((0, len(contexts)), (2, 3)):  # all of them; the longest alone, which is split
+            for ordered in (False, True):
+                batch = noise.batch(contexts[first:last], parents[first:last], scale, depth_first_order=ordered)
+                exact = batch.exact()
+                peak = max(peak, float(exact.abs().max()))
+                error = max(error, _distance(batch.found(), exact))
+                yardstick = max(yardstick, _causal_error(batch))
+                flipped = batch.ancestors.clone()
+                flipped[nodes, 0] ^= 1  # the last row of the first request no longer sees its root
+                control = max(control, _distance(batch._replace(ancestors=flipped).found(), exact))
+    eps = torch.finfo(noise.dtype).eps
+    allowed = min(max(TIMES * yardstick, ROUNDINGS * eps * peak), SHARE * peak)
+    figures = {"error": error, "allowed": allowed, "PyTorch's": yardstick, "one bit flipped": control}
+    return Finding("attention", error <= allowed < control, figures)
+
+
+def _distance(found: Tensor, exact: Tensor) -> float:
+    """NaN counts as infinitely far."""
+    return float((found.double() - exact).abs().nan_to_num(torch.inf).max())
+
+
+def _causal_error(batch: Batch) -> float:
+    """Of PyTorch's attention, if the rows of every request are a chain."""
+    counts = batch.row_start.diff().tolist()
+    chains = [_bits(list(range(-1, count - 2)), batch.ancestors.shape[1]) for count in counts if count]
+    exact = batch._replace(ancestors=torch.cat(chains).to(batch.query.device)).exact()
+    worst, start = 0.0, 0
+    for request, count in enumerate(counts):
+        rows, start = slice(start, start + count), start + count
+        if count:
+            length = int(batch.context[request]) + count
+            blocks = batch.block_table[request].long()
+            caches = (batch.key_cache, batch.value_cache)
+            key, value = (cache[blocks].flatten(0, 1)[:length].transpose(0, 1)[None] for cache in caches)
+            mask: Any = causal_lower_right(count, length)
+            found = scaled_dot_product_attention(
+                batch.query[rows].transpose(0, 1)[None],
+                *(key, value),
+                attn_mask=mask,
+                scale=batch.scale,
+                enable_gqa=key.shape[1] != batch.query.shape[1],
+            )
+            worst = max(worst, _distance(found[0].transpose(0, 1), exact[rows]))
+    return worst
+
+
+class _Noise:
+    """Blocks with random keys and values: the last ones of a layer's cache, or where vLLM packs its cache for a CPU,
+    some of our own in the layout of a GPU."""
+
+    def __init__(self, layer: Any, block_size: int, blocks: int):
+        cache = layer.kv_cache
+        self.dtype, self.device, self.blocks, self.block_size = cache.dtype, cache.device, blocks, block_size
+        self.heads, self.kv_heads, self.size = layer.num_heads, layer.num_kv_heads, layer.head_size
+        self.cache = cache
+        if not hasattr(getattr(layer, "impl", None), "split"):
+            self.cache = torch.zeros(1 + blocks, self.kv_heads, block_size, 2 * self.size, dtype=self.dtype)
+        self.random = torch.Generator(self.device).manual_seed(0)
+
+    def __enter__(self) -> "_Noise":
+        self.cache[-self.blocks :] = self.normal(*self.cache[-self.blocks :].shape)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cache[-self.blocks :] = 0
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.random, device=self.device).to(self.dtype)
+
+    def batch(
+        self, contexts: list[int], parents: Sequence[list[int] | None], scale: float, *, depth_first_order: bool
+    ) -> Batch:
+        """`parents`: of each tree; None: a request without rows."""
+        counts = [0 if parent is None else 1 + len(parent) for parent in parents]
+        width = -(-max(context + count for context, count in zip(contexts, counts, strict=True)) // self.block_size)
+        table = torch.zeros(len(contexts), width, dtype=torch.int32)
+        end, rows, words = len(self.cache), list[Tensor](), -(-max(counts) // WORD)
+        for request, (context, count, parent) in enumerate(zip(contexts, counts, parents, strict=True)):
+            used = -(-(context + count) // self.block_size)
+            table[request, :used] = torch.arange(end - used, end).flip(0)
+            end -= used
+            if parent is not None:
+                rows.append(_bits(parent, words, depth_first_order=depth_first_order))
+        bits = torch.cat(rows)
+        key, value = self.cache.transpose(1, 2).split(self.size, dim=-1)
+        start = torch.tensor([0, *counts]).cumsum(0).int()
+        return Batch(
+            self.normal(sum(counts), self.heads, self.size),
+            *(key, value, table.to(self.device), start.to(self.device)),
+            torch.tensor(contexts, dtype=torch.int32, device=self.device),
+            bits.to(self.device),
+            scale,
+        )
+
+
+def _bits(parent: list[int], words: int, *, depth_first_order: bool = False) -> Tensor:
+    """[1 + N, words]."""
+    parents = torch.tensor([parent], dtype=torch.int64)
+    if depth_first_order and parent:
+        parents = permuted(TreeBatch(parents, parents, parents, parents.float()), depth_first(parents)).parent
+    bits = ancestor_bits(parents)[0]
+    return pad(bits, (0, words - bits.shape[1]))

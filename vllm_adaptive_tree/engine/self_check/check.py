@@ -1,0 +1,111 @@
+"""The start-up check of an engine: its parts, a verdict for all ranks, and what follows from that.
+
+On a device that nobody has tested, it is what stands between a wrong kernel and a wrong token: where a part fails, this
+engine decodes without trees.
+"""
+
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from vllm.distributed.parallel_state import get_tp_group
+from vllm.logger import init_logger
+
+from vllm_adaptive_tree.engine.common.ranks import objects_of_all
+from vllm_adaptive_tree.engine.self_check import attention, draws, model, ranks, waits
+from vllm_adaptive_tree.engine.self_check.certificate import Certificate
+from vllm_adaptive_tree.engine.self_check.verdict import Finding, Verdict
+
+logger = init_logger(f"vllm.{__name__}")
+
+SWITCH = "VLLM_ADAPTIVE_TREE_GPU_CHECK"
+MODES = ("", "strict", "off")
+REPRODUCE = "vllm-adaptive-tree doctor --gpu"
+NODES = 64
+"""Of the trees of the attention check, at most."""
+
+
+def start(runner: Any) -> Verdict | None:
+    """Check the engine of a `runner` that has loaded, captured and warmed up; on a failure switch its trees off.
+
+    Returns:
+        None if `VLLM_ADAPTIVE_TREE_GPU_CHECK=off`.
+
+    Raises:
+        RuntimeError: a part failed, and the variable is "strict".
+        ValueError: the variable is none of `MODES`.
+    """
+    mode = os.environ.get(SWITCH, "")
+    if mode not in MODES:
+        raise ValueError(f"{SWITCH}={mode!r}; it may be 'strict' (a failed check is an error), 'off', or unset")
+    if mode == "off":
+        logger.warning("%s=off: nothing checks the tree kernels on this device", SWITCH)
+        return None
+    certificate = Certificate(runner)
+    light = certificate.exists()
+    verdict = check(runner, light=light)
+    if verdict.passed and get_tp_group().rank_in_group == 0 and not light:
+        certificate.write(verdict)
+    if verdict.passed:
+        logger.info("Tree self check: %s", verdict)
+        return verdict
+    text = f"Tree self check FAILED: {', '.join(verdict.failed)}. {verdict}. To reproduce it: {REPRODUCE}"
+    if mode == "strict":
+        raise RuntimeError(text)
+    logger.error("%s. This engine decodes WITHOUT trees, by vLLM's own kernels", text)
+    runner.switch_off()
+    return verdict
+
+
+@torch.inference_mode()
+def check(runner: Any, *, light: bool = False) -> Verdict:
+    """All parts; every rank fails where one does. `light`: what may change although nothing has: the attention kernel
+    on this device, and whether the ranks agree."""
+    target = [
+        (layer, group.kv_cache_spec.block_size)
+        for group in runner.kv_cache_config.kv_cache_groups
+        for name, layer in runner.compilation_config.static_forward_context.items()
+        if name in set(group.layer_names) - set(runner.speculator.draft_attn_layer_names)
+    ]
+    findings = list[Finding]()
+    for layer, block_size in {_shape(*one): one for one in target}.values():
+        findings += _guarded("attention", partial(_attention, runner, layer, block_size))
+    vocabulary = runner.model_config.get_vocab_size()
+    if light:
+        findings += _guarded("ranks", lambda: [ranks.check(draws.drawn(vocabulary=vocabulary, device=runner.device))])
+    else:
+        findings += _guarded("draws", lambda: [draws.check(vocabulary=vocabulary, device=runner.device)])
+        findings += _guarded("model", lambda: _steps(runner))
+    mine = Verdict(findings)
+    others = sorted({name for failed in objects_of_all(mine.failed) for name in failed} - set(mine.failed))
+    if others:
+        findings.append(Finding("another rank", False, {"failed": " ".join(others)}))
+    return Verdict(findings)
+
+
+def _attention(runner: Any, layer: Any, block_size: int) -> list[Finding]:
+    nodes = min(runner.options.num_speculative_tokens, NODES)
+    shapes = {"block_size": block_size, "nodes": nodes, "longest": runner.max_model_len}
+    return [attention.check(layer, scale=layer.impl.scale, **shapes)]
+
+
+def _shape(layer: Any, block_size: int) -> tuple[Any, ...]:
+    return layer.num_heads, layer.num_kv_heads, layer.head_size, layer.impl.scale, layer.kv_cache.dtype, block_size
+
+
+def _steps(runner: Any) -> list[Finding]:
+    """Checks C to F: the engine's own steps."""
+    with waits.watched(runner.device) as places:
+        outcome = model.check(runner)
+    return [*outcome.findings, waits.finding(places), ranks.check(outcome.decided)]
+
+
+def _guarded(name: str, part: Callable[[], list[Finding]]) -> list[Finding]:
+    """A part that raises has failed: a kernel that does not compile here, or too little memory."""
+    try:
+        return part()
+    except Exception as error:
+        logger.exception("Tree self check: %s", name)
+        return [Finding(name, False, {"raised": f"{type(error).__name__}: {error}".splitlines()[0]})]

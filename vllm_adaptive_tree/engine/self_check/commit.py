@@ -1,0 +1,95 @@
+"""Check C: after a commit every byte of the cache is what moving the accepted K/V slot by slot leaves there."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm_adaptive_tree.engine.cpu_cache import gather_context
+from vllm_adaptive_tree.engine.patches import swapped
+from vllm_adaptive_tree.engine.self_check.trial import Trial
+from vllm_adaptive_tree.engine.self_check.verdict import Finding
+from vllm_adaptive_tree.engine.v2.sampler import TreeSampler
+
+
+class Commit:
+    """The commits of a trial."""
+
+    def __init__(self, trial: Trial):
+        self.trial = trial
+        self.moved = self.wrong = 0
+        """Tokens whose K/V had to go elsewhere; slots of a layer with other bytes than they should have."""
+
+    def finding(self, *, nodes: int) -> Finding:
+        """Trees of one node move nothing."""
+        shown = self.moved > 0 or nodes == 1
+        return Finding("commit", shown and self.wrong == 0, {"moved": self.moved, "wrong slots": self.wrong})
+
+    def compare(self, before: dict[str, Tensor], roots: list[int], nodes: Tensor) -> None:
+        """`before`: the cache; `roots`: positions; `nodes` [R, L] accepted."""
+        runner, trial = self.trial.runner, self.trial
+        for group, specification in enumerate(runner.kv_cache_config.kv_cache_groups):
+            size = specification.kv_cache_spec.block_size
+            source, target = list[int](), list[int]()
+            for name, root, path in zip(trial.requests, roots, nodes.tolist(), strict=True):
+                slots = [(block - trial.lowest) * size + i for block in trial.held[name][group] for i in range(size)]
+                for level, node in enumerate(path):
+                    if node >= 0 and node != level:
+                        source.append(slots[root + 1 + node])
+                        target.append(slots[root + 1 + level])
+            for name in before.keys() & set(specification.layer_names):
+                expected = before[name].clone()
+                expected[target] = before[name][source]
+                self.wrong += int((expected != self._bytes(name, size)).any(1).sum())
+            self.moved = max(self.moved, len(source))
+
+    def read(self) -> dict[str, Tensor]:
+        """By layer of the target, [slots of the trial's blocks, bytes]."""
+        runner, found = self.trial.runner, {}
+        for group in runner.kv_cache_config.kv_cache_groups:
+            for name in set(group.layer_names) - set(runner.speculator.draft_attn_layer_names):
+                found[name] = self._bytes(name, group.kv_cache_spec.block_size)
+        return found
+
+    def _bytes(self, name: str, block_size: int) -> Tensor:
+        runner, lowest = self.trial.runner, self.trial.lowest
+        layer = runner.compilation_config.static_forward_context[name]
+        cache = layer.kv_cache
+        if not hasattr(layer.impl, "split"):  # packed for vLLM's CPU kernel
+            blocks = torch.arange(lowest, len(cache))[None]
+            rows = torch.cat(gather_context(cache, blocks, layer.isa), 3)[0].transpose(0, 1)
+        else:  # [blocks, Hkv, block_size, 2 * D]
+            rows = cache[lowest:].transpose(1, 2).flatten(0, 1)
+        return rows.flatten(1).contiguous().view(torch.uint8)
+
+
+@contextmanager
+def watched(trial: Trial) -> Iterator[Commit]:
+    """Compare every commit inside: between the forward and the draft nothing else writes to the cache."""
+    found, runner = Commit(trial), trial.runner
+    accepts, sample = TreeSampler.__call__, runner.sample
+    accepted: list[tuple[list[int], Tensor]] = []
+
+    def accept(sampler: TreeSampler, *args: Any, **kwargs: Any) -> Any:
+        output = accepts(sampler, *args, **kwargs)
+        assert sampler.step is not None
+        assert sampler.accepted is not None
+        accepted.append((sampler.step.root.tolist(), sampler.accepted.nodes.clone()))
+        return output
+
+    def watched_sample(*args: Any) -> Any:
+        before = found.read()
+        output = sample(*args)
+        for roots, nodes in accepted:
+            found.compare(before, roots, nodes)
+        accepted.clear()
+        return output
+
+    runner.sample = watched_sample
+    try:
+        with swapped(TreeSampler, "__call__", accept):
+            yield found
+    finally:
+        del runner.sample

@@ -1,0 +1,110 @@
+"""Check D for a draft model: the rows of its levels, and the same paths as plain sequences through vLLM's attention.
+
+Other drafts are not compared: a head reads hidden states that no text gives, and look-ups run no model.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vllm_adaptive_tree.engine.self_check.distance import allowed_error, distance
+from vllm_adaptive_tree.engine.self_check.trial import Trial
+from vllm_adaptive_tree.engine.self_check.verdict import Finding
+from vllm_adaptive_tree.engine.v2.speculator import ModelSpeculator
+
+
+class Level(NamedTuple):
+    tokens: Tensor  # [R, W]
+    parent: Tensor  # [R, W], slots as in `Frontier`
+    logits: Tensor  # [R, W, V]
+
+
+class Path(NamedTuple):
+    """From a root to one of the deepest nodes."""
+
+    tokens: list[int]
+    logits: list[Tensor]  # [V] of each
+
+
+@contextmanager
+def recorded(runner: Any) -> Iterator[list[Level]]:
+    """The levels that a draft model reads inside; of other drafts none."""
+    speculator, levels = runner.speculator, list[Level]()
+    if not isinstance(speculator, ModelSpeculator):
+        yield levels
+        return
+    grow = speculator.grow
+
+    def watched(tokens: Tensor, parent: Tensor, state: Any) -> Any:
+        rows, state = grow(tokens, parent, state)
+        levels.append(Level(tokens, parent, rows.logits.float()))
+        return rows, state
+
+    speculator.grow = watched  # type: ignore[method-assign]
+    try:
+        yield levels
+    finally:
+        del speculator.grow
+
+
+def finding(trial: Trial, levels: list[Level], requests: list[str], texts: dict[str, list[int]]) -> Finding:
+    """`requests`: by row; `texts`: with the roots, by request."""
+    found = {f"{name} drafted": _deepest(levels, row) for row, name in enumerate(requests)} if levels else {}
+    paths = {name: path for name, path in found.items() if path.tokens}
+    before = {f"{name} drafted": text for name, text in texts.items()}
+    native = _native(trial, before, paths)
+    turned = _native(trial, before, {name: path._replace(tokens=path.tokens[::-1]) for name, path in paths.items()})
+    noise = error = peak = 0.0
+    control = float("inf")
+    for name, path in paths.items():
+        mine = torch.stack(path.logits)
+        error, peak = max(error, distance(mine, native[name])), max(peak, float(native[name].abs().max()))
+        noise = max(noise, distance(native[name], _native(trial, before, {name: path})[name]))
+        if len(path.tokens) > 1:
+            control = min(control, distance(mine, turned[name]))
+    allowed = allowed_error(trial.runner.dtype, noise=noise, peak=peak)
+    figures = {"error": error, "allowed": allowed, "vLLM's": noise, "path reversed": control, "levels": len(levels)}
+    return Finding("draft", error <= allowed and (not paths or allowed < control), figures)
+
+
+def _deepest(levels: list[Level], row: int) -> Path:
+    """The last of the deepest nodes that were read: it has the most others beside it."""
+    slots: list[Path] = [Path([], [])]
+    best = slots[0]
+    for level in levels:
+        above = level.parent[row].tolist()
+        for column, token in enumerate(level.tokens[row].tolist()):
+            before = slots[above[column]]
+            slots.append(Path([*before.tokens, token], [*before.logits, level.logits[row, column]]))
+            if token >= 0 and len(slots[-1].tokens) >= len(best.tokens):
+                best = slots[-1]
+    return best
+
+
+def _native(trial: Trial, before: dict[str, list[int]], paths: dict[str, Path]) -> dict[str, Tensor]:
+    """The draft's logits [L, V] after each of the L tokens of the paths, read together after the texts `before`."""
+    if not paths:
+        return {}
+    speculator, hidden = trial.runner.speculator, list[Tensor]()
+    run = speculator._run_model
+
+    def watched(*args: Any) -> Tensor:
+        hidden.append(run(*args))
+        return hidden[-1]
+
+    speculator._run_model = watched
+    try:
+        trial.begin({name: before[name] + path.tokens for name, path in paths.items()}, more=0)
+    finally:
+        del speculator._run_model
+    found, end = {}, 0
+    for name in trial.requests:  # each text, then the token that the target has sampled after it
+        end += len(before[name]) + len(paths[name].tokens)
+        rows = hidden[0][end - len(paths[name].tokens) : end]
+        found[name] = speculator.compute_draft_logits(rows, 0).float()
+        end += 1
+    trial.finish(list(paths))
+    return found

@@ -1,0 +1,174 @@
+"""Requests of the check itself, run through the model runner's own steps, in blocks of the end of the pool."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Self
+
+from torch import Tensor
+from vllm import SamplingParams
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+
+
+class Step(NamedTuple):
+    """What one step gave."""
+
+    logits: dict[str, Tensor]  # by request, [its rows, V] float32
+    verification: Any  # None without trees
+
+
+class Trial:
+    """A context. At its end the requests are removed, and their blocks zeroed."""
+
+    def __init__(self, runner: Any):
+        self.runner = runner
+        self.end = self.lowest = runner.kv_cache_config.num_blocks
+        self.alive: list[str] = []
+        self.held: dict[str, tuple[list[int], ...]] = {}
+        """Blocks of each request, by cache group."""
+        self.requests: list[str] = []
+        """Of the last step, in the order of its rows."""
+
+    def __enter__(self) -> Self:
+        """Whatever the budget: it drafts in every step, and verifies all nodes."""
+        self.selection, self.budget = self.runner.adaptive_verification, self.runner.budget
+        if self.selection is not None:
+            self.selection.budget = None
+        self.runner.budget = self.runner.speculator.budget = None
+        self.runner.kv_connector.set_disabled(True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.runner.execute_model_state = None  # of a step that an error has cut short
+        self.finish(list(self.alive))
+        if self.selection is not None:
+            self.selection.budget = self.budget
+        self.runner.budget = self.runner.speculator.budget = self.budget
+        self.runner.kv_connector.set_disabled(False)
+        for cache in self.runner.kv_caches:
+            cache[self.lowest :] = 0
+
+    def begin(self, texts: dict[str, list[int]], *, more: int) -> None:
+        """Read texts natively, sample a token after each, and draft. Each request may get `more` tokens."""
+        for names in self._batches(texts):
+            self._run(self._new({name: texts[name] for name in names}, more), {one: len(texts[one]) for one in names})
+
+    def read(self, texts: dict[str, list[int]], last: dict[str, int], *, chunks: bool = False) -> dict[str, Tensor]:
+        """Read texts as plain causal sequences, in as many steps as they need.
+
+        Args:
+            last: return the logits [last, V] of so many rows at the end of each.
+            chunks: those rows are read in a second step.
+        """
+        found, begun = dict[str, Tensor](), self.end
+        for names in self._batches(texts):
+            batch = {name: texts[name] for name in names}
+            new = self._new(batch, 0)
+            counts, ends = {name: len(text) for name, text in batch.items()}, {name: last[name] for name in names}
+            if chunks:
+                begins = {name: count - ends[name] for name, count in counts.items()}
+                self._run(new, begins)
+                new, counts = self._running(begins), ends
+            found |= self._run(new, counts, last=ends, samples=False).logits
+            self.finish(names)
+            self.end = begun
+        return found
+
+    def decode(self, names: Sequence[str], *, nodes: int = 0) -> Step:
+        """One step of running requests, with so many drafted nodes of each. Logits of all its rows."""
+        step = self._running({name: len(self.text(name)) - 1 for name in names})
+        if nodes:
+            step.scheduled_spec_decode_tokens = {name: [0] * nodes for name in names}
+        counts = dict.fromkeys(names, 1 + nodes)
+        return self._run(step, counts, last=counts)
+
+    def finish(self, names: Sequence[str]) -> None:
+        step = SchedulerOutput.make_empty()
+        step.finished_req_ids = set(names)
+        self.runner.execute_model(step)
+        self.alive = [name for name in self.alive if name not in names]
+
+    def index(self, name: str) -> int:
+        """vLLM's, of a request."""
+        return int(self.runner.req_states.req_id_to_index[name])
+
+    def text(self, name: str) -> list[int]:
+        """All tokens of a request, the last sampled one included."""
+        states, index = self.runner.req_states, self.index(name)
+        found: list[int] = states.all_token_ids.gpu[index, : int(states.total_len.gpu[index])].tolist()
+        return found
+
+    def _batches(self, texts: dict[str, list[int]]) -> Iterator[list[str]]:
+        """As many requests at a time as a step takes."""
+        runner, names, tokens = self.runner, list[str](), 0
+        for name, text in texts.items():
+            full = tokens + len(text) > runner.max_num_tokens or len(names) + len(self.alive) >= runner.max_num_reqs
+            if names and full:
+                yield names
+                names, tokens = [], 0
+            names.append(name)
+            tokens += len(text)
+        yield names
+
+    def _new(self, texts: dict[str, list[int]], more: int) -> SchedulerOutput:
+        step = SchedulerOutput.make_empty()
+        room = more + 1 + self.runner.num_speculative_steps
+        for name, text in texts.items():
+            held = tuple(
+                self._take(-(-(len(text) + room) // group.kv_cache_spec.block_size))
+                for group in self.runner.kv_cache_config.kv_cache_groups
+            )
+            step.scheduled_new_reqs.append(
+                NewRequestData(
+                    req_id=name,
+                    prompt_token_ids=text,
+                    mm_features=[],
+                    sampling_params=SamplingParams(temperature=0, max_tokens=1 + more, seed=0),
+                    pooling_params=None,
+                    block_ids=held,
+                    num_computed_tokens=0,
+                    lora_request=None,
+                    prefill_token_ids=text,
+                )
+            )
+            self.alive.append(name)
+            self.held[name] = held
+        return step
+
+    def _take(self, blocks: int) -> list[int]:
+        self.end -= blocks
+        self.lowest = min(self.lowest, self.end)
+        assert self.end > 0, "the KV cache is too small for the check"
+        return list(range(self.end, self.end + blocks))
+
+    def _running(self, computed: dict[str, int]) -> SchedulerOutput:
+        step = SchedulerOutput.make_empty()
+        step.scheduled_cached_reqs = running = CachedRequestData.make_empty()
+        running.req_ids, running.num_computed_tokens = list(computed), list(computed.values())
+        running.num_output_tokens, running.new_block_ids = [1] * len(computed), [None] * len(computed)
+        return step
+
+    def _run(
+        self,
+        step: SchedulerOutput,
+        counts: dict[str, int],
+        *,
+        last: dict[str, int] | None = None,
+        samples: bool = True,
+    ) -> Step:
+        """`counts`: rows of each request; `samples`: else nothing is sampled or drafted after the forward."""
+        runner = self.runner
+        step.num_scheduled_tokens, step.total_num_scheduled_tokens = counts, sum(counts.values())
+        step.num_spec_tokens_to_schedule = runner.num_speculative_steps
+        runner.execute_model(step)
+        state, verification = runner.execute_model_state, runner.step
+        batch, logits = state.input_batch, dict[str, Tensor]()
+        self.requests = list(batch.req_ids)
+        if last is not None:
+            ends = batch.query_start_loc[1:].tolist()
+            rows = [row for name, end in zip(batch.req_ids, ends, strict=False) for row in range(end - last[name], end)]
+            found = runner.model.compute_logits(state.hidden_states[rows]).float()
+            logits = dict(zip(batch.req_ids, found.split([last[name] for name in batch.req_ids]), strict=True))
+        if samples:
+            runner.sample_tokens(None)
+        else:
+            runner.execute_model_state = runner.step = None
+        return Step(logits, verification)
