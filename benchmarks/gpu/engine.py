@@ -1,8 +1,8 @@
 """The whole engine on a GPU: does it say what vLLM says, and does a step of ours wait for the device?
 
-    VLLM_ADAPTIVE_TREE_UNTESTED_GPU=1 python -m benchmarks.gpu.engine --out benchmarks/results/gpu/engine.json
+    python -m benchmarks.gpu.engine --out benchmarks/results/gpu/engine.json
 
-`identical`: of so many greedy requests in one batch, float32, those with the tokens of vLLM without speculation, per
+`identical`: of so many greedy requests in one batch, bfloat16, those with the tokens of vLLM without speculation, per
 method. `waits`: places of this package at which a decoding step made the host wait, by PyTorch's synchronization debug
 mode; vLLM's own are counted beside them. Speeds are `vllm-adaptive-tree bench`'s.
 """
@@ -32,7 +32,7 @@ def engine(model: str, speculation: dict[str, Any] | None) -> Any:
 
     return LLM(
         model,
-        dtype="float32",
+        dtype="bfloat16",
         speculative_config=speculation,
         max_model_len=1024,
         max_num_seqs=REQUESTS,
