@@ -16,13 +16,13 @@ def install(*, asynchronous: bool) -> None:
     """Call it before vLLM or Triton is imported."""
     assert not {"vllm", "triton"} & set(sys.modules)
     os.environ.update(TRITON_INTERPRET="1", VLLM_USE_V2_MODEL_RUNNER="1")
-    _after("vllm.triton_utils.importing", lambda module: setattr(module, "HAS_TRITON", True))
+    after("vllm.triton_utils.importing", lambda module: setattr(module, "HAS_TRITON", True))
     # The one kernel that the interpreter cannot run; PyTorch's operations stand beside it.
-    _after("vllm.v1.sample.ops.topk_topp_sampler", lambda module: setattr(module, "HAS_TRITON", False))
-    _after("triton.runtime.interpreter", _splat_truth_values)
-    _after("triton.runtime.interpreter", _patch_once)
+    after("vllm.v1.sample.ops.topk_topp_sampler", lambda module: setattr(module, "HAS_TRITON", False))
+    after("triton.runtime.interpreter", _splat_truth_values)
+    after("triton.runtime.interpreter", _patch_once)
     if asynchronous:
-        _after("vllm.platforms.cpu", _keep_asynchronous)
+        after("vllm.platforms.cpu", _keep_asynchronous)
 
 
 def _splat_truth_values(module: ModuleType) -> None:
@@ -75,7 +75,7 @@ def _keep_asynchronous(module: ModuleType) -> None:
     platform.check_and_update_config = classmethod(check_and_update_config)
 
 
-def _after(name: str, change: Callable[[ModuleType], None]) -> None:
+def after(name: str, change: Callable[[ModuleType], None]) -> None:
     sys.meta_path.insert(0, _Finder(name, change))
 
 

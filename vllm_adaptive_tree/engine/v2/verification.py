@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from vllm.platforms import current_platform
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_adaptive_tree.attention.cpu import context_bias
@@ -86,7 +87,7 @@ class Verification(NamedTuple):
 
     def metadata(self, native: Any, block_size: int, batch: Any) -> DenseTrees | KernelTrees:
         """Of one attention group of the target's layers; `native`: vLLM's for the whole batch."""
-        if self.first.device.type == "cpu":
+        if current_platform.is_cpu():
             return self.dense(native, block_size, int(batch.seq_lens_cpu_upper_bound[: batch.num_reqs].max()))
         return self.for_kernel(native, batch.query_start_loc, batch.num_draft_tokens)
 
