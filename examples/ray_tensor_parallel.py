@@ -5,9 +5,8 @@
     python examples/ray_tensor_parallel.py TARGET DRAFT --tensor-parallel-size 16    # on the first
 
 Every machine needs the same vLLM and the same vllm-adaptive-tree, and both models under the same name. Where one has
-something else, the engine ends at start-up with an error that names it. GPUs are untested, so they need
-VLLM_ADAPTIVE_TREE_UNTESTED_GPU=1 (docs/gpu.md). On CPUs vLLM's Ray executor refuses to run; `tests/ray` runs this file
-there with an executor for tests.
+something else, the engine ends at start-up with an error that names it. GPUs are untested (docs/gpu.md). On
+CPUs vLLM's Ray executor refuses to run; `tests/ray` runs this file there with an executor for tests.
 """
 
 import argparse

@@ -17,16 +17,16 @@ def install(*, asynchronous: bool = False, kernels: bool = False) -> None:
     PyTorch operations for a CPU."""
     assert not {"vllm", "triton"} & set(sys.modules)
     os.environ.update(TRITON_INTERPRET="1", VLLM_USE_V2_MODEL_RUNNER="1")
-    _after("vllm.triton_utils.importing", lambda module: setattr(module, "HAS_TRITON", True))
+    after("vllm.triton_utils.importing", lambda module: setattr(module, "HAS_TRITON", True))
     # The one kernel that the interpreter cannot run; PyTorch's operations stand beside it.
-    _after("vllm.v1.sample.ops.topk_topp_sampler", lambda module: setattr(module, "HAS_TRITON", False))
-    _after("triton.runtime.interpreter", _splat_truth_values)
-    _after("triton.runtime.interpreter", _patch_once)
+    after("vllm.v1.sample.ops.topk_topp_sampler", lambda module: setattr(module, "HAS_TRITON", False))
+    after("triton.runtime.interpreter", _splat_truth_values)
+    after("triton.runtime.interpreter", _patch_once)
     if asynchronous:
-        _after("vllm.platforms.cpu", _keep_asynchronous)
+        after("vllm.platforms.cpu", _keep_asynchronous)
     if kernels:
-        _after("vllm_adaptive_tree.engine.v2.device", lambda module: setattr(module, "compiles", lambda device: True))
-        _after("vllm.v1.attention.backends.cpu_attn", _plain_cache)
+        after("vllm_adaptive_tree.engine.v2.device", lambda module: setattr(module, "compiles", lambda device: True))
+        after("vllm.v1.attention.backends.cpu_attn", _plain_cache)
 
 
 def _splat_truth_values(module: ModuleType) -> None:
@@ -87,7 +87,7 @@ def _plain_cache(module: ModuleType) -> None:
     implementation.do_kv_cache_update = PlainAttention.do_kv_cache_update
 
 
-def _after(name: str, change: Callable[[ModuleType], None]) -> None:
+def after(name: str, change: Callable[[ModuleType], None]) -> None:
     sys.meta_path.insert(0, _Finder(name, change))
 
 

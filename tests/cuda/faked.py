@@ -1,0 +1,333 @@
+"""For tests alone: vLLM's CUDA platform on a machine without a GPU.
+
+vLLM's Python for GPUs runs as it is: configuration, choice of the attention backend, layers, metadata builders, worker,
+Model Runner V2 with its warm-up and memory profile. Its Triton kernels and ours run in the interpreter. What is
+compiled for GPUs alone (FlashAttention, the write to the cache, the sorting of rows by expert) is a function here,
+called with the arguments of the compiled one. Tensors that vLLM puts on "cuda" are on the CPU. A process that has
+called `install` is good for nothing else.
+"""
+
+import os
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from tests import interpreter
+
+MEMORY = 80 << 30
+MULTIPROCESSORS = 132
+QUESTIONS = (
+    "cutlass_scaled_mm_supports_fp8",
+    "cutlass_scaled_mm_supports_block_fp8",
+    "cutlass_scaled_mm_supports_fp4",
+    "cutlass_group_gemm_supported",
+)
+"""Whether kernels for quantised weights are there."""
+
+
+class Launch(NamedTuple):
+    """One call of a compiled attention kernel."""
+
+    kernel: str
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    arguments: dict[str, Any]
+
+
+LAUNCHES: list[Launch] = []
+
+
+def install(capability: tuple[int, int]) -> None:
+    """Call it before vLLM or Triton is imported."""
+    os.environ.update(
+        VLLM_USE_V2_MODEL_RUNNER="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1"
+    )
+    os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # of unseeded top-p alone; it is not installed here
+    interpreter.install(asynchronous=False)
+    for compiled in ("_C_stable_libtorch", "_moe_C_stable_libtorch"):
+        sys.modules[f"vllm.{compiled}"] = ModuleType(compiled)
+    for compiled in ("_vllm_fa2_C", "_vllm_fa3_C", "cute", "cute.interface"):
+        sys.modules[f"vllm.vllm_flash_attn.{compiled}"] = ModuleType(compiled)
+    other = sys.modules["vllm.model_executor.warmup.minimax_m3_msa_warmup"] = ModuleType("needs torchvision")
+    other.minimax_m3_msa_warmup = lambda _: None  # type: ignore[attr-defined]
+    interpreter.after("vllm.model_executor.warmup.kernel_warmup", _without_images)
+    sys.modules["vllm.vllm_flash_attn.cute.interface"]._flash_attn_fwd = _fa4  # type: ignore[attr-defined]
+    interpreter.after("vllm.vllm_flash_attn.flash_attn_interface", _has_fa4)
+    namespaces: Any = torch.ops
+    accelerator: Any = torch.accelerator
+    for space in ("_C", "_moe_C"):
+        getattr(namespaces, space).__class__ = Namespace
+    for question in QUESTIONS:
+        setattr(namespaces._C, question, lambda *_: False)
+    for kernel in (topk_softmax, moe_align_block_size, moe_sum):
+        setattr(namespaces._moe_C, kernel.__name__, kernel)
+    namespaces._vllm_fa2_C = SimpleNamespace(varlen_fwd=_fa2)
+    namespaces._vllm_fa3_C = SimpleNamespace(fwd=_fa3, get_scheduler_metadata=_scheduler_metadata)
+    namespaces._C_cache_ops = SimpleNamespace(reshape_and_cache_flash=_write)
+
+    import vllm.platforms as platforms
+    from vllm.platforms.interface import DeviceCapability
+
+    _accelerator(capability)
+    _shapes()
+    OnCPU().__enter__()
+
+    from vllm.platforms.cuda import CudaPlatformBase
+
+    class Faked(CudaPlatformBase):
+        dist_backend = "gloo"
+        dispatch_key = "CPU"
+
+        @classmethod
+        def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:
+            return DeviceCapability(*capability)
+
+        @classmethod
+        def get_device_name(cls, device_id: int = 0) -> str:
+            return "no GPU"
+
+        @classmethod
+        def get_device_total_memory(cls, device_id: int = 0) -> int:
+            return MEMORY
+
+        @classmethod
+        def device_count(cls) -> int:
+            return 1
+
+    platforms._current_platform = Faked()
+    import vllm._C
+    import vllm.v1.worker.cpu.shm  # noqa: F401  streams and events
+
+    accelerator.get_memory_info = lambda *_: (MEMORY, MEMORY)
+
+
+class Absent:
+    """A compiled kernel that only a GPU has. vLLM's passes of compilation name many, and no test comes to run one."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def __getattr__(self, overload: str) -> "Absent":
+        if overload.startswith("__"):
+            raise AttributeError(overload)
+        return Absent(f"{self.name}.{overload}")
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError(f"{self.name} is compiled for GPUs alone")
+
+
+class Namespace(type(torch.ops._C)):  # type: ignore[misc]
+    """As in a build for GPUs, every name is there."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("__"):
+                raise
+            return Absent(name)
+
+
+class OnCPU(TorchFunctionMode):
+    """Every tensor that is asked for on "cuda"."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if function is torch.device:
+            return function(*args, **kwargs)
+        if kwargs.get("device") is not None:
+            kwargs["device"] = _moved(kwargs["device"])
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return function(*(_moved(one) for one in args), **kwargs)
+
+
+def _moved(value: Any) -> Any:
+    if isinstance(value, torch.device) and value.type == "cuda":
+        return torch.device("cpu")
+    return "cpu" if isinstance(value, str) and value.split(":")[0] == "cuda" else value
+
+
+def _shapes() -> None:
+    """vLLM tells PyTorch the shapes that its kernels return: of those that are here."""
+    library: Any = torch.library
+    original = library.register_fake
+
+    def register_fake(name: Any, *arguments: Any, **given: Any) -> Any:
+        space, _, kernel = str(name).partition("::")
+        absent = kernel and isinstance(getattr(getattr(torch.ops, space), kernel, None), Absent)
+        return (lambda function: function) if absent else original(name, *arguments, **given)
+
+    library.register_fake = register_fake
+
+
+def _accelerator(capability: tuple[int, int]) -> None:
+    accelerator: Any = torch.accelerator
+    cuda: Any = torch.cuda
+    properties = {"multi_processor_count": MULTIPROCESSORS, "is_integrated": False, "total_memory": MEMORY}
+    cuda.get_device_properties = lambda *_: SimpleNamespace(**properties, major=capability[0], minor=capability[1])
+    cuda.reset_peak_memory_stats, cuda.max_memory_allocated = lambda *_: None, lambda *_: 0
+    cuda.memory.get_allocator_backend = lambda: "none"
+    cuda.get_device_capability = lambda *_: capability
+    accelerator.device_count = lambda: 1
+    accelerator.set_device_index = lambda *_: None
+    accelerator.current_device_index = lambda: 0
+    accelerator.memory_stats = lambda *_: {}
+    for figure in ("memory_reserved", "memory_allocated", "max_memory_allocated"):
+        setattr(accelerator, figure, lambda *_: 0)
+    accelerator.empty_host_cache = lambda: None
+    accelerator.reset_peak_memory_stats = lambda *_: None
+
+
+def _attention(kernel: str, q: Tensor, k: Tensor, v: Tensor, out: Tensor, **arguments: Any) -> Tensor:
+    """Causal over a paged cache: `k`, `v` [blocks, block_size, Hkv, D]."""
+    LAUNCHES.append(Launch(kernel, q, k, v, {"out": out, **arguments}))
+    starts, lengths, table = arguments["cu_seqlens_q"], arguments["seqused_k"], arguments["block_table"]
+    group = q.shape[1] // k.shape[2]
+    for request, length in enumerate(lengths.tolist()):
+        first, last = starts[request : request + 2].tolist()
+        if first == last:
+            continue
+        blocks = table[request, : -(-length // k.shape[1])].long()
+        keys, values = (one[blocks].flatten(0, 1)[:length].repeat_interleave(group, 1).float() for one in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q[first:last].float(), keys) * arguments["softmax_scale"]
+        row, column = torch.arange(length - (last - first), length)[:, None], torch.arange(length)
+        weights = scores.masked_fill(column > row, -torch.inf).softmax(-1)
+        out[first:last] = torch.einsum("hqk,khd->qhd", weights, values).to(out.dtype)
+    return out
+
+
+def _fa2(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    seqused_k: Tensor,
+    leftpad_k: None,
+    block_table: Tensor,
+    alibi_slopes: None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    p_dropout: float,
+    softmax_scale: float,
+    zero_tensors: bool,
+    is_causal: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    return_softmax: bool,
+    num_splits: int,
+    generator: None,
+) -> tuple[Tensor, None]:
+    assert (is_causal, window_left, window_right, softcap, p_dropout) == (True, -1, -1, 0, 0)
+    assert (leftpad_k, alibi_slopes, return_softmax) == (None, None, False)
+    where = {"cu_seqlens_q": cu_seqlens_q, "seqused_k": seqused_k, "block_table": block_table}
+    longest = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    return _attention("FA2", q, k, v, out, softmax_scale=softmax_scale, **where, **longest), None
+
+
+def _fa3(*arguments: Any) -> tuple[Tensor, None, None, None]:
+    """As upstream's `fwd`: keys that are new, rotation, padding and descaling are not used."""
+    q, k, v, k_new, v_new, q_v, out, cu_seqlens_q, cu_seqlens_k, _, _, seqused_k, max_q, max_k, table = arguments[:15]
+    scale, causal, left, right, softcap = arguments[23:28]
+    assert (k_new, v_new, q_v, cu_seqlens_k, causal, left, right, softcap) == (None,) * 4 + (True, -1, -1, 0)
+    where = {"cu_seqlens_q": cu_seqlens_q, "seqused_k": seqused_k, "block_table": table}
+    longest = {"max_seqlen_q": max_q, "max_seqlen_k": max_k}
+    return _attention("FA3", q, k, v, out, softmax_scale=scale, **where, **longest), None, None, None
+
+
+def _fa4(
+    q: Tensor, k: Tensor, v: Tensor, *, out: Tensor, page_table: Tensor, causal: bool, softcap: float, **given: Any
+) -> tuple[Tensor, None, None, None]:
+    assert causal
+    assert softcap == 0
+    for absent in ("cu_seqlens_k", "window_size_left", "window_size_right", "mask_mod", "learnable_sink"):
+        assert given.pop(absent) is None
+    return _attention("FA4", q, k, v, out, block_table=page_table, **given), None, None, None
+
+
+def _scheduler_metadata(batch_size: int, *_: Any) -> Tensor:
+    return torch.zeros(1 + -(-batch_size // 4) * 16, dtype=torch.int32)
+
+
+def _write(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    kv_cache_dtype: str,
+    k_scale: Tensor,
+    v_scale: Tensor,
+) -> None:
+    assert kv_cache_dtype == "auto"
+    size = key_cache.shape[1]
+    rows = (slot_mapping >= 0).nonzero().flatten()
+    slot = slot_mapping[rows]
+    key_cache[slot // size, slot % size] = key[rows]
+    value_cache[slot // size, slot % size] = value[rows]
+
+
+def topk_softmax(
+    weights: Tensor, ids: Tensor, indices: Tensor, logits: Tensor, renormalize: bool, bias: None, padding: Tensor | None
+) -> None:
+    assert bias is None
+    best, which = logits.float().softmax(-1).topk(weights.shape[1])
+    weights.copy_(best / best.sum(-1, keepdim=True) if renormalize else best)
+    ids.copy_(which)
+
+
+def moe_align_block_size(
+    ids: Tensor, experts: int, block: int, order: Tensor, expert_ids: Tensor, total: Tensor, *unused: None
+) -> None:
+    """Rows by expert, each expert's padded to whole blocks."""
+    flat, end = ids.flatten(), 0
+    order.fill_(len(flat))
+    for expert in range(experts):
+        rows = (flat == expert).nonzero().flatten()
+        blocks = -(-len(rows) // block)
+        order[end : end + len(rows)] = rows
+        expert_ids[end // block : end // block + blocks] = expert
+        end += blocks * block
+    total.fill_(end)
+
+
+def moe_sum(rows: Tensor, out: Tensor, *unused: None) -> None:
+    out.copy_(rows.sum(1))
+
+
+def _has_fa4(module: Any) -> None:
+    """vLLM looks for a file."""
+    module.FA4_AVAILABLE = True
+
+
+def _without_images(module: Any) -> None:
+    """vLLM warms up kernels of models that read images by importing them, and torchvision is not installed here."""
+    module.qwen_vl_triton_warmup = lambda _: None
+
+
+def watch_trees() -> list[dict[str, Any]]:
+    """The arguments of every launch of the tree kernel from now on: shape, stride and type of each tensor."""
+    from vllm_adaptive_tree.attention import triton_tree
+
+    found, original = list[dict[str, Any]](), triton_tree.tree_attention
+    names = ("query", "keys", "values", "block_table", "row_start", "context", "ancestors", "scale", "out")
+
+    def tree_attention(*arguments: Any, **given: Any) -> Tensor:
+        found.append(
+            {
+                name: [list(one.shape), list(one.stride()), str(one.dtype)] if isinstance(one, Tensor) else one
+                for name, one in zip(names, arguments, strict=True)
+            }
+        )
+        return original(*arguments, **given)
+
+    triton_tree.tree_attention = tree_attention
+    return found

@@ -1,0 +1,105 @@
+"""An engine on the faked platform, in a process of its own: `python -m tests.cuda.start 9.0 llama`."""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tests.cuda import faked
+
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 256,
+    "max_position_embeddings": 512,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+NODES, TOKENS = 8, 12
+PROMPTS = [[7, 3, 9], list(range(20, 70)), [5] * 33]
+
+
+def config_of(folder: Path, name: str, **more: Any) -> str:
+    """A model of random weights."""
+    folder.mkdir()
+    kind = name.lower().replace("moe", "_moe").removesuffix("forcausallm")
+    config = {"architectures": [name], "model_type": kind, "dtype": "bfloat16", **SIZES, **more}
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def models(case: str, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Engine arguments and `speculative_config`."""
+    from tests.engine.engines import DRAFT, TARGET
+    from tests.engine.heads import eagle3
+
+    random: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True}
+    if case == "llama":
+        return {"model": TARGET}, {"model": DRAFT}
+    if case == "head":
+        head = eagle3(folder / "head")
+        return {"model": TARGET}, {"method": "dyspec", "model": head, "tree": {"budget": "auto"}}
+    target = {
+        "qwen3": lambda: config_of(folder / "target", "Qwen3ForCausalLM"),
+        "moe": lambda: config_of(folder / "target", "Qwen3MoeForCausalLM", **EXPERTS),
+    }[case]()
+    return {"model": target, **random}, {"model": config_of(folder / "draft", "Qwen3ForCausalLM")}
+
+
+def main(capability: str, case: str) -> dict[str, Any]:
+    faked.install((int(capability.split(".")[0]), int(capability.split(".")[1])))
+    from vllm import SamplingParams
+
+    from tests.engine.engines import Engines, metric, runner_of
+    from vllm_adaptive_tree.engine.v2 import kernel_dispatch
+
+    kernel_dispatch.compiles = lambda _: True
+    trees = faked.watch_trees()
+    engines, found = Engines(), {}
+    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, detokenize=False, logprobs=2)
+    uncompiled = {"mode": 0, "cudagraph_mode": "NONE"}
+    with tempfile.TemporaryDirectory() as folder:
+        given, speculative = models(case, Path(folder))
+        tree = {"method": "opt_tree", "num_speculative_tokens": NODES, "tree": {"budget": None}, **speculative}
+        for name, speculation in (("plain", None), ("tree", tree)):
+            llm = engines.start(
+                speculation,
+                **given,
+                dtype="bfloat16",
+                enforce_eager=False,
+                compilation_config=uncompiled,
+                max_num_seqs=3,
+                max_num_batched_tokens=256,
+                gpu_memory_utilization=0.01,
+                block_size=None,
+            )
+            started = len(faked.LAUNCHES)
+            prompts = [{"prompt_token_ids": one} for one in PROMPTS]
+            outputs = [one.outputs[0] for one in llm.generate(prompts, params, use_tqdm=False)]
+            found[name] = {
+                "tokens": [list(one.token_ids) for one in outputs],
+                "best_two": [
+                    [sorted((entry.logprob for entry in row.values()), reverse=True)[:2] for row in one.logprobs]
+                    for one in outputs
+                ],
+                "kernels": sorted({launch.kernel for launch in faked.LAUNCHES}),
+                "warmed_up": started > 0,
+            }
+        runner = runner_of(llm)
+        layers = runner.compilation_config.static_forward_context.values()
+        found |= {
+            "worker": type(runner).__mro__[1].__name__,
+            "layers": sorted({type(layer.impl).__name__ for layer in layers if hasattr(layer, "impl")}),
+            "trees": trees,
+            "drafts": metric(llm, "spec_decode_num_drafts"),
+        }
+    engines.shutdown()
+    return found
+
+
+if __name__ == "__main__":
+    print("RESULT" + json.dumps(main(*sys.argv[1:])))

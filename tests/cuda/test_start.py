@@ -1,0 +1,82 @@
+"""Engines on a faked CUDA platform: from engine arguments through vLLM's start-up of a GPU to tokens."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TIE = 0.05
+"""Logprobs in bfloat16: two tokens that are closer may change places with the order of a sum."""
+HEADS, HEAD_SIZE, NODES, REQUESTS = 4, 64, 8, 3
+
+pytestmark = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="no Triton")
+
+
+def started(capability: str, case: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "tests.cuda.start", capability, case]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    for name in ("TRITON_INTERPRET", "VLLM_TARGET_DEVICE"):
+        environment.pop(name, None)
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    lines = [line for line in run.stdout.splitlines() if line.startswith("RESULT")]
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert len(lines) == 1
+    found: dict[str, Any] = json.loads(lines[0].removeprefix("RESULT"))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("capability", "case", "kernel"),
+    [("8.0", "qwen3", "FA2"), ("9.0", "llama", "FA3"), ("9.0", "head", "FA3")],
+)
+def test_start(capability: str, case: str, kernel: str) -> None:
+    found = started(capability, case)
+    for name in ("plain", "tree"):
+        assert found[name]["kernels"] == [kernel], "vLLM's own choice for this device"
+        assert found[name]["warmed_up"], "vLLM runs its kernels before the first request"
+    assert found["worker"] == "GPUModelRunner"
+    assert found["layers"] == ["TreeFlashAttentionImpl"]
+    assert found["drafts"] > 0
+    assert found["trees"]
+    for launch in found["trees"]:
+        check_launch(launch)
+    same_tokens(found["plain"], found["tree"])
+
+
+def check_launch(launch: dict[str, Any]) -> None:
+    """The arguments are those of vLLM's own buffers, read where they are."""
+    half = "torch.bfloat16"
+    (rows, heads, size), strides, dtype = launch["query"]
+    assert (heads, size, strides[-1], dtype) == (HEADS, HEAD_SIZE, 1, half)
+    assert launch["out"][0] == [rows, heads, size]
+    assert launch["out"][2] == half
+    for name in ("keys", "values"):
+        (_, block, kv_heads, width), (per_block, per_slot, per_head, step), dtype = launch[name]
+        assert (kv_heads, width, step, dtype) == (2, HEAD_SIZE, 1, half)
+        # vLLM's [blocks, heads, block_size, 2 * head_size], the heads of a slot side by side, without a copy
+        assert (per_head, per_slot, per_block) == (2 * width, 2 * width * kv_heads, 2 * width * kv_heads * block)
+    (requests,), _, dtype = launch["context"]
+    assert 1 <= requests <= REQUESTS
+    assert dtype == "torch.int32"
+    assert launch["row_start"][::2] == [[requests + 1], "torch.int32"]
+    assert launch["block_table"][0][0] == requests
+    assert launch["block_table"][2] == "torch.int32"
+    assert launch["ancestors"][::2] == [[rows, 1], "torch.int64"]
+    assert requests <= rows <= requests * (1 + NODES)
+    assert launch["scale"] == HEAD_SIZE**-0.5
+
+
+def same_tokens(plain: dict[str, Any], tree: dict[str, Any]) -> None:
+    """Each request up to the first tie."""
+    for mine, theirs, best in zip(tree["tokens"], plain["tokens"], plain["best_two"], strict=True):
+        assert len(mine) == len(theirs)
+        at = next((i for i, (one, other) in enumerate(zip(mine, theirs, strict=True)) if one != other), None)
+        if at is not None:
+            first, second = best[at]
+            assert first - second < TIE, f"token {at}: {mine} {theirs}"
