@@ -49,6 +49,7 @@ def install(capability: tuple[int, int]) -> None:
     )
     os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # of unseeded top-p alone; it is not installed here
     interpreter.install(asynchronous=False)
+    interpreter.after("vllm_adaptive_tree.engine.v2.device", lambda module: setattr(module, "compiles", lambda _: True))
     for compiled in ("_C_stable_libtorch", "_moe_C_stable_libtorch"):
         sys.modules[f"vllm.{compiled}"] = ModuleType(compiled)
     for compiled in ("_vllm_fa2_C", "_vllm_fa3_C", "cute", "cute.interface"):

@@ -13,7 +13,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 TIE = 0.05
 """Logprobs in bfloat16: two tokens that are closer may change places with the order of a sum."""
-HEADS, HEAD_SIZE, NODES, REQUESTS = 4, 64, 8, 3
+HEADS, HEAD_SIZE, NODES, REQUESTS = (2, 4), 64, 8, 3
+"""Query heads of a draft or a target."""
 
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="no Triton")
 
@@ -53,7 +54,8 @@ def check_launch(launch: dict[str, Any]) -> None:
     """The arguments are those of vLLM's own buffers, read where they are."""
     half = "torch.bfloat16"
     (rows, heads, size), strides, dtype = launch["query"]
-    assert (heads, size, strides[-1], dtype) == (HEADS, HEAD_SIZE, 1, half)
+    assert heads in HEADS
+    assert (size, strides[-1], dtype) == (HEAD_SIZE, 1, half)
     assert launch["out"][0] == [rows, heads, size]
     assert launch["out"][2] == half
     for name in ("keys", "values"):

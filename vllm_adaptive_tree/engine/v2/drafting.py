@@ -251,10 +251,10 @@ class TreeDrafting(BaseSpeculator):
     ) -> Proposal:
         """As `_trees`; `levels` gets the logits of every level, if a rule reads them."""
         dead = list[Tensor]()
-        width = self.width(target.batch.num_reqs)
+        width, deepest = self.width(target.batch.num_reqs), min(most, self.drafted_levels)
 
         def agree(frontier: Frontier, growing: Tensor) -> tuple[Frontier, bool]:
-            return Frontier(frontier.tokens[:, :width], frontier.parent[:, :width]), 1 + self.forwards < most
+            return Frontier(frontier.tokens[:, :width], frontier.parent[:, :width]), 1 + self.forwards < deepest
 
         proposal = draft_tree(
             self.pair.proposer,

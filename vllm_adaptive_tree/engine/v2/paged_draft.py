@@ -87,7 +87,10 @@ class PagedDraft(TreeDrafting, DraftModelSpeculator):
             request=Request(
                 torch.ones_like(place, dtype=torch.float32), place < 0, counter_rng(place, place, purpose=0)
             ),
-            agree=lambda frontier, growing: (Frontier(*(one[:, :width] for one in frontier)), True),
+            agree=lambda frontier, growing: (
+                Frontier(*(one[:, :width] for one in frontier)),
+                1 + self.forwards < self.drafted_levels,
+            ),
             keep=levels.append if self.keeps_levels else lambda _: None,
         )
         if levels:
