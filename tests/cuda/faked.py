@@ -174,6 +174,7 @@ def _accelerator(capability: tuple[int, int]) -> None:
     cuda.get_device_properties = lambda *_: SimpleNamespace(**properties, major=capability[0], minor=capability[1])
     cuda.reset_peak_memory_stats, cuda.max_memory_allocated = lambda *_: None, lambda *_: 0
     cuda.memory.get_allocator_backend = lambda: "none"
+    cuda.set_sync_debug_mode = lambda _: None
     cuda.get_device_capability = lambda *_: capability
     accelerator.device_count = lambda: 1
     accelerator.set_device_index = lambda *_: None

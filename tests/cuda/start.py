@@ -75,7 +75,7 @@ def main(capability: str, case: str) -> dict[str, Any]:
                 gpu_memory_utilization=0.01,
                 block_size=None,
             )
-            started = len(faked.LAUNCHES)
+            started, checked = len(faked.LAUNCHES), len(trees)
             prompts = [{"prompt_token_ids": one} for one in PROMPTS]
             outputs = [one.outputs[0] for one in llm.generate(prompts, params, use_tqdm=False)]
             found[name] = {
@@ -92,7 +92,9 @@ def main(capability: str, case: str) -> dict[str, Any]:
         found |= {
             "worker": type(runner).__mro__[1].__name__,
             "layers": sorted({type(layer.impl).__name__ for layer in layers if hasattr(layer, "impl")}),
-            "trees": trees,
+            "checked": checked,
+            "off": runner.off,
+            "trees": trees[checked:],
             "drafts": metric(llm, "spec_decode_num_drafts"),
         }
     engines.shutdown()

@@ -19,9 +19,10 @@ HEADS, HEAD_SIZE, NODES, REQUESTS = (2, 4), 64, 8, 3
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="no Triton")
 
 
-def started(capability: str, case: str) -> dict[str, Any]:
+def started(capability: str, case: str, cache: Path) -> dict[str, Any]:
+    """`cache`: a folder for the certificate of the start-up check."""
     command = [sys.executable, "-m", "tests.cuda.start", capability, case]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "XDG_CACHE_HOME": str(cache)}
     for name in ("TRITON_INTERPRET", "VLLM_TARGET_DEVICE"):
         environment.pop(name, None)
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
@@ -36,13 +37,15 @@ def started(capability: str, case: str) -> dict[str, Any]:
     ("capability", "case", "kernel"),
     [("8.0", "qwen3", "FA2"), ("9.0", "llama", "FA3"), ("9.0", "head", "FA3")],
 )
-def test_start(capability: str, case: str, kernel: str) -> None:
-    found = started(capability, case)
+def test_start(capability: str, case: str, kernel: str, tmp_path: Path) -> None:
+    found = started(capability, case, tmp_path)
     for name in ("plain", "tree"):
         assert found[name]["kernels"] == [kernel], "vLLM's own choice for this device"
         assert found[name]["warmed_up"], "vLLM runs its kernels before the first request"
     assert found["worker"] == "GPUModelRunner"
     assert found["layers"] == ["TreeFlashAttentionImpl"]
+    assert found["checked"] > 0, "the start-up check has launched the kernel, too"
+    assert not found["off"], "and trees have passed it"
     assert found["drafts"] > 0
     assert found["trees"]
     for launch in found["trees"]:
@@ -69,7 +72,9 @@ def check_launch(launch: dict[str, Any]) -> None:
     assert launch["row_start"][::2] == [[requests + 1], "torch.int32"]
     assert launch["block_table"][0][0] == requests
     assert launch["block_table"][2] == "torch.int32"
-    assert launch["ancestors"][::2] == [[rows, 1], "torch.int64"]
+    (masks, words), _, dtype = launch["ancestors"]
+    assert masks >= rows, "a buffer that never moves, or of a level"
+    assert (words, dtype) == (1, "torch.int64")
     assert requests <= rows <= requests * (1 + NODES)
     assert launch["scale"] == HEAD_SIZE**-0.5
 

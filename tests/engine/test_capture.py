@@ -14,7 +14,7 @@ from tests.engine.capture import Pieces
 from tests.engine.engines import DRAFT, PROMPTS, Engines, generate, runner_of
 from tests.examples.allocated import Allocated
 from tests.pure.test_no_host_sync import HostSyncError
-from vllm_adaptive_tree.engine.v2 import drafting
+from vllm_adaptive_tree.engine.v2 import drafting, level_keys
 
 pytestmark = pytest.mark.skipif(os.environ.get("MODEL_RUNNER") != "v2-kernels", reason="MODEL_RUNNER=v2-kernels")
 
@@ -128,7 +128,10 @@ def test_the_memory_profile_has_seen_the_levels(
     speculator = runner_of(llm).speculator
     with torch.inference_mode(), Allocated() as profile:
         speculator.profile_levels()
-    peaks, original = list[int](), speculator._trees
+    peaks, original = list[int](), speculator._drafted
+    # vLLM's own profile has seen the roots' forward. The kernel writes into its plan's buffers; the copies of Triton's
+    # interpreter are not there on a device.
+    monkeypatch.setattr(level_keys, "tree_attention", lambda *given, **_: given[8].zero_())
 
     def trees(*args: Any) -> Any:
         with Allocated() as allocated:
@@ -136,6 +139,6 @@ def test_the_memory_profile_has_seen_the_levels(
         peaks.append(allocated.peak)
         return found
 
-    monkeypatch.setattr(speculator, "_trees", trees)
+    monkeypatch.setattr(speculator, "_drafted", trees)
     generate(llm, PROMPTS[:4], SamplingParams(temperature=0.8, seed=1, max_tokens=6, ignore_eos=True))
-    assert profile.peak / 2 < max(peaks) <= 1.05 * profile.peak, "the trees themselves are not in it"
+    assert profile.peak / 2 < max(peaks) <= profile.peak

@@ -195,9 +195,9 @@ class TreeDrafting(BaseSpeculator):
         greedy = self.flags.greedy[input_batch.idx_mapping_np]
         most = ALL if self.budget is None else self.budget.begin_step(greedy)
         trees = most > 0 or self.offers is not None
+        self.drafts.forget()
         if most == 0:
             self.rest(target)
-            self.drafts.forget()
             tokens = nothing
         if trees:
             tree, level = self._trees(target, temperature[request], seeds[request], most)

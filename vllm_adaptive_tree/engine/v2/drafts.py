@@ -61,8 +61,8 @@ class Drafts:
         roots: Tensor | None = None,
     ) -> None:
         """Trees of B requests with their roots at the positions `root` [B]; `levels`: the logits [B, W, V] of every
-        level read, if a rule reads them; `roots`: those of the roots [B, V], if the draft temperature is fitted."""
-        self.forget()
+        level read, if a rule reads them; `roots`: those of the roots [B, V], if the draft temperature is fitted.
+        `forget` comes before."""
         self.place[request] = torch.arange(len(request), device=request.device)
         self.root[request] = root
         new = (*proposal.tree, proposal.read, proposal.num_planned, temperature)
@@ -72,7 +72,9 @@ class Drafts:
         self.roots = roots
 
     def forget(self) -> None:
+        """The trees have been verified; their logits must not stand beside the next ones in memory."""
         self.place.fill_(NOWHERE)
+        self.logits = self.roots = None
 
     @property
     def drafted(self) -> Drafted:

@@ -74,27 +74,27 @@ class PagedDraft(TreeDrafting, DraftModelSpeculator):
         width, device = self.width(requests), self.device
         hidden = torch.zeros(requests, self.hidden_size, dtype=self.dtype, device=device)
         rows = Rows(self.compute_draft_logits(hidden, 0)[:, None], hidden[:, None])
-        place = torch.zeros(requests, dtype=torch.int64, device=device)
+        place = torch.arange(requests, device=device)
         feedback = None if self.options.draft == "model" else hidden[:, None]
-        levels = list[Tensor]()
+        temperature, levels = torch.ones_like(place, dtype=torch.float32), list[Tensor]()
         self.forwards = 0
-        draft_tree(
+        proposal = draft_tree(
             self.pair.proposer,
             self,
             rows,
             TreeState.begin(Unattended(), place, feedback),
             nodes=self.num_speculative_steps,
-            request=Request(
-                torch.ones_like(place, dtype=torch.float32), place < 0, counter_rng(place, place, purpose=0)
-            ),
+            request=Request(temperature, place < 0, counter_rng(place, place, purpose=0)),
             agree=lambda frontier, growing: (
                 Frontier(*(one[:, :width] for one in frontier)),
                 1 + self.forwards < self.drafted_levels,
             ),
             keep=levels.append if self.keeps_levels else lambda _: None,
         )
-        if levels:
-            torch.cat(levels, 1)
+        self.drafts.store(
+            place, place, proposal.padded(self.num_speculative_steps), levels, temperature, rows.logits[:, 0]
+        )
+        self.drafts.forget()
 
     @property
     def limit(self) -> int:

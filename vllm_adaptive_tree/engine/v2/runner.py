@@ -246,7 +246,7 @@ class TreeModelRunnerV2(ModelRunner):
 
     def sample(self, hidden_states: Tensor, input_batch: Any, grammar_output: Any) -> Any:
         sampled = super().sample(hidden_states, input_batch, grammar_output)
-        step, self.step = self.step, None
+        step, self.step, self.rejection_sampler.step = self.step, None, None
         accepted, self.rejection_sampler.accepted = self.rejection_sampler.accepted, None
         if step is not None and accepted is not None:
             tokens, nodes = accepted
