@@ -217,6 +217,11 @@ def test_the_doctors_engine(engines: Engines, monkeypatch: pytest.MonkeyPatch) -
     assert found[-1] == {"check": "worth", "passed": True, "figures": {f"{n} requests": 1.0 for n in (1, 8, 32)}}
 
 
+def test_one_request_at_a_time(engines: Engines) -> None:
+    """The check's own requests take turns."""
+    assert verdict(engines.start(tree(6), max_num_seqs=1)).passed
+
+
 def test_a_failure_switches_trees_off(engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm_adaptive_tree.engine.self_check import check
     from vllm_adaptive_tree.engine.v2.sampler import TreeSampler

@@ -46,7 +46,7 @@ class Commit:
             self.moved = max(self.moved, len(source))
 
     def read(self) -> dict[str, Tensor]:
-        """By layer of the target, [slots of the trial's blocks, bytes]."""
+        """By layer of the target, [slots of the trial's blocks, bytes], copied."""
         runner, found = self.trial.runner, {}
         for group in runner.kv_cache_config.kv_cache_groups:
             for name in set(group.layer_names) - set(runner.speculator.draft_attn_layer_names):
@@ -62,7 +62,7 @@ class Commit:
             rows = torch.cat(gather_context(cache, blocks, layer.isa), 3)[0].transpose(0, 1)
         else:  # [blocks, Hkv, block_size, 2 * D]
             rows = cache[lowest:].transpose(1, 2).flatten(0, 1)
-        return rows.flatten(1).contiguous().view(torch.uint8)
+        return rows.flatten(1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 @contextmanager

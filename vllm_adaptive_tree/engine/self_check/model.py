@@ -50,9 +50,9 @@ def check(runner: Any) -> Outcome:
     nodes = min(runner.options.num_speculative_tokens, NODES)
     with Trial(runner) as trial:
         prompts = _prompts(runner, nodes)
+        trees = _trees(trial, prompts, nodes)
         trial.begin(prompts, more=nodes + DECODED)
         begun = {name: trial.text(name) for name in prompts}
-        trees = _trees(trial, begun, nodes)
         _store(trial, trees, begun)
         with watched(trial) as commit, draft.recorded(runner) as levels:
             step = trial.decode(list(trees), nodes=nodes)
@@ -62,10 +62,10 @@ def check(runner: Any) -> Outcome:
         committed = {name: trial.text(name) for name in trees}
         on = [trial.decode(list(trees)).logits for _ in range(DECODED)]
         ended = {name: trial.text(name) for name in trees}
+        trial.finish(list(trees))  # with them there may be no place for another request
         native, noise = _native(trial, begun, trees)
         permuted, _ = _native(trial, begun, {name: _permuted(tree) for name, tree in trees.items()})
         read = {f"{name} on": text[:-1] for name, text in ended.items()}  # the last token was sampled, and not read
-        trial.finish(list(trees))
         drafting = draft.finding(trial, levels, requests, committed)
         natively_on = trial.read(read, dict.fromkeys(read, DECODED))
     peak = max(float(one.abs().max()) for one in native.values())
@@ -98,12 +98,12 @@ def _prompts(runner: Any, nodes: int) -> dict[str, list[int]]:
     return {f"check {i}": [choose.randrange(vocabulary) for _ in range(count)] for i, count in enumerate(lengths)}
 
 
-def _trees(trial: Trial, begun: dict[str, list[int]], nodes: int) -> dict[str, Tree]:
-    """Random ones, with a path among the other nodes that the target takes."""
+def _trees(trial: Trial, prompts: dict[str, list[int]], nodes: int) -> dict[str, Tree]:
+    """Random ones, with a path among the other nodes that the target takes after the first token."""
     levels = trial.runner.speculator.levels
     length = min(PATH, levels, -(-nodes // 2))
-    texts = dict(begun)
-    for _ in range(length):
+    texts = dict(prompts)
+    for _ in range(1 + length):
         reading = {f"{name} greedy": text for name, text in texts.items()}
         found = trial.read(reading, dict.fromkeys(reading, 1))
         texts = {name: [*text, int(found[f"{name} greedy"].argmax())] for name, text in texts.items()}
