@@ -22,21 +22,21 @@ SHORT = (
         "test_pairs.py",
     ],
     "(greedy_and_seeded and k-config) or (fixed_budget and opt_tree) or (waits and mcsd) or (kernels and traversal)"
-    " or asynchronous or rests or depth_first or dyspec_fills or price_floor or measured_once"
+    " or asynchronous or rests_reads or (go_on and eagle3) or depth_first or dyspec_fills or price_floor or measured_once"
     " or (dead_rows and dyspec) or (old_name and model) or ngram-dyspec or (outgrow and model)",
-    15,
+    16,
 )
 LAWS = "follow and (auto or (dyspec and not top_p) or rrs] or spechub or greedy_multi_draft)"
 WHOLE = {
     "methods": (["test_methods.py"], "test_greedy", 17),
     "a law of every kind": (["test_law.py"], LAWS, 6),
     "laws of other drafts": (["test_law.py"], "other_drafts", 5),
-    "drafts": (["test_drafts.py"], "", 26),
+    "drafts": (["test_drafts.py"], "", 29),
 }
 MORE = {
     "structured output": (["test_structured.py"], "", 1),
     "scheduling": (["test_scheduling.py"], "", 8),
-    "a step": (["test_v2_step.py"], "", 19),
+    "a step": (["test_v2_step.py"], "", 20),
     "quantised weights": (["test_quantised.py"], "", 1),
     "two ranks": (["test_tensor_parallel.py"], "", 5),
     "pairs": (["test_pairs.py"], "shorter or outgrow", 3),
