@@ -22,8 +22,8 @@ SHORT = (
         "test_pairs.py",
     ],
     "(greedy_and_seeded and k-config) or (fixed_budget and opt_tree) or (waits and mcsd) or (kernels and traversal)"
-    " or asynchronous or rests_reads or (go_on and eagle3) or depth_first or dyspec_fills or price_floor or measured_once"
-    " or (dead_rows and dyspec) or (old_name and model) or ngram-dyspec or (outgrow and model)",
+    " or asynchronous or rests_reads or (go_on and eagle3) or depth_first or dyspec_fills or price_floor"
+    " or measured_once or (dead_rows and dyspec) or (old_name and model) or ngram-dyspec or (outgrow and model)",
     16,
 )
 LAWS = "follow and (auto or (dyspec and not top_p) or rrs] or spechub or greedy_multi_draft)"

@@ -19,6 +19,7 @@ from tests.examples.allocated import Allocated
 from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.engine.common.request_flags import RequestFlags
 from vllm_adaptive_tree.engine.v2.attention import PagedTreeAttention
+from vllm_adaptive_tree.engine.v2.drafting import Roots
 from vllm_adaptive_tree.engine.v2.drafts import Drafts
 from vllm_adaptive_tree.engine.v2.readback import AsyncReadback
 from vllm_adaptive_tree.engine.v2.speculator import ModelSpeculator
@@ -54,7 +55,8 @@ class Speculator(ModelSpeculator):
         self.flags, self.budget = RequestFlags(load.requests, self.pair, self.options), None
         self.steering = SimpleNamespace(steered=SimpleNamespace(fill=False))
         self.readback, self.device = AsyncReadback(), torch.device("cpu")
-        self.follows, self.random, self.forwards, self.lookup = True, 1.0, 0, None
+        self.follows, self.random, self.forwards, self.lookup, self.offers = True, 1.0, 0, None, None
+        self.levels = self.drafted_levels = min(load.depth, load.nodes)
         self.num_speculative_steps, self.max_model_len = load.nodes, load.context
         self.draft_model_config = SimpleNamespace(max_model_len=load.context)
         self.most_rows = 1 << 30
@@ -90,9 +92,14 @@ class Speculator(ModelSpeculator):
             idx_mapping_np=torch.arange(requests).numpy(),
             seq_lens_cpu_upper_bound=torch.full((requests,), self.load.context, dtype=torch.int32),
         )
+        target: Any = SimpleNamespace(batch=batch, num_sampled=torch.ones(requests))
+        tree, _ = self._trees(target, torch.zeros(requests), torch.arange(requests), 1 << 30)
+        return tree
+
+    def roots(self, target: Any) -> Roots:
+        requests = self.load.requests
         root = torch.full((requests,), self.load.context - 1 - self.load.depth)
-        roots = self.begin(batch, root, root, None)
-        return self._trees(batch, roots, torch.zeros(requests), torch.arange(requests), torch.ones(requests), 1 << 30)
+        return self.begin(target.batch, root, root, None)
 
 
 CASES = {
