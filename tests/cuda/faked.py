@@ -67,6 +67,7 @@ def install(capability: tuple[int, int]) -> None:
         setattr(namespaces._C, question, lambda *_: False)
     for kernel in (topk_softmax, moe_align_block_size, moe_sum):
         setattr(namespaces._moe_C, kernel.__name__, kernel)
+    namespaces._C.rms_norm = rms_norm
     namespaces._vllm_fa2_C = SimpleNamespace(varlen_fwd=_fa2)
     namespaces._vllm_fa3_C = SimpleNamespace(fwd=_fa3, get_scheduler_metadata=_scheduler_metadata)
     namespaces._C_cache_ops = SimpleNamespace(reshape_and_cache_flash=_write)
@@ -275,6 +276,11 @@ def _write(
     slot = slot_mapping[rows]
     key_cache[slot // size, slot % size] = key[rows]
     value_cache[slot // size, slot % size] = value[rows]
+
+
+def rms_norm(out: Tensor, rows: Tensor, weight: Tensor, epsilon: float) -> None:
+    """The CPU's own reads rows as if they were contiguous, and those of queries between keys and values are not."""
+    out.copy_(torch.nn.functional.rms_norm(rows.float(), weight.shape, weight.float(), epsilon))
 
 
 def topk_softmax(

@@ -23,12 +23,14 @@ NODES, TOKENS = 8, 12
 PROMPTS = [[7, 3, 9], list(range(20, 70)), [5] * 33]
 
 
-def config_of(folder: Path, name: str, **more: Any) -> str:
-    """A model of random weights."""
-    folder.mkdir()
-    kind = name.lower().replace("moe", "_moe").removesuffix("forcausallm")
-    config = {"architectures": [name], "model_type": kind, "dtype": "bfloat16", **SIZES, **more}
-    (folder / "config.json").write_text(json.dumps(config))
+def written(folder: Path, kind: str, **more: Any) -> str:
+    """A model of random weights, large enough that its logits depend on the text."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **SIZES, **more, initializer_range=0.2, tie_word_embeddings=False)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     return str(folder)
 
 
@@ -37,17 +39,14 @@ def models(case: str, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     from tests.engine.engines import DRAFT, TARGET
     from tests.engine.heads import eagle3
 
-    random: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True}
     if case == "llama":
         return {"model": TARGET}, {"model": DRAFT}
     if case == "head":
         head = eagle3(folder / "head")
         return {"model": TARGET}, {"method": "dyspec", "model": head, "tree": {"budget": "auto"}}
-    target = {
-        "qwen3": lambda: config_of(folder / "target", "Qwen3ForCausalLM"),
-        "moe": lambda: config_of(folder / "target", "Qwen3MoeForCausalLM", **EXPERTS),
-    }[case]()
-    return {"model": target, **random}, {"model": config_of(folder / "draft", "Qwen3ForCausalLM")}
+    kind, more = {"qwen3": ("qwen3", {}), "moe": ("qwen3_moe", EXPERTS)}[case]
+    target = written(folder / "target", kind, **more)
+    return {"model": target, "skip_tokenizer_init": True}, {"model": target}
 
 
 def main(capability: str, case: str) -> dict[str, Any]:

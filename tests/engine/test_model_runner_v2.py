@@ -24,7 +24,7 @@ SHORT = (
     "(greedy_and_seeded and k-config) or (fixed_budget and opt_tree) or (waits and mcsd) or (kernels and traversal)"
     " or asynchronous or rests_reads or (go_on and eagle3) or depth_first or dyspec_fills or price_floor"
     " or measured_once or (dead_rows and dyspec) or (old_name and model) or ngram-dyspec or (outgrow and model)",
-    16,
+    17,
 )
 LAWS = "follow and (auto or (dyspec and not top_p) or rrs] or spechub or greedy_multi_draft)"
 WHOLE = {
@@ -46,7 +46,7 @@ MORE = {
 
 
 def run(files: list[str], select: str, count: int, runner: str) -> None:
-    """`count`: of the tests that are selected. A file that is renamed must not leave none."""
+    """`count`: so many tests are selected at least. What is renamed must not drop out unseen."""
     environment = {**os.environ, "MODEL_RUNNER": runner}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "slow or not slow", "-p", "no:cacheprovider"]
     command += ["-k", select]
@@ -55,7 +55,7 @@ def run(files: list[str], select: str, count: int, runner: str) -> None:
     )
     assert found.returncode == 0, found.stdout[-8000:] + found.stderr[-2000:]
     ended = re.findall(r"(\d+) (?:passed|skipped)", found.stdout.splitlines()[-1])
-    assert sum(map(int, ended)) == count, found.stdout[-2000:]
+    assert sum(map(int, ended)) >= count, found.stdout[-2000:]
 
 
 pytestmark = pytest.mark.skipif(V2, reason="it is what runs")
@@ -88,4 +88,4 @@ def test_more(name: str) -> None:
 
 
 def test_self_check() -> None:
-    run(["test_self_check.py"], "not doctors", 14, "v2")
+    run(["test_self_check.py"], "not doctors", 15, "v2")

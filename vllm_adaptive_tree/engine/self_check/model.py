@@ -72,6 +72,8 @@ def check(runner: Any) -> Outcome:
     allowed = allowed_error(runner.dtype, noise=noise, peak=peak)
     error = max(distance(found[name], native[name]) for name in trees)
     control = min(distance(found[name], permuted[name]) for name in trees) if nodes > 1 else torch.inf
+    if runner.load_config.load_format == "dummy":
+        control = torch.inf  # weights of nearly 0: the logits do not depend on the text
     decoding = max(
         distance(logits[name], natively_on[f"{name} on"][at][None]) for at, logits in enumerate(on) for name in trees
     )
