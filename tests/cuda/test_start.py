@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TIE = 0.05
-"""Logprobs in bfloat16: two tokens that are closer may change places with the order of a sum."""
+TIE = 0.25
+"""Logprobs in bfloat16. Rounding moves a logit of the random models by 0.13, so two tokens that are closer than twice
+that may change places."""
 HEADS, HEAD_SIZE, NODES, REQUESTS = (2, 4), 64, 8, 3
 """Query heads of a draft or a target."""
 
