@@ -228,7 +228,7 @@ def test_an_illegal_pair_that_is_asked_for_runs_and_is_logged(spec: Any, monkeyp
         ({"worker_cls": "some.Worker"}, ["worker_cls"]),
         (
             {"logits_processors": ["tests.engine.processors:Counting"]},
-            ["processors:Counting", "AdapterLogitsProcessor"],
+            ["processors:Counting", "Adapter"],
         ),
         ({"spec_method": "ngram"}, ["spec_method"]),
     ],

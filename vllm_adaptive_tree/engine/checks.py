@@ -74,14 +74,13 @@ def check_config(config: Any, options: TreeOptions) -> None:
             raise ValueError(
                 f"{name}={dtype!r} is not supported with a tree method; use 'auto' (the model's own dtype)"
             )
-    if config.parallel_config.data_parallel_size > 1:
-        for name, model in (("model", target), ("speculative_config['model']", spec.draft_model_config)):
-            if model is not None and model.is_moe:
-                raise ValueError(
-                    f"data_parallel_size={config.parallel_config.data_parallel_size} is not supported with a tree method "
-                    f"and experts ({name}: {model.model!r}): their ranks step together, and trees do not; run one engine "
-                    "per replica"
-                )
+    replicas = config.parallel_config.data_parallel_size
+    for name, model in (("model", target), ("speculative_config['model']", spec.draft_model_config)):
+        if replicas > 1 and model is not None and model.is_moe:
+            raise ValueError(
+                f"data_parallel_size={replicas} is not supported with a tree method and experts ({name}: "
+                f"{model.model!r}): their ranks step together, and trees do not; run one engine per replica"
+            )
     if not config.use_v2_model_runner:
         check_processors(target.logits_processors)
     if config.aux_output_config.enabled:
@@ -103,15 +102,13 @@ def check_processors(given: Sequence[Any] | None) -> None:
     history where it is, with the path to the node."""
     from vllm.v1.sample.logits_processor import AdapterLogitsProcessor, cached_load_custom_logitsprocs
 
+    base = AdapterLogitsProcessor
     for one in cached_load_custom_logitsprocs(None if given is None else tuple(given)):
-        own = (
-            getattr(one, name) is not getattr(AdapterLogitsProcessor, name, None) for name in ("update_state", "apply")
-        )
-        if any(own):
+        if not issubclass(one, base) or one.update_state is not base.update_state or one.apply is not base.apply:
             raise ValueError(
-                f"logits_processors: {one.__module__}:{one.__qualname__} is not supported with a tree method: it may keep "
-                "a state of a request between steps. Derive it from vLLM's AdapterLogitsProcessor, without `update_state` "
-                "and `apply` of its own, or remove it"
+                f"logits_processors: {one.__module__}:{one.__qualname__} is not supported with a tree method: it may "
+                "keep a state of a request between steps. Derive it from vLLM's AdapterLogitsProcessor, without "
+                "`update_state` and `apply` of its own, or remove it"
             )
 
 
