@@ -26,8 +26,8 @@ class Target:
     """The logits of one verification; row 1 + i of a request is its node i, row 0 its root.
 
     vLLM's processors read a request's rows as a chain. If one of them reads history (penalties, bad words, thinking
-    budgets, processors of the user), every node is processed at the end of its own path. Otherwise all rows are processed
-    at once, unless that takes more memory than vLLM allows itself.
+    budgets, processors of the user), every node is processed at the end of its own path. Otherwise all rows are
+    processed at once, unless that takes more memory than vLLM allows itself.
     """
 
     def __init__(self, sampler: Any, logits: Tensor, batch: Any, tree: TreeBatch, levels: int):
