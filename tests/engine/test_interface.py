@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 
 from tests.engine.engines import DRAFT, PROMPTS, TARGET, Engines, generate, runner_of, tree
@@ -226,6 +227,7 @@ def test_an_illegal_pair_that_is_asked_for_runs_and_is_logged(spec: Any, monkeyp
         ({"cudagraph_metrics": True}, ["cudagraph_metrics", "remove it"]),
         ({"kv_cache_dtype": "fp8"}, ["kv_cache_dtype"]),
         ({"worker_cls": "some.Worker"}, ["worker_cls"]),
+        ({"kv_transfer_config": KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")}, ["kv_transfer"]),
         (
             {"logits_processors": ["tests.engine.processors:Counting"]},
             ["processors:Counting", "Adapter"],
