@@ -82,6 +82,10 @@ def test_adapters_and_processors(
     engines: Engines, adapted: list[Any], adapters: list[LoRARequest | None], budget: str | None
 ) -> None:
     """The draft has no adapter. `auto` runs the target when the engine starts, on rows without one."""
+    if V2 and budget is not None:
+        with pytest.raises(ValueError, match="enable_lora is not supported on Model Runner V2 with a budget"):
+            engines.start(tree(12, budget=budget), **ADAPTERS)
+        return
     llm = engines.start(tree(12, threshold=0.2, budget=budget), **ADAPTERS)
     assert_identical(adapted, outputs(llm, adapters))
     if budget is None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from tests.engine.engines import V2, Engines
 from tests.engine.soak import ARGUMENTS, CONFIG, SMALL, Soak, pool, references
 
-COUNT = 60 if V2 else 400
+COUNT = 60 if V2 else 200
 
 
 def test_soak(engines: Engines, tmp_path: Path) -> None:
