@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 
 from tests.engine.engines import DRAFT, PROMPTS, TARGET, Engines, generate, runner_of, tree
@@ -223,13 +224,14 @@ def test_an_illegal_pair_that_is_asked_for_runs_and_is_logged(spec: Any, monkeyp
     [
         ({"max_num_batched_tokens": 26, "max_num_seqs": 2}, ["num_speculative_tokens", "26", "24"]),
         ({"pipeline_parallel_size": 2}, ["pipeline_parallel_size"]),
-        ({"enable_lora": True}, ["enable_lora"]),
-        ({"data_parallel_size": 2}, ["data_parallel_size"]),
-        ({"enable_prompt_embeds": True}, ["enable_prompt_embeds"]),
         ({"cudagraph_metrics": True}, ["cudagraph_metrics", "remove it"]),
         ({"kv_cache_dtype": "fp8"}, ["kv_cache_dtype"]),
         ({"worker_cls": "some.Worker"}, ["worker_cls"]),
-        ({"logits_processors": ["some.Processor"]}, ["logits_processors"]),
+        ({"kv_transfer_config": KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")}, ["kv_transfer"]),
+        (
+            {"logits_processors": ["tests.engine.processors:Counting"]},
+            ["processors:Counting", "Adapter"],
+        ),
         ({"spec_method": "ngram"}, ["spec_method"]),
     ],
 )
@@ -237,6 +239,13 @@ def test_refused_arguments(arguments: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ValueError, match=words[0]) as error:
         build(tree(25), **arguments)
     assert all(word in str(error.value) for word in words)
+
+
+def test_ranks_of_experts_are_refused() -> None:
+    config = build(tree(24), data_parallel_size=2)
+    config.model_config.get_num_experts = lambda: 4
+    with pytest.raises(ValueError, match="data_parallel_size=2 is not supported with a tree method and experts"):
+        checks.check_config(config, tree_options(config))
 
 
 def test_budget_that_just_fits() -> None:

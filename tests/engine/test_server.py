@@ -89,16 +89,18 @@ def texts(plain: dict[str, Any]) -> list[str]:
     return [output.text for output in plain["outputs"]]
 
 
-def test_vllm_serve(texts: list[str], tmp_path: Path) -> None:
+def test_vllm_serve_with_two_engines(texts: list[str], tmp_path: Path) -> None:
+    """Data parallelism of a dense model: requests go to the engine that has fewer."""
     metadata = tmp_path / "vllm-0.dist-info" / "METADATA"  # the console script reads the version of "vllm"
     metadata.parent.mkdir()
     metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {vllm.__version__}+cpu\n")
-    with serving(SERVE, PYTHONPATH=str(tmp_path)) as url:
+    with serving([*SERVE, "--data-parallel-size", "2"], PYTHONPATH=str(tmp_path)) as url:
         client = OpenAI(base_url=f"{url}/v1", api_key="none")
-        answer = client.completions.create(prompt=PROMPTS[:4], **GREEDY, extra_body=IGNORE_EOS)
-        assert [choice.text for choice in answer.choices] == texts[:4]
-        assert metric(url, "spec_decode_num_accepted_tokens_total") > 0
-        assert metric(url, "adaptive_tree_phase_seconds_count", 'phase="verify"') > 0
+        answer = client.completions.create(prompt=PROMPTS, **GREEDY, extra_body=IGNORE_EOS)
+        assert [choice.text for choice in answer.choices] == texts
+        for engine in ('engine="0"', 'engine="1"'):
+            assert metric(url, "spec_decode_num_accepted_tokens_total", engine) > 0
+            assert metric(url, "adaptive_tree_phase_seconds_count", engine) > 0
 
 
 @pytest.fixture(scope="module")

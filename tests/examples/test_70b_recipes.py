@@ -117,8 +117,8 @@ def test_a_size_that_does_not_fit_is_refused(engine_arguments: dict[str, dict[st
     arguments = engine_arguments["TP 8"]
     with pytest.raises(ValueError, match="32 attention heads, which cannot be cut for tensor_parallel_size=12"):
         built({**arguments, "tensor_parallel_size": 12})
-    with pytest.raises(ValueError, match="data_parallel_size=2 is not supported with a tree method"):
-        built({**arguments, "data_parallel_size": 2})
+    with pytest.raises(ValueError, match="pipeline_parallel_size=2 is not supported with a tree method"):
+        built({**arguments, "pipeline_parallel_size": 2})
 
 
 def test_engines_keep_to_the_memory_of_their_estimate(engine_arguments: dict[str, dict[str, Any]]) -> None:

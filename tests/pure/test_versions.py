@@ -46,7 +46,7 @@ def test_every_release_has_its_diff(minor: str):
     assert diff(minor).name in (ROOT / "patches" / "README.md").read_text()
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/compatibility.md", "docs/gpu.md", "docs/upgrading-vllm.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/support-matrix.md", "docs/gpu.md", "docs/upgrading-vllm.md"])
 def test_the_docs_name_the_window(page: str):
     assert f"vLLM {window()}" in (ROOT / page).read_text()
 

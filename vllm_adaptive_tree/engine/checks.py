@@ -1,5 +1,6 @@
 """The allow-list of what is supported. Anything else is refused by name at start-up until it has a test."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from vllm_adaptive_tree.config import TreeOptions
@@ -11,15 +12,11 @@ NO_WINDOW = None, -1, (-1, -1)
 UNSUPPORTED_ARGUMENTS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     # attribute of EngineArgs, what it may be, what to do
     ("pipeline_parallel_size", (1,), "use tensor_parallel_size instead"),
-    ("data_parallel_size", (1,), "run one engine per replica"),
     ("decode_context_parallel_size", (1,), "remove it"),
     ("prefill_context_parallel_size", (1,), "remove it"),
-    ("enable_lora", (False, None), "merge the adapter into the target"),
-    ("enable_prompt_embeds", (False, None), "send token prompts"),
     ("kv_transfer_config", (None,), "remove it: connectors save K/V before the accepted path is committed"),
     ("ec_transfer_config", (None,), "remove it"),
     ("worker_cls", ("auto",), "remove it: the tree method brings its own worker"),
-    ("logits_processors", (None, []), "remove them: custom processors have no test with trees yet"),
     ("spec_method", (None,), "give 'method' inside --speculative-config"),
     ("spec_model", (None,), "give 'model' inside --speculative-config"),
     ("spec_tokens", (None,), "give 'num_speculative_tokens' inside --speculative-config"),
@@ -77,6 +74,21 @@ def check_config(config: Any, options: TreeOptions) -> None:
             raise ValueError(
                 f"{name}={dtype!r} is not supported with a tree method; use 'auto' (the model's own dtype)"
             )
+    replicas = config.parallel_config.data_parallel_size
+    for name, model in (("model", target), ("speculative_config['model']", spec.draft_model_config)):
+        if replicas > 1 and model is not None and model.is_moe:
+            raise ValueError(
+                f"data_parallel_size={replicas} is not supported with a tree method and experts ({name}: "
+                f"{model.model!r}): their ranks step together, and trees do not; run one engine per replica"
+            )
+    if not config.use_v2_model_runner:
+        check_processors(target.logits_processors)
+    elif config.lora_config is not None and options.tree.budget is not None:
+        raise ValueError(
+            f"enable_lora is not supported on Model Runner V2 with a budget ({options.tree.budget!r}): which rows a step "
+            "verifies is known on the device alone, and vLLM maps rows to adapters on the host; set "
+            "speculative_config['tree']['budget'] to null, or merge the adapter into the target"
+        )
     if config.aux_output_config.enabled:
         raise ValueError(
             "enable_return_routed_experts is not supported with a tree method: its accepted tokens are not in "
@@ -88,6 +100,22 @@ def check_config(config: Any, options: TreeOptions) -> None:
             f"speculative_config['num_speculative_tokens']={nodes} does not fit max_num_batched_tokens={room}: one "
             f"request needs {2 + nodes} tokens in a step; lower the first to {room - 2} or raise the second"
         )
+
+
+def check_processors(given: Sequence[Any] | None) -> None:
+    """Refuse logits processors of Model Runner V1 that may keep a state of their own, `given` or installed: vLLM renews
+    it once a step, and the nodes of a tree have different histories. An `AdapterLogitsProcessor` reads a request's
+    history where it is, with the path to the node."""
+    from vllm.v1.sample.logits_processor import AdapterLogitsProcessor, cached_load_custom_logitsprocs
+
+    base = AdapterLogitsProcessor
+    for one in cached_load_custom_logitsprocs(None if given is None else tuple(given)):
+        if not issubclass(one, base) or one.update_state is not base.update_state or one.apply is not base.apply:
+            raise ValueError(
+                f"logits_processors: {one.__module__}:{one.__qualname__} is not supported with a tree method: it may "
+                "keep a state of a request between steps. Derive it from vLLM's AdapterLogitsProcessor, without "
+                "`update_state` and `apply` of its own, or remove it"
+            )
 
 
 def check_hidden_size(proposer: Proposer, hidden_size: int | None) -> None:

@@ -65,6 +65,9 @@ def target_forward(runner: Any, rows: int, context: int = 0) -> Callable[[], Ten
         native = native_metadata(builder, [rows], [context + rows], table, slots)
         metadata.update(dict.fromkeys(layers, native))
 
+    if runner.lora_config is not None:
+        runner._set_active_loras((0,) * rows, (0,) * rows, set())  # rows without an adapter
+
     def forward() -> Tensor:
         with set_forward_context(
             metadata, runner.vllm_config, num_tokens=rows, slot_mapping=dict.fromkeys(metadata, slots)

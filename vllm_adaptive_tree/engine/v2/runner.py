@@ -20,6 +20,7 @@ from vllm_adaptive_tree.engine.common.startup import check_ranks, draft_memory, 
 from vllm_adaptive_tree.engine.common.steering import Steering
 from vllm_adaptive_tree.engine.patches import swapped
 from vllm_adaptive_tree.engine.v2 import verification
+from vllm_adaptive_tree.engine.v2.adapters import Adapters
 from vllm_adaptive_tree.engine.v2.attention import DenseTrees, KernelTrees, PagedTreeAttention
 from vllm_adaptive_tree.engine.v2.budget import SETTLED, DeviceBudget
 from vllm_adaptive_tree.engine.v2.device import compiles
@@ -76,6 +77,7 @@ class TreeModelRunnerV2(ModelRunner):
         self.flags = RequestFlags(vllm_config.scheduler_config.max_num_seqs, self.pair, self.options)
         with swapped(model_runner, "init_speculator", self._speculator):
             super().__init__(vllm_config, device)
+        self.lora_state = Adapters(self.max_num_reqs)
         checks.check_hidden_size(self.pair.proposer, self.speculator.hidden_size)
 
     def begin_budget(self, planner: Planner, temperature: DraftTemperature | None = None) -> None:
@@ -191,6 +193,7 @@ class TreeModelRunnerV2(ModelRunner):
 
     def prepare_attn(self, input_batch: Any) -> Any:
         prepared = super().prepare_attn(input_batch)  # slots of linear positions
+        self.lora_state.rows = np.diff(input_batch.cu_num_logits_np)
         self.step = None
         drafts = input_batch.num_draft_tokens
         if self.buffers is not None and self.in_generation_order:

@@ -10,19 +10,24 @@ from vllm.config.model import PROCESSED_LOGPROBS_MODES
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
+from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 
 from vllm_adaptive_tree.acceptance import Accepted
 from vllm_adaptive_tree.trees import TreeBatch
+
+VLLM_PROCESSORS = LogitBiasState, PenaltiesState, BadWordsState
+"""The others are the user's."""
 
 
 class Target:
     """The logits of one verification; row 1 + i of a request is its node i, row 0 its root.
 
     vLLM's processors read a request's rows as a chain. If one of them reads history (penalties, bad words, thinking
-    budgets), every node is processed at the end of its own path. Otherwise all rows are processed at once, unless that
-    takes more memory than vLLM allows itself.
+    budgets, processors of the user), every node is processed at the end of its own path. Otherwise all rows are
+    processed at once, unless that takes more memory than vLLM allows itself.
     """
 
     def __init__(self, sampler: Any, logits: Tensor, batch: Any, tree: TreeBatch, levels: int):
@@ -138,8 +143,10 @@ def reads_history(sampler: Any, requests: np.ndarray) -> bool:
     """Whether a processor of one of these requests reads the tokens before a row; on the host."""
     words = next(one for one in sampler.logits_processors if isinstance(one, BadWordsState))
     thinking = sampler.thinking_budget_state
+    users = any(not isinstance(one, VLLM_PROCESSORS) for one in sampler.logits_processors)
     return bool(
-        sampler.penalties_state.use_penalty[requests].any()
+        (users and sampler.needs_logits_processing[requests].any())
+        or sampler.penalties_state.use_penalty[requests].any()
         or words.num_bad_words.np[requests].any()
         or (thinking.enabled and thinking.use_thinking_budget[requests].any())
     )

@@ -1,0 +1,119 @@
+"""LoRA adapters, prompts of embeddings and logits processors of the user."""
+
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
+
+from tests.engine.adapters import RANK, adapter
+from tests.engine.engines import PROMPTS, TARGET, V2, Engines, assert_identical, generate, metric, tree
+from tests.engine.heads import eagle3
+
+TOKENS = 32
+ADAPTERS: dict[str, Any] = {
+    "enable_lora": True,
+    "max_loras": 3,  # one more than are used: vLLM's CPU kernels take a request without one for the last
+    "max_lora_rank": RANK,
+    "logits_processors": [f"tests.engine.processors:NoRepeat{'V2' if V2 else ''}"],
+}
+EMBEDDINGS: dict[str, Any] = {"enable_prompt_embeds": True}  # vLLM's own do not go together with adapters
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[LoRARequest | None]:
+    """Of each prompt."""
+    folder = tmp_path_factory.mktemp("adapters")
+    found = [LoRARequest(f"adapter {i}", i, adapter(folder / str(i), TARGET, seed=i, scale=0.02 * i)) for i in (1, 2)]
+    return [[None, *found][i % 3] for i in range(len(PROMPTS))]
+
+
+def bound(request: int) -> bool:
+    """Whether the logits processor acts on it."""
+    return bool(request // 4 % 2)
+
+
+def params(*, processed: bool, **extra: Any) -> list[SamplingParams]:
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 0.8},
+        {"temperature": 0, "repetition_penalty": 1.2},
+    ]
+    return [
+        SamplingParams(
+            max_tokens=TOKENS,
+            ignore_eos=True,
+            seed=i,
+            extra_args={"last": 4} if processed and bound(i) else None,
+            **kinds[i // 3 % 3],
+            **extra,
+        )
+        for i in range(len(PROMPTS))
+    ]
+
+
+def repeats(tokens: Any) -> bool:
+    """Whether one of them is one of the four before it."""
+    return any(token in tokens[max(0, i - 4) : i] for i, token in enumerate(tokens))
+
+
+@pytest.fixture(scope="module")
+def adapted(engines: Engines, adapters: list[LoRARequest | None]) -> list[Any]:
+    """Adapters and processors both change what they are given to, and nothing else."""
+    llm = engines.start(**ADAPTERS)
+    found = outputs(llm, adapters, logprobs=2)
+    without = generate(llm, PROMPTS, params(processed=True))
+    same = [list(here.token_ids) == list(there.token_ids) for here, there in zip(found, without, strict=True)]
+    assert same == [one is None for one in adapters]
+    assert any(repeats(one.token_ids) for i, one in enumerate(found) if not bound(i))
+    assert not any(repeats(one.token_ids) for i, one in enumerate(found) if bound(i))
+    return found
+
+
+def outputs(llm: Any, adapters: list[LoRARequest | None], **extra: Any) -> list[Any]:
+    found = llm.generate(PROMPTS, params(processed=True, **extra), lora_request=adapters, use_tqdm=False)
+    return [output.outputs[0] for output in found]
+
+
+@pytest.mark.parametrize("budget", [None, "auto"])
+def test_adapters_and_processors(
+    engines: Engines, adapted: list[Any], adapters: list[LoRARequest | None], budget: str | None
+) -> None:
+    """The draft has no adapter. `auto` runs the target when the engine starts, on rows without one."""
+    if V2 and budget is not None:
+        with pytest.raises(ValueError, match="enable_lora is not supported on Model Runner V2 with a budget"):
+            engines.start(tree(12, budget=budget), **ADAPTERS)
+        return
+    llm = engines.start(tree(12, threshold=0.2, budget=budget), **ADAPTERS)
+    assert_identical(adapted, outputs(llm, adapters))
+    if budget is None:
+        assert metric(llm, "spec_decode_num_accepted_tokens") > 0
+
+
+def embedded(llm: Any) -> list[Any]:
+    """Every second prompt as embeddings."""
+    weights = next(value for name, value in load_file(f"{TARGET}/model.safetensors").items() if "embed_tokens" in name)
+    tokens = [llm.get_tokenizer().encode(prompt) for prompt in PROMPTS]
+    return [
+        {"prompt_embeds": weights[torch.tensor(one)].float()} if i % 2 else {"prompt_token_ids": one}
+        for i, one in enumerate(tokens)
+    ]
+
+
+@pytest.fixture(scope="module")
+def of_embeddings(engines: Engines) -> list[Any]:
+    llm = engines.start(**EMBEDDINGS)
+    return generate(llm, embedded(llm), params(processed=False, logprobs=2))
+
+
+@pytest.mark.parametrize("draft", ["model", "eagle3", "ngram"])
+def test_embeddings(engines: Engines, of_embeddings: list[Any], draft: str, tmp_path: Any) -> None:
+    """A draft reads token 0 in their place."""
+    config = tree(12, threshold=0.2)
+    if draft != "model":
+        config["model"] = eagle3(tmp_path / "head") if draft == "eagle3" else draft
+    llm = engines.start(config, **EMBEDDINGS)
+    assert_identical(of_embeddings, generate(llm, embedded(llm), params(processed=False)))
+    assert metric(llm, "spec_decode_num_accepted_tokens") > 0
