@@ -56,7 +56,9 @@ def install(capability: tuple[int, int]) -> None:
         sys.modules[f"vllm.vllm_flash_attn.{compiled}"] = ModuleType(compiled)
     other = sys.modules["vllm.model_executor.warmup.minimax_m3_msa_warmup"] = ModuleType("needs torchvision")
     other.minimax_m3_msa_warmup = lambda _: None  # type: ignore[attr-defined]
-    interpreter.after("vllm.model_executor.warmup.kernel_warmup", _without_images)
+    interpreter.after("vllm.model_executor.warmup.kernel_warmup", _without_others)
+    interpreter.after("vllm.v1.worker.workspace", _workspace)
+    interpreter.after("vllm.model_executor.model_loader.dummy_loader", _random_weights)
     sys.modules["vllm.vllm_flash_attn.cute.interface"]._flash_attn_fwd = _fa4  # type: ignore[attr-defined]
     interpreter.after("vllm.vllm_flash_attn.flash_attn_interface", _has_fa4)
     namespaces: Any = torch.ops
@@ -104,6 +106,7 @@ def install(capability: tuple[int, int]) -> None:
     import vllm._C
     import vllm.v1.worker.cpu.shm  # noqa: F401  streams and events
 
+    _rms_norm(namespaces._C)
     accelerator.get_memory_info = lambda *_: (MEMORY, MEMORY)
 
 
@@ -255,6 +258,12 @@ def _fa4(
     return _attention("FA4", q, k, v, out, block_table=page_table, **given), None, None, None
 
 
+def _rms_norm(namespace: Any) -> None:
+    """Qwen3 gives it parts of rows. The kernel of a GPU follows strides, that of a CPU reads on into the next part."""
+    original = namespace.rms_norm
+    namespace.rms_norm = lambda out, rows, *rest: original(out, rows.contiguous(), *rest)
+
+
 def _scheduler_metadata(batch_size: int, *_: Any) -> Tensor:
     return torch.zeros(1 + -(-batch_size // 4) * 16, dtype=torch.int32)
 
@@ -310,9 +319,32 @@ def _has_fa4(module: Any) -> None:
     module.FA4_AVAILABLE = True
 
 
-def _without_images(module: Any) -> None:
-    """vLLM warms up kernels of models that read images by importing them, and torchvision is not installed here."""
+def _without_others(module: Any) -> None:
+    """vLLM warms up kernels of models that read images, and of some models' routers on 10.0, by importing them:
+    torchvision and CUTLASS are not installed here."""
     module.qwen_vl_triton_warmup = lambda _: None
+    module._warmup_bf16x3_router_gemm = lambda *_: None
+
+
+def _random_weights(module: Any) -> None:
+    """Of models without a checkpoint. vLLM's own are of 1e-3, with which all tokens are as good as each other."""
+
+    def load_weights(_: Any, model: torch.nn.Module, *rest: Any) -> None:
+        random = torch.Generator().manual_seed(0)
+        for _, weight in sorted(model.named_parameters()):
+            if weight.dim() == 1:
+                weight.data.fill_(1)
+            else:
+                weight.data.copy_(torch.randn(weight.shape, generator=random) * weight.shape[-1] ** -0.5)
+
+    module.DummyModelLoader.load_weights = load_weights
+
+
+def _workspace(module: Any) -> None:
+    """Of the experts: it is made inside a custom operation, where PyTorch has taken `OnCPU` away."""
+    manager: Any = module.WorkspaceManager
+    original = manager.__init__
+    manager.__init__ = lambda self, device, *rest, **given: original(self, _moved(device), *rest, **given)
 
 
 def watch_trees() -> list[dict[str, Any]]:
@@ -332,4 +364,18 @@ def watch_trees() -> list[dict[str, Any]]:
         return original(*arguments, **given)
 
     triton_tree.tree_attention = tree_attention
+    return found
+
+
+def watch_verdicts() -> list[Any]:
+    """Of every start-up check from now on."""
+    from vllm_adaptive_tree.engine.self_check import check
+
+    found, original = list[Any](), check.check
+
+    def watched(*arguments: Any, **given: Any) -> Any:
+        found.append(original(*arguments, **given))
+        return found[-1]
+
+    check.check = watched
     return found
