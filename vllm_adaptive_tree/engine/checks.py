@@ -111,7 +111,7 @@ def attention_layers(config: Any) -> dict[str, Any]:
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
-    return get_layers_from_vllm_config(config, AttentionLayerBase)  # type: ignore[type-abstract]
+    return get_layers_from_vllm_config(config, AttentionLayerBase)
 
 
 def check_layer(name: str, layer: Any) -> None:
