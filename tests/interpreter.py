@@ -22,6 +22,7 @@ def install(*, asynchronous: bool = False, kernels: bool = False) -> None:
     after("vllm.v1.sample.ops.topk_topp_sampler", lambda module: setattr(module, "HAS_TRITON", False))
     after("triton.runtime.interpreter", _splat_truth_values)
     after("triton.runtime.interpreter", _patch_once)
+    after("triton.runtime.interpreter", _multiply_bfloat16)
     if asynchronous:
         after("vllm.platforms.cpu", _keep_asynchronous)
     if kernels:
@@ -41,6 +42,21 @@ def _splat_truth_values(module: ModuleType) -> None:
         return original(self, shape, module.TensorHandle(value.data, tl.int1) if truth else value)
 
     builder.create_splat = create_splat
+
+
+def _multiply_bfloat16(module: ModuleType) -> None:
+    """Triton keeps bfloat16 as integers, and multiplies matrices of those."""
+    import triton.language as tl
+
+    builder: Any = module.InterpreterBuilder  # type: ignore[attr-defined]
+    original = builder.create_dot
+
+    def create_dot(self: Any, left: Any, right: Any, *rest: Any) -> Any:
+        if left.dtype.scalar == tl.bfloat16:
+            left, right = (self.create_fp_ext(one, tl.float32) for one in (left, right))
+        return original(self, left, right, *rest)
+
+    builder.create_dot = create_dot
 
 
 def _patch_once(module: ModuleType) -> None:

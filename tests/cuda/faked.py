@@ -56,7 +56,8 @@ def install(capability: tuple[int, int]) -> None:
         sys.modules[f"vllm.vllm_flash_attn.{compiled}"] = ModuleType(compiled)
     other = sys.modules["vllm.model_executor.warmup.minimax_m3_msa_warmup"] = ModuleType("needs torchvision")
     other.minimax_m3_msa_warmup = lambda _: None  # type: ignore[attr-defined]
-    interpreter.after("vllm.model_executor.warmup.kernel_warmup", _without_images)
+    interpreter.after("vllm.model_executor.warmup.kernel_warmup", _without_others)
+    interpreter.after("vllm.v1.worker.workspace", _workspace)
     sys.modules["vllm.vllm_flash_attn.cute.interface"]._flash_attn_fwd = _fa4  # type: ignore[attr-defined]
     interpreter.after("vllm.vllm_flash_attn.flash_attn_interface", _has_fa4)
     namespaces: Any = torch.ops
@@ -316,9 +317,18 @@ def _has_fa4(module: Any) -> None:
     module.FA4_AVAILABLE = True
 
 
-def _without_images(module: Any) -> None:
-    """vLLM warms up kernels of models that read images by importing them, and torchvision is not installed here."""
+def _without_others(module: Any) -> None:
+    """vLLM warms up kernels of models that read images, and of some models' routers on 10.0, by importing them:
+    torchvision and CUTLASS are not installed here."""
     module.qwen_vl_triton_warmup = lambda _: None
+    module._warmup_bf16x3_router_gemm = lambda *_: None
+
+
+def _workspace(module: Any) -> None:
+    """Of the experts: it is made inside a custom operation, where PyTorch has taken `OnCPU` away."""
+    manager: Any = module.WorkspaceManager
+    original = manager.__init__
+    manager.__init__ = lambda self, device, *rest, **given: original(self, _moved(device), *rest, **given)
 
 
 def watch_trees() -> list[dict[str, Any]]:
@@ -338,4 +348,18 @@ def watch_trees() -> list[dict[str, Any]]:
         return original(*arguments, **given)
 
     triton_tree.tree_attention = tree_attention
+    return found
+
+
+def watch_verdicts() -> list[Any]:
+    """Of every start-up check from now on."""
+    from vllm_adaptive_tree.engine.self_check import check
+
+    found, original = list[Any](), check.check
+
+    def watched(*arguments: Any, **given: Any) -> Any:
+        found.append(original(*arguments, **given))
+        return found[-1]
+
+    check.check = watched
     return found

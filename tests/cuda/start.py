@@ -19,7 +19,7 @@ SIZES = {
     "max_position_embeddings": 512,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
-NODES, TOKENS = 8, 12
+NODES, DEPTH, TOKENS = 8, 4, 12
 PROMPTS = [[7, 3, 9], list(range(20, 70)), [5] * 33]
 
 
@@ -53,7 +53,7 @@ def main(capability: str, case: str) -> dict[str, Any]:
     faked.install((int(capability.split(".")[0]), int(capability.split(".")[1])))
     from vllm import SamplingParams
 
-    trees = faked.watch_trees()
+    trees, verdicts = faked.watch_trees(), faked.watch_verdicts()
     from tests.engine.engines import Engines, metric, runner_of
 
     engines, found = Engines(), {}
@@ -61,7 +61,8 @@ def main(capability: str, case: str) -> dict[str, Any]:
     uncompiled = {"mode": 0, "cudagraph_mode": "NONE"}
     with tempfile.TemporaryDirectory() as folder:
         given, speculative = models(case, Path(folder))
-        tree = {"method": "opt_tree", "num_speculative_tokens": NODES, "tree": {"budget": None}, **speculative}
+        options = {"budget": None, "max_depth": DEPTH, **speculative.pop("tree", {})}
+        tree = {"method": "opt_tree", "num_speculative_tokens": NODES, "tree": options, **speculative}
         for name, speculation in (("plain", None), ("tree", tree)):
             llm = engines.start(
                 speculation,
@@ -93,6 +94,7 @@ def main(capability: str, case: str) -> dict[str, Any]:
             "layers": sorted({type(layer.impl).__name__ for layer in layers if hasattr(layer, "impl")}),
             "checked": checked,
             "off": runner.off,
+            "verdict": str(verdicts[0]),
             "trees": trees[checked:],
             "drafts": metric(llm, "spec_decode_num_drafts"),
         }

@@ -368,6 +368,7 @@ class TestPlan:
         work = plan.work[: plan.items.item()].tolist()
         merges = plan.merges.tolist()
         assert len({tuple(entry) for entry in work}) == len(work) <= len(plan.work)
+        self.order = list(dict.fromkeys(request for request, *_ in work))
         slots, splits = [], {}
         for request, count in enumerate(counts):
             tiles = sorted({first for number, first, _ in work if number == request})
@@ -393,6 +394,13 @@ class TestPlan:
         assert mixed[0] > 32
         assert mixed[1] == mixed[3] == 1
         assert 2 not in mixed
+
+    def test_long_parts_are_dealt_out_first(self):
+        """Else a program begins one when the others have ended. Here the longest context is split, and its parts are
+        shorter than the second."""
+        splits = self.work([60, 60, 0, 60, 60], [500, 4000, 900, 500, 8192], processors=6, kv_heads=1)
+        assert splits == {0: 1, 1: 1, 3: 1, 4: 3}
+        assert self.order == [1, 4, 0, 3]
 
     def test_padded_requests_take_nothing(self):
         """A graph for 64 requests of one row, in which one request has 64 rows."""

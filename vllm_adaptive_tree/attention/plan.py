@@ -48,13 +48,16 @@ def _plan(
     share = tl.maximum((total + slots - 1) // slots, least)
     splits = tl.minimum(tl.maximum(keys // share, 1), MOST_SPLITS).to(tl.int32)
     made = tiles * splits
+    longest = (keys + splits - 1) // splits
     merged = tl.where(splits > 1, made, 0)  # in all at most total // share, which is at most `slots`
 
     request = tl.program_id(0)
     here = index == request
     own_start, own_count = tl.sum(tl.where(here, start, 0), 0), tl.sum(tl.where(here, count, 0), 0)
     own_tiles, own_splits = tl.sum(tl.where(here, tiles, 0), 0), tl.sum(tl.where(here, splits, 0), 0)
-    item = tl.sum(tl.where(index < request, made, 0), 0)
+    own_longest = tl.sum(tl.where(here, longest, 0), 0)
+    earlier = (longest > own_longest) | ((longest == own_longest) & (index < request))  # long parts are dealt out first
+    item = tl.sum(tl.where(earlier, made, 0), 0)
     slot = tl.sum(tl.where(index < request, merged, 0), 0)
     own = tl.arange(0, BLOCK)
     for begin in range(0, own_tiles * own_splits, BLOCK):

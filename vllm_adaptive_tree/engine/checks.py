@@ -85,8 +85,8 @@ def check_config(config: Any, options: TreeOptions) -> None:
         check_processors(target.logits_processors)
     elif config.lora_config is not None and options.tree.budget is not None:
         raise ValueError(
-            f"enable_lora is not supported on Model Runner V2 with a budget ({options.tree.budget!r}): which rows a step "
-            "verifies is known on the device alone, and vLLM maps rows to adapters on the host; set "
+            f"enable_lora is not supported on Model Runner V2 with a budget ({options.tree.budget!r}): which rows a "
+            "step verifies is known on the device alone, and vLLM maps rows to adapters on the host; set "
             "speculative_config['tree']['budget'] to null, or merge the adapter into the target"
         )
     if config.aux_output_config.enabled:
@@ -133,10 +133,19 @@ def check_hidden_size(proposer: Proposer, hidden_size: int | None) -> None:
         )
 
 
+def attention_layers(config: Any) -> dict[str, Any]:
+    """Of the models loaded for a VllmConfig, by name. The other layers of vLLM's forward context, as the experts of a
+    mixture, read every row alone."""
+    from vllm.config import get_layers_from_vllm_config
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    return get_layers_from_vllm_config(config, AttentionLayerBase)
+
+
 def check_layer(name: str, layer: Any) -> None:
     """Refuse an attention layer for which a tree mask would be wrong: only full causal attention with one scale.
 
-    `layer` is an entry of vLLM's static forward context.
+    `layer` is one of `attention_layers`.
     """
     from vllm.model_executor.layers.attention import Attention
     from vllm.platforms import current_platform

@@ -89,7 +89,7 @@ class TreeModelRunner(CPUModelRunner):
     def load_model(self, load_dummy_weights: bool = False) -> None:
         super().load_model(load_dummy_weights)
         self.draft_memory = draft_memory(self, self.drafter.layers, getattr(self.drafter, "model", None))
-        for name, layer in self.compilation_config.static_forward_context.items():
+        for name, layer in checks.attention_layers(self.vllm_config).items():
             checks.check_layer(name, layer)
             CPUTreeAttention.adopt(layer, drafts=name in self.drafter.layers)
         self.model.compute_logits = self.clock.phase("verify")(self.model.compute_logits)
@@ -101,7 +101,7 @@ class TreeModelRunner(CPUModelRunner):
         self.input_batch.thinking_budget_state_holder = ThinkingBudgets.of(self.vllm_config, self.device)
         self.drafter.begin_cache(self.kv_cache_config.num_blocks)
         self.drafting = DraftingStep(self)
-        for name, layer in self.compilation_config.static_forward_context.items():
+        for name, layer in checks.attention_layers(self.vllm_config).items():
             checks.check_packing(name, layer)
 
     # -- requests that leave

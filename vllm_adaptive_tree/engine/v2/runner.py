@@ -124,7 +124,7 @@ class TreeModelRunnerV2(ModelRunner):
             groups = enumerate(self.kv_cache_config.kv_cache_groups)
             self.buffers.open_caches({name: number for number, group in groups for name in group.layer_names})
         elif self.device.type == "cpu":
-            for name, layer in self.compilation_config.static_forward_context.items():
+            for name, layer in checks.attention_layers(self.vllm_config).items():
                 checks.check_packing(name, layer)
 
     def _speculator(self, vllm_config: Any, device: torch.device, req_states: Any) -> TreeDrafting:
@@ -138,7 +138,7 @@ class TreeModelRunnerV2(ModelRunner):
         rows = max(requests * speculator.width(requests) for requests in range(1, 1 + self.max_num_reqs))
         memory = draft_memory(self, layers, draft, rows=rows)
         self.draft_memory = memory._replace(profiled=getattr(speculator, "level_keys", None) is not None)
-        for name, layer in self.compilation_config.static_forward_context.items():
+        for name, layer in checks.attention_layers(self.vllm_config).items():
             checks.check_layer(name, layer)
             trees = PagedTreeAttention if compiles(self.device) else CPUTreeAttention
             trees.adopt(layer, drafts=name in speculator.draft_attn_layer_names)
@@ -147,8 +147,8 @@ class TreeModelRunnerV2(ModelRunner):
         nodes = self.options.num_speculative_tokens
         self.in_generation_order = nodes <= verification.IN_GENERATION_ORDER
         if compiles(self.device):
-            layers = self.compilation_config.static_forward_context
-            own = {name: layers[name] for name in layers if name not in speculator.draft_attn_layer_names}
+            layers = checks.attention_layers(self.vllm_config).items()
+            own = {name: layer for name, layer in layers if name not in speculator.draft_attn_layer_names}
             sizes = self.max_num_reqs, self.max_num_tokens, nodes
             self.buffers = TargetBuffers(own, *sizes, self.model_config.dtype, self.device)
         self.rejection_sampler = TreeSampler(
