@@ -72,7 +72,7 @@ class TreeModelRunnerV2(ModelRunner):
         self.metadata: dict[str, Any] = {}
         self.slots: dict[str, Tensor] = {}
         self.buffers: TargetBuffers | None = None  # where kernels run
-        self.stats, self.agreement = StepStats(), RankAgreement()
+        self.stats, self.agreement = StepStats(device), RankAgreement()
         self.flags = RequestFlags(vllm_config.scheduler_config.max_num_seqs, self.pair, self.options)
         with swapped(model_runner, "init_speculator", self._speculator):
             super().__init__(vllm_config, device)
@@ -244,7 +244,15 @@ class TreeModelRunnerV2(ModelRunner):
         self.metadata = metadata
         return metadata
 
+    def execute_model(self, *args: Any, dummy_run: bool = False, **kwargs: Any) -> Any:
+        with self.stats.times.phase("verify", dummy=dummy_run):
+            return super().execute_model(*args, dummy_run=dummy_run, **kwargs)
+
     def sample(self, hidden_states: Tensor, input_batch: Any, grammar_output: Any) -> Any:
+        with self.stats.times.phase("accept"):
+            return self._accepted(hidden_states, input_batch, grammar_output)
+
+    def _accepted(self, hidden_states: Tensor, input_batch: Any, grammar_output: Any) -> Any:
         sampled = super().sample(hidden_states, input_batch, grammar_output)
         step, self.step, self.rejection_sampler.step = self.step, None, None
         accepted, self.rejection_sampler.accepted = self.rejection_sampler.accepted, None
@@ -272,10 +280,9 @@ class TreeModelRunnerV2(ModelRunner):
         output = super().sample_tokens(grammar_output)
         dead, self.speculator.dead = self.speculator.dead, None
         if dead is not None:
-            self.stats.drafted(dead)
+            self.stats.lost(dead)
         if sampling and output is not None:
-            figures = self.stats.take(*((0.0, 0.0) if self.budget is None else self.budget.budget.take()))
-            getattr(output, "model_runner_output", output).cudagraph_stats = figures
+            output = self.stats.on(output, self.budget, off=self.off)
         if self.profile is not None:
             self.profile.tick()
         return output
