@@ -83,6 +83,8 @@ class DraftingStep:
                 tree = proposal.tree.first_paths(torch.tensor(grammar), nodes)
                 proposal = proposal._replace(tree=tree)
                 drafts = [one.first_path() if chain else one for one, chain in zip(drafts, grammar, strict=True)]
+        if runner.record is not None:
+            runner.record.drafted(names, proposal.tree)
         grown = {name: len(one.tree) for name, one in zip(names, drafts, strict=True)}
         self.grown += sum(grown.values())
         with runner.clock.phase("tree"):  # once more: the budget reads what the trees have cost

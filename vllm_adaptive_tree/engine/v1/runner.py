@@ -23,6 +23,7 @@ from vllm_adaptive_tree.engine.common.request_flags import draws_from_target, ha
 from vllm_adaptive_tree.engine.common.startup import check_ranks, draft_memory, tree_options
 from vllm_adaptive_tree.engine.common.steering import Steering
 from vllm_adaptive_tree.engine.common.step_figures import StepFigures, by_depth
+from vllm_adaptive_tree.engine.common.step_record import step_record
 from vllm_adaptive_tree.engine.patches import swapped
 from vllm_adaptive_tree.engine.v1 import scratch
 from vllm_adaptive_tree.engine.v1.acceptance import Requests, accept, held
@@ -83,6 +84,7 @@ class TreeModelRunner(CPUModelRunner):
             self.begin_budget(Budget(sampled=self.cuts_sampled, most=most))
         self.scratch = ScratchBlocks(0)
         self.recorder: Recorder | None = None
+        self.record = step_record(vllm_config, self.options)
 
     def begin_budget(self, budget: Budget, temperature: DraftTemperature | None = None) -> None:
         self.budget = HostBudget(budget, self.steering, self.clock)
@@ -230,6 +232,10 @@ class TreeModelRunner(CPUModelRunner):
             self.budget.verified(self.judged, tokens, nodes)
         if self.recorder is not None:
             self.recorder.see(self.scheduled, [self.requests[name] for name in self.input_batch.req_ids], nodes, target)
+        if self.record is not None:
+            counts = [len(step.trees.get(row, ())) for row in range(len(step.row_count))]
+            decodes = (rows - nodes == 1 for rows, nodes in zip(step.row_count, counts, strict=True))
+            self.record.verified(self.input_batch.req_ids, decodes, step.computed, counts, nodes, tokens)
         return SamplerOutput(sampled_token_ids=tokens.int(), logprobs_tensors=logprobs)
 
     def _limits(self, step: Verification) -> list[int]:

@@ -89,7 +89,7 @@ class TreeDrafting(BaseSpeculator):
         self.states = states
         self.options, self.pair, self.flags = runner.options, runner.pair, runner.flags
         self.budget, self.steering, self.readback = runner.budget, runner.steering, AsyncReadback()
-        self.stats = runner.stats
+        self.stats, self.record = runner.stats, runner.record
         self.random = self.options.tree.temperature(2.0)  # the draft's, if it does not follow the request's own
         self.follows = self.random != self.options.tree.temperature(3.0)
         self.device, self.num_speculative_steps = runner.device, self.options.num_speculative_tokens
@@ -209,6 +209,8 @@ class TreeDrafting(BaseSpeculator):
         if trees:
             tree, level = self._trees(target, temperature, seed, most)
             self.stats.drafted(input_batch.req_ids, tree, rests=most == 0)
+            if self.record is not None:
+                self.record.drafted(input_batch.req_ids, tree)
             if self.budget is not None:
                 self.budget.drafted(tree, greedy, level)
             tokens = tree.tokens
