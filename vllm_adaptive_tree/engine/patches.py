@@ -9,6 +9,14 @@ from typing import Any
 from vllm_adaptive_tree.engine.names import MARK
 from vllm_adaptive_tree.versions import is_supported, window
 
+PATCHES = {
+    "EngineArgs.create_engine_config": "vLLM has a closed list of methods; a tree method is translated before",
+    "SamplingParams._validate_spec_decode": "vLLM refuses min_p and logit_bias with its own methods; trees honour them",
+    "PrometheusStatLogger": "the figures of a step become metrics of the logger's own classes",
+    "Scheduler.update_from_output": "vLLM's own figures count verified nodes, not the places that are reserved",
+}
+"""What is replaced, and why in short; the first by the plugin itself, the others by `install`."""
+
 
 def install() -> None:
     """Prepare this process for the configuration of a tree method; idempotent.
