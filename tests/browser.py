@@ -58,7 +58,11 @@ def opened(file: Path, profile: Path) -> Iterator[Page]:
     process = subprocess.Popen([*command, f"--user-data-dir={profile}", file.as_uri()], stderr=subprocess.DEVNULL)
     try:
         with connect(_debugger(profile / "DevToolsActivePort", file.as_uri()), max_size=None) as socket:
-            yield Page(socket)
+            page, deadline = Page(socket), time.monotonic() + 60
+            while page.value("document.readyState") != "complete":
+                assert time.monotonic() < deadline, "the page does not load"
+                time.sleep(0.1)
+            yield page
     finally:
         process.terminate()
         process.wait(30)
