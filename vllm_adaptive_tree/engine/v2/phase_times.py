@@ -13,7 +13,7 @@ DRAFT = "draft"
 
 class PhaseTimes:
     def __init__(self, device: torch.device):
-        self.device = device
+        self.on_gpu = torch.empty(0, device=device).is_cuda
         self.marks: dict[str, tuple[Any, Any]] = {}
         """Where each phase of this step began and ended."""
         self.draft: tuple[Any, Any] | None = None
@@ -36,7 +36,7 @@ class PhaseTimes:
         return lambda: {name: _seconds(*marks) for name, marks in taken.items()}
 
     def _mark(self) -> Any:
-        if self.device.type == "cpu":
+        if not self.on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
