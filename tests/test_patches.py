@@ -100,6 +100,7 @@ def patched() -> dict[str, Any]:
     import vllm
     from vllm.engine.arg_utils import EngineArgs
     from vllm.sampling_params import SamplingParams
+    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 
     from vllm_adaptive_tree.engine.patches import install
@@ -110,6 +111,7 @@ def patched() -> dict[str, Any]:
         (SamplingParams, "_validate_spec_decode"),
         (PrometheusStatLogger, "__init__"),
         (PrometheusStatLogger, "record"),
+        (Scheduler, "update_from_output"),
     ]
     found = {
         "flags": built(*TREE),

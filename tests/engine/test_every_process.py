@@ -19,7 +19,7 @@ from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from tests.engine.engines import DRAFT, PROMPTS, TARGET, V2, Engines, generate, tree
-from vllm_adaptive_tree.engine.common.metrics import NODES, step_stats
+from vllm_adaptive_tree.engine.common.step_figures import StepFigures
 from vllm_adaptive_tree.engine.mark import Mark
 from vllm_adaptive_tree.engine.names import MARK
 from vllm_adaptive_tree.versions import window
@@ -294,16 +294,28 @@ def test_a_front_end_that_is_given_the_configuration(stock: list[list[int]], tmp
 # -- readers of our figures
 
 
+STEP = StepFigures(
+    seconds={"verify": 0.25},
+    nodes={"1": 2, "2": 1},
+    expected=1.5,
+    observed=2.0,
+    dead=3,
+    gauges={"draft_levels": 4},
+)
+
+
 def figures(**changes: Any) -> SchedulerStats:
     """Statistics of a step as they arrive from an engine in another process."""
-    sent = SchedulerStats(cudagraph_stats=step_stats({"verify": 0.25}, [1, 1, 2], 1.5, 2.0, dead=3), **changes)
+    sent = SchedulerStats(cudagraph_stats=STEP.stat(), **changes)
     arrived = MsgpackDecoder(SchedulerStats).decode(MsgpackEncoder().encode(sent))
     assert isinstance(arrived, SchedulerStats)
     return arrived
 
 
 def counted(depth: str, engine: str = "0") -> float | None:
-    return REGISTRY.get_sample_value(f"{NODES}_total", {"model_name": TARGET, "engine": engine, "depth": depth})
+    return REGISTRY.get_sample_value(
+        "vllm:adaptive_tree_nodes_total", {"model_name": TARGET, "engine": engine, "depth": depth}
+    )
 
 
 def test_readers_of_vllm_that_are_not_ours_ignore_the_figures() -> None:
@@ -333,14 +345,14 @@ def test_every_engine_counts_once_and_a_new_logger_starts_anew() -> None:
 
 
 def test_figures_that_cannot_be_read_end_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_adaptive_tree.engine.common import metrics
+    from vllm_adaptive_tree.engine.common import metrics, step_figures
 
     said: list[str] = []
     monkeypatch.setattr(metrics.logger, "exception", said.append)
     stat_logger = PrometheusStatLogger(config(tree(12)))
     stat_logger.record(figures(), None)
     broken = figures()
-    monkeypatch.setattr(metrics, "KEY", "of_another_release")
+    monkeypatch.setattr(step_figures, "KEY", "of_another_release")
     for _ in range(2):
         stat_logger.record(broken, None)
     assert counted("1") == 2
@@ -375,7 +387,8 @@ def test_a_logger_with_other_metrics_has_ours_of_its_kind() -> None:
     own = {f"_{part}_cls": type(part, (getattr(PrometheusStatLogger, f"_{part}_cls"),), dict(kinds)) for part in parts}
     other = type("Other", (PrometheusStatLogger,), {**kinds, **own})
     other(config(tree(12))).record(figures(), IterationStats())
-    assert Metric.made[NODES].values == {(TARGET, "0", "1"): [2], (TARGET, "0", "2"): [1]}
+    assert Metric.made["vllm:adaptive_tree_nodes"].values == {(TARGET, "0", "1"): [2], (TARGET, "0", "2"): [1]}
+    assert Metric.made["vllm:adaptive_tree_draft_levels"].values == {(TARGET, "0"): [4]}
     assert Metric.made["vllm:adaptive_tree_phase_seconds"].values == {(TARGET, "0", "verify"): [0.25]}
     assert counted("1") is None
 
@@ -388,6 +401,6 @@ def test_rays_logger_has_rays_metrics() -> None:
     for _ in range(2):  # Ray has one registry for all engines of a process
         stat_logger = RayPrometheusStatLogger(config(tree(12)))
         stat_logger.record(figures(), IterationStats())
-    assert isinstance(stat_logger.tree_prom.nodes.metric, metrics.Counter)
-    assert isinstance(stat_logger.tree_prom.seconds.metric, metrics.Histogram)
+    assert isinstance(stat_logger.tree_prom.metrics["nodes"].metric, metrics.Counter)
+    assert isinstance(stat_logger.tree_prom.metrics["phase_seconds"].metric, metrics.Histogram)
     assert counted("1") is None

@@ -37,6 +37,7 @@ MORE = {
     "structured output": (["test_structured.py"], "", 1),
     "scheduling": (["test_scheduling.py"], "", 8),
     "a step": (["test_v2_step.py"], "", 20),
+    "recorded steps": (["test_step_record.py"], "", 3),
     "quantised weights": (["test_quantised.py"], "", 1),
     "two ranks": (["test_tensor_parallel.py"], "", 5),
     "pairs": (["test_pairs.py"], "shorter or outgrow", 3),

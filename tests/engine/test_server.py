@@ -16,9 +16,11 @@ from typing import Any
 import pytest
 import vllm
 from openai import AsyncOpenAI, OpenAI
+from prometheus_client.parser import text_string_to_metric_families
 from vllm import SamplingParams
 
 from tests.engine.engines import PROMPTS, TARGET, Engines, generate, tree
+from tests.engine.test_dashboard import EXPRESSIONS, family, names
 
 TOKENS = 32
 GREEDY: dict[str, Any] = {"model": "demo", "max_tokens": TOKENS, "temperature": 0}
@@ -117,6 +119,21 @@ def client(server: str) -> OpenAI:
 def test_chat(client: OpenAI, plain: dict[str, Any]) -> None:
     answer = client.chat.completions.create(messages=CHAT, **GREEDY, extra_body=IGNORE_EOS)
     assert answer.choices[0].message.content == plain["chat"]
+
+
+def test_metrics_of_the_dashboard(server: str, client: OpenAI) -> None:
+    """What a dashboard reads of a server is there."""
+    client.completions.create(prompt=PROMPTS[1], **GREEDY, extra_body=IGNORE_EOS)
+    with urllib.request.urlopen(f"{server}/metrics", timeout=30) as answer:
+        exported = {found.name for found in text_string_to_metric_families(answer.read().decode())}
+    assert {family(name) for expression in EXPRESSIONS.values() for name in names(expression)} <= exported
+    steps, tokens = (metric(server, f"adaptive_tree_decode_{name}_total") for name in ("steps", "tokens"))
+    drafts, accepted = (metric(server, f"spec_decode_num_{name}_total") for name in ("drafts", "accepted_tokens"))
+    assert tokens == steps + accepted > steps > 0
+    assert drafts == steps - metric(server, "adaptive_tree_fallbacks_total")
+    assert (
+        metric(server, "spec_decode_num_draft_tokens_total") == metric(server, "adaptive_tree_nodes_total") > accepted
+    )
 
 
 def test_streaming(client: OpenAI, texts: list[str]) -> None:

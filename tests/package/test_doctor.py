@@ -3,30 +3,75 @@
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
+from vllm_adaptive_tree.acceptance import RULES
+from vllm_adaptive_tree.cli import self_test
 from vllm_adaptive_tree.cli.doctor import NO_DEVICE
+from vllm_adaptive_tree.cli.machine import findings
 from vllm_adaptive_tree.cli.main import main
+from vllm_adaptive_tree.config import TreeOptions
+from vllm_adaptive_tree.methods import resolve
 from vllm_adaptive_tree.proposers import METHODS
 from vllm_adaptive_tree.version import __version__
 from vllm_adaptive_tree.versions import window
 
 
 def test_what_is_installed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--json"]) == 0
+    assert main(["doctor", "--json", "--no-self-test"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["versions"]["vllm-adaptive-tree"] == __version__
     assert found["versions"]["torch"] == torch.__version__
     assert found["vLLM is supported"]
-    assert found["patches"] == ["EngineArgs.create_engine_config"]
+    assert [one["what"] for one in found["patches"] if one["now"]] == ["EngineArgs.create_engine_config"]
+    ledger = (Path(__file__).parents[2] / "patches" / "README.md").read_text()
+    assert all(f"| `{one['what']}" in ledger for one in found["patches"])
     assert found["methods"] == sorted(METHODS)
-    assert main(["doctor"]) == 0
+    assert list(found["pairs"]) == sorted(METHODS)
+    for method, rules in found["pairs"].items():
+        asked = {"method": method, "model": "DRAFT", "num_speculative_tokens": 8}
+        assert resolve(TreeOptions.parse(asked)[0]).rule_name == rules[0]
+        for rule in RULES:
+            options, _ = TreeOptions.parse({**asked, "rejection_sample_method": rule})
+            with nullcontext() if rule in rules else pytest.raises(ValueError, match="would change the target"):
+                resolve(options)
+    assert main(["doctor", "--no-self-test"]) == 0
     text = capsys.readouterr().out
     assert f"supports vLLM {window()}, which is supported" in text
-    assert "replaced in vLLM: EngineArgs.create_engine_config" in text
+    assert "  EngineArgs.create_engine_config: vLLM has a closed list" in text
+    assert "  SamplingParams._validate_spec_decode (for a tree method): " in text
+    assert "  opt_tree: target_only" in text
+
+
+def test_a_self_test(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["self-test"]
+    assert found["passed"]
+    assert found["equal texts"] == found["texts"] == 4
+    assert found["tokens per step"] > 1.3
+    monkeypatch.setattr(self_test, "LONGEST", 0.01)
+    assert main(["doctor"]) == 1
+    assert "self-test on the bundled pair FAILED: error it has not ended within" in capsys.readouterr().out
+
+
+def test_what_is_slow() -> None:
+    fast = {"avx512f", "amx_bf16"}
+    quiet = {"cores": 32, "load": 1.0, "compiled": True, "preloaded": "/usr/lib/libtcmalloc_minimal.so.4"}
+    assert findings(fast, **quiet) == []
+    for flags, changed, said in (
+        ({"avx2"}, {}, "no AVX-512"),
+        ({"avx512f"}, {}, "bfloat16 in float32"),
+        (fast, {"cores": 2}, "2 cores"),
+        (fast, {"load": 20.0}, "20.0 processes run on 32 cores"),
+        (fast, {"compiled": False}, "numba is missing"),
+        (fast, {"preloaded": ""}, "tcmalloc"),
+    ):
+        (found,) = findings(flags, **{**quiet, **changed})
+        assert said in found
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")

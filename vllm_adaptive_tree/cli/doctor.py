@@ -1,10 +1,13 @@
-"""What is installed here, and whether this release serves it; with --gpu, the start-up check of a GPU in its long form.
+"""What is installed here and whether this release serves it, a short test on the bundled pair, and what is slow about
+this machine; with --gpu, the start-up check of a GPU in its long form.
 
---gpu runs engines on the bundled pair and writes a report for an issue. It ends with 0 if all passed, 1 if something
-failed, and 2 without a CUDA device: then the kernels run in Triton's interpreter alone.
+It ends with 1 if the short test fails. --gpu runs engines on the bundled pair and writes a report for an issue. It ends
+with 0 if all passed, 1 if something failed, and 2 without a CUDA device: then the kernels run in Triton's interpreter
+alone.
 """
 
 import argparse
+import contextlib
 import importlib
 import json
 import os
@@ -14,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm_adaptive_tree.bench.environment import DRAFT, HEAD, TARGET
+from vllm_adaptive_tree.cli.machine import slowness
+from vllm_adaptive_tree.cli.self_test import self_test
 from vllm_adaptive_tree.files import atomic_write
 from vllm_adaptive_tree.version import __version__
 from vllm_adaptive_tree.versions import is_supported, window
@@ -31,6 +36,7 @@ SHARE = 0.3
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", action="store_true", help="run the checks of a GPU, a few minutes")
+    parser.add_argument("--no-self-test", action="store_true", help="start no engine: about ten seconds less")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--out", type=Path, default=Path("adaptive-tree-report.json"), help="report (%(default)s)")
 
@@ -39,6 +45,11 @@ def run(options: argparse.Namespace) -> int:
     if options.gpu and not _devices():
         os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
     report, code = installed(), 0
+    if not _devices():
+        report["slow"] = slowness()
+        if report["vLLM is supported"] and not options.gpu and not options.no_self_test:
+            report["self-test"] = self_test()
+            code = 0 if report["self-test"]["passed"] else 1
     if options.gpu:
         report["checks"], code = _gpu()
         report["code"] = code
@@ -50,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def installed() -> dict[str, Any]:
-    """Versions, the platform, what this release supports, and the methods that are there."""
+    """Versions, the platform, what this release supports, and the methods that are there with their rules."""
     from vllm_adaptive_tree.proposers import METHODS
 
     versions = {name: _version(name) for name in ("vllm", "torch", "triton")}
@@ -60,6 +71,7 @@ def installed() -> dict[str, Any]:
         "devices": _devices(),
         "supported vLLM": window(),
         "methods": sorted(METHODS),
+        "pairs": {method: _rules(method) for method in sorted(METHODS)},
     }
     vllm = versions["vllm"]
     found["vLLM is supported"] = vllm is not None and is_supported(vllm)
@@ -82,14 +94,34 @@ def _devices() -> list[str]:
     return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
 
 
-def _patches() -> list[str]:
-    """Of vLLM's functions in this process those that are ours: the entry point's alone until an engine is asked for."""
+def _rules(method: str) -> list[str]:
+    """Those that are lossless with it; the first is what "auto" takes."""
+    from vllm_adaptive_tree.acceptance import RULES
+    from vllm_adaptive_tree.config import TreeOptions
+    from vllm_adaptive_tree.methods import Pair, resolve
+
+    def pair(rule: str) -> Pair:
+        asked = {"method": method, "model": DRAFT, "num_speculative_tokens": 8, "rejection_sample_method": rule}
+        return resolve(TreeOptions.parse(asked)[0])
+
+    found = [pair("auto").rule_name]
+    for rule in RULES:
+        with contextlib.suppress(ValueError):  # refused with the legal ones
+            found += [pair(rule).rule_name] if rule not in found else []
+    return found
+
+
+def _patches() -> list[dict[str, Any]]:
+    """What is replaced in vLLM, why, and whether it is now: the entry point's alone, until an engine is asked for."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.plugins import load_general_plugins
 
+    from vllm_adaptive_tree.engine.patches import PATCHES
+
     load_general_plugins()
     module = EngineArgs.create_engine_config.__globals__["__name__"]
-    return ["EngineArgs.create_engine_config"] if module.startswith("vllm_adaptive_tree") else []
+    now = {"EngineArgs.create_engine_config": module.startswith("vllm_adaptive_tree")}
+    return [{"what": what, "why": why, "now": now.get(what, False)} for what, why in PATCHES.items()]
 
 
 def _text(report: dict[str, Any]) -> str:
@@ -98,9 +130,15 @@ def _text(report: dict[str, Any]) -> str:
     lines += [
         f"machine: {report['machine']}; CUDA devices: {', '.join(report['devices']) or 'none'}",
         f"this release supports vLLM {report['supported vLLM']}, {supported}",
-        f"replaced in vLLM: {', '.join(report['patches']) or 'nothing'}",
-        f"methods: {', '.join(report['methods'])}",
+        "replaced in vLLM:" if report["patches"] else "replaced in vLLM: nothing",
+        *(f"  {one['what']}{'' if one['now'] else ' (for a tree method)'}: {one['why']}" for one in report["patches"]),
+        'methods, and their lossless rules (the first is what "auto" takes):',
+        *(f"  {method}: {', '.join(rules)}" for method, rules in report["pairs"].items()),
     ]
+    lines += [f"slow here: {one}" for one in report.get("slow", ())]
+    if (test := report.get("self-test")) is not None:
+        figures = ", ".join(f"{name} {value}" for name, value in test.items() if name != "passed")
+        lines.append(f"self-test on the bundled pair {'passed' if test['passed'] else 'FAILED'}: {figures}")
     for engine, findings in report.get("checks", {}).items():
         lines += [f"{engine}:", *(f"  {line}" for line in _lines(findings))]
     return "\n".join(lines)

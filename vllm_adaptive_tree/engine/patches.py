@@ -9,6 +9,14 @@ from typing import Any
 from vllm_adaptive_tree.engine.names import MARK
 from vllm_adaptive_tree.versions import is_supported, window
 
+PATCHES = {
+    "EngineArgs.create_engine_config": "vLLM has a closed list of methods; a tree method is translated before",
+    "SamplingParams._validate_spec_decode": "vLLM refuses min_p and logit_bias with its own methods; trees honour them",
+    "PrometheusStatLogger": "the figures of a step become metrics of the logger's own classes",
+    "Scheduler.update_from_output": "vLLM's own figures count verified nodes, not the places that are reserved",
+}
+"""What is replaced, and why in short; the first by the plugin itself, the others by `install`."""
+
 
 def install() -> None:
     """Prepare this process for the configuration of a tree method; idempotent.
@@ -27,6 +35,7 @@ def install() -> None:
     with missing_symbols_named():
         patch_validate_spec_decode()
         patch_prometheus_logger()
+        patch_scheduler()
 
 
 def patch_validate_spec_decode() -> None:
@@ -72,6 +81,31 @@ def patch_prometheus_logger() -> None:
 
     setattr(init, MARK, True)
     PrometheusStatLogger.__init__, PrometheusStatLogger.record = init, record
+
+
+def patch_scheduler() -> None:
+    """Wrap `Scheduler.update_from_output`: vLLM's figures count the nodes that were verified, in place of the places
+    that the scheduler has reserved, and ours get what it alone knows."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    from vllm_adaptive_tree.engine.common.request_steps import request_steps
+
+    original = Scheduler.update_from_output
+    if getattr(original, MARK, False):
+        return
+
+    @wraps(original)
+    def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+        if not getattr(self.vllm_config.speculative_config, MARK, False):
+            return original(self, scheduler_output, model_runner_output)
+        steps = request_steps(self, scheduler_output, model_runner_output)
+        outputs = original(self, scheduler_output, model_runner_output)
+        if steps is not None:
+            steps.correct(outputs)
+        return outputs
+
+    setattr(update_from_output, MARK, True)
+    Scheduler.update_from_output = update_from_output
 
 
 @contextmanager

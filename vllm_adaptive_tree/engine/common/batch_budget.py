@@ -1,17 +1,18 @@
 """The budget of a batch in the engine, the same for both model runners; each brings its own feed of figures."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from vllm_adaptive_tree.budget import Budget, DraftTemperature, Plan
+from vllm_adaptive_tree.budget import Budget, DraftTemperature, Plan, Planner
 from vllm_adaptive_tree.engine.common.steering import Steering
 from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE
 from vllm_adaptive_tree.trees import TreeBatch
 
 
-class BatchBudget:
+class BatchBudget(ABC):
     """Asks a `Budget` what a step drafts and verifies. Subclasses tell it what became of that: V1 from its clock, V2
     from figures of earlier steps."""
 
@@ -25,6 +26,20 @@ class BatchBudget:
     def greedy_temperature(self) -> float:
         """Of the distribution that shapes the trees of greedy requests."""
         return GREEDY_DRAFT_TEMPERATURE if self.temperature is None else self.temperature.temperature
+
+    @property
+    @abstractmethod
+    def verifying(self) -> int | None:
+        """Nodes that the next verification has at most; None: all."""
+
+    @property
+    def gauges(self) -> dict[str, float]:
+        """How it stands now, by the name of the metric; a fixed budget has no price."""
+        found: dict[str, float] = {} if self.verifying is None else {"budget_nodes": self.verifying}
+        if isinstance(self.budget, Planner):
+            plan = self.budget.plan
+            return {**found, "draft_levels": plan.levels, "price_tokens_per_second": plan.price}
+        return found
 
     def begin(self, greedy: Sequence[bool]) -> Plan:
         """A step of requests that are `greedy` or not."""

@@ -1,95 +1,98 @@
-"""Statistics of every step, from the worker to `/metrics` and `LLM.get_metrics()`.
+"""The figures of every step at `/metrics` and in `LLM.get_metrics()`, beside vLLM's own and in its manner."""
 
-They travel as text in `cudagraph_stats`: the scheduler passes it on from `ModelRunnerOutput` to `SchedulerStats`
-unread, and vLLM's own readers look at it only with `cudagraph_metrics`, which a tree method refuses. So a front end
-without our patches ignores them. Between processes vLLM decodes the slot by its types; text holds everything.
-"""
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
-import json
-from collections import Counter
-from collections.abc import Iterable, Mapping
-from typing import Any
-
-from prometheus_client import Counter as PromCounter
-from prometheus_client import Histogram
-from vllm.compilation.cuda_graph import CUDAGraphStat
+from prometheus_client import Counter, Gauge, Histogram
 from vllm.logger import init_logger
+
+from vllm_adaptive_tree.engine.common.step_figures import REASONS, StepFigures
 
 logger = init_logger(f"vllm.{__name__}")
 
-KEY = "adaptive_tree"
-SECONDS = "vllm:adaptive_tree_phase_seconds"
-NODES = "vllm:adaptive_tree_nodes"
-COUNTERS = {  # key of the statistics -> metric, description
-    "expected": (
-        "vllm:adaptive_tree_expected_tokens",
-        "Verified draft nodes that the budget expected to be accepted, if there is a budget.",
+
+class Metric(NamedTuple):
+    kind: type[Counter | Gauge | Histogram]
+    documentation: str
+    label: str | None = None
+    """Besides those of all metrics."""
+
+
+PREFIX = "vllm:adaptive_tree_"
+METRICS = {  # name behind the prefix; the figure of a step, or the gauge, has a name of its own in `observe`
+    "phase_seconds": Metric(Histogram, "Seconds of a step in each phase of tree speculative decoding.", "phase"),
+    "drafted_nodes": Metric(Counter, "Nodes of draft trees, before any cut."),
+    "nodes": Metric(Counter, "Draft nodes verified, by depth in the tree (1: below the root).", "depth"),
+    "accepted_nodes": Metric(Counter, "Draft nodes accepted, by depth in the tree (1: below the root).", "depth"),
+    "decode_steps": Metric(Counter, "Steps in which a request has decoded, with a tree or without: one per request."),
+    "decode_tokens": Metric(Counter, "Tokens that these steps have emitted."),
+    "fallbacks": Metric(
+        Counter, "Those of these steps without a tree, by reason: " + "; ".join(map(": ".join, REASONS.items())) + ".",
+        "reason",
     ),
-    "observed": ("vllm:adaptive_tree_observed_tokens", "Those that were accepted, if there is a budget."),
-    "dead": (
-        "vllm:adaptive_tree_dead_draft_rows",
-        "Rows of draft logits that give no distribution (NaN, +Inf, or all -Inf); nothing is drafted there.",
+    "expected_tokens": Metric(
+        Counter, "Verified draft nodes that the budget expected to be accepted, if there is a budget."
     ),
+    "observed_tokens": Metric(Counter, "Those that were accepted, if there is a budget."),
+    "dead_draft_rows": Metric(
+        Counter, "Rows of draft logits that give no distribution (NaN, +Inf, or all -Inf); nothing is drafted there."
+    ),
+    "budget_nodes": Metric(Gauge, "Nodes that the budget lets the batch verify in a step."),
+    "draft_levels": Metric(Gauge, "Levels that the budget lets trees have; 0: the draft rests."),
+    "price_tokens_per_second": Metric(Gauge, "What a second of drafting or verifying has to bring to pay off."),
+}  # fmt: skip
+COUNTED = {
+    "drafted_nodes": "drafted",
+    "decode_steps": "steps",
+    "decode_tokens": "tokens",
+    "expected_tokens": "expected",
+    "observed_tokens": "observed",
+    "dead_draft_rows": "dead",
 }
+COUNTED_BY_LABEL = {"nodes": "nodes", "accepted_nodes": "accepted", "fallbacks": "fallbacks"}
+"""Metric -> field of `StepFigures`."""
 BUCKETS = [0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0]
 LABELS = ["model_name", "engine"]
 """Of every metric of `PrometheusStatLogger`, which keeps only their values."""
 
 
-def step_stats(
-    seconds: Mapping[str, float], depths: Iterable[int], expected: float, observed: float, *, dead: int
-) -> CUDAGraphStat:
-    """For `ModelRunnerOutput.cudagraph_stats`.
-
-    Args:
-        seconds: of every phase since the last call.
-        depths: of the verified nodes.
-        expected, observed: nodes that the budget expected to be accepted, and those that were.
-        dead: draft rows without a distribution.
-    """
-    nodes = {str(depth): count for depth, count in Counter(depths).items()}
-    stats = {"seconds": dict(seconds), "nodes": nodes, "expected": expected, "observed": observed, "dead": dead}
-    return CUDAGraphStat(0, 0, 0, runtime_mode=json.dumps({KEY: stats}))
-
-
 class TreeProm:
-    """The Prometheus side, in the front end: a histogram of seconds per phase and counters of nodes."""
+    """The Prometheus side, in the front end."""
 
-    def __init__(
-        self, metric_types: Mapping[Any, Any], labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
-    ):
-        self.per_engine_labelvalues = per_engine_labelvalues
-        self.seconds = metric_types[Histogram](
-            name=SECONDS,
-            documentation="Seconds of a step in each phase of tree speculative decoding.",
-            labelnames=[*labelnames, "phase"],
-            buckets=BUCKETS,
-        )
-        self.nodes = metric_types[PromCounter](
-            name=NODES,
-            documentation="Draft nodes verified, by depth in the tree (1: below the root).",
-            labelnames=[*labelnames, "depth"],
-        )
-        self.counters = {
-            key: metric_types[PromCounter](name=name, documentation=what, labelnames=labelnames)
-            for key, (name, what) in COUNTERS.items()
-        }
+    def __init__(self, metric_types: Mapping[Any, Any], per_engine_labelvalues: dict[int, list[object]]):
+        """`metric_types`: prometheus_client's classes -> those to make metrics of."""
+        self.per_engine_labelvalues, self.metrics = per_engine_labelvalues, dict[str, Any]()
+        for name, (kind, documentation, label) in METRICS.items():
+            labels = LABELS if label is None else [*LABELS, label]
+            more: dict[Any, dict[str, Any]] = {
+                Histogram: {"buckets": BUCKETS},
+                Gauge: {"multiprocess_mode": "mostrecent"},
+            }
+            self.metrics[name] = metric_types[kind](
+                name=PREFIX + name, documentation=documentation, labelnames=labels, **more.get(kind, {})
+            )
 
-    def observe(self, stat: CUDAGraphStat, engine_idx: int = 0) -> None:
-        labels = self.per_engine_labelvalues[engine_idx]
-        stats = json.loads(stat.runtime_mode)[KEY]
-        for phase, seconds in stats["seconds"].items():
-            self.seconds.labels(*labels, phase).observe(seconds)
-        for depth, count in stats["nodes"].items():
-            self.nodes.labels(*labels, depth).inc(count)
-        for key, counter in self.counters.items():
-            counter.labels(*labels).inc(stats[key])
+    def observe(self, figures: StepFigures, engine: int = 0) -> None:
+        labels = self.per_engine_labelvalues[engine]
+        for phase, seconds in figures.seconds.items():
+            self.metrics["phase_seconds"].labels(*labels, phase).observe(seconds)
+        for name, field in COUNTED_BY_LABEL.items():
+            for label, count in getattr(figures, field).items():
+                self.metrics[name].labels(*labels, label).inc(count)
+        for name, field in COUNTED.items():
+            self.metrics[name].labels(*labels).inc(getattr(figures, field))
+        for name, value in figures.gauges.items():
+            self.metrics[name].labels(*labels).set(value)
 
 
 def add_tree_metrics(stat_logger: Any) -> None:
     """Add our metrics to a `PrometheusStatLogger`, of its own classes: Ray's logger has Ray's."""
-    types = {PromCounter: stat_logger._counter_cls, Histogram: stat_logger._histogram_cls}
-    stat_logger.tree_prom = TreeProm(types, LABELS, stat_logger.per_engine_labelvalues)
+    types = {
+        Counter: stat_logger._counter_cls,
+        Gauge: stat_logger._gauge_cls,
+        Histogram: stat_logger._histogram_cls,
+    }
+    stat_logger.tree_prom = TreeProm(types, stat_logger.per_engine_labelvalues)
 
 
 def record_tree_metrics(stat_logger: Any, scheduler_stats: Any, engine_idx: int) -> None:
@@ -99,7 +102,7 @@ def record_tree_metrics(stat_logger: Any, scheduler_stats: Any, engine_idx: int)
     if prom is None or scheduler_stats is None or scheduler_stats.cudagraph_stats is None:
         return
     try:
-        prom.observe(scheduler_stats.cudagraph_stats, engine_idx)
+        prom.observe(StepFigures.of(scheduler_stats.cudagraph_stats), engine_idx)
     except Exception:
         logger.exception("The statistics of a step cannot be read; vllm:adaptive_tree_* stay as they are from here on")
         stat_logger.tree_prom = None

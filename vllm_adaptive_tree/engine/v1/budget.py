@@ -36,6 +36,10 @@ class HostBudget(BatchBudget):
         self.drafting = self.reading = 0.0
         """Seconds of this step's drafting, but for its first forward, and of the prompts that this forward read."""
 
+    @property
+    def verifying(self) -> int:
+        return self.budget.verifying if self.levels or self.looked else 0
+
     def begin_step(self) -> None:
         self.started, self.drafting, self.reading = time.perf_counter(), 0.0, 0.0
         self.looked = False

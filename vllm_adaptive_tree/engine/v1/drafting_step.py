@@ -13,6 +13,7 @@ from vllm_adaptive_tree.drafters.lookup import Reading
 from vllm_adaptive_tree.engine.common.node_quota import nodes_per_request
 from vllm_adaptive_tree.engine.common.ranks import proposal_from_rank_0, sync_frontier
 from vllm_adaptive_tree.engine.common.request_flags import has_grammar, is_greedy
+from vllm_adaptive_tree.engine.common.step_figures import BUDGET, DRAFT
 from vllm_adaptive_tree.engine.v1.catch_up import Step
 from vllm_adaptive_tree.engine.v1.drafter import TimedDrafter
 from vllm_adaptive_tree.engine.v1.drafts import Draft, to_drafts
@@ -28,7 +29,8 @@ class DraftingStep:
 
     def __init__(self, runner: Any):
         self.runner = runner
-        self.dead = 0  # draft rows without a distribution, until the metrics take the number
+        self.dead = self.grown = 0  # draft rows without a distribution, and nodes, until the metrics take the numbers
+        self.without: dict[str, str] = {}  # requests of the last batch that got no tree, and why
 
     def propose(
         self, scheduled: Mapping[str, int], sampled: Sequence[bool], states: Sequence[Tensor]
@@ -46,6 +48,7 @@ class DraftingStep:
         nodes = nodes_per_request(running=len(names), nodes=runner.num_spec_tokens, room=room)
         greedy = [is_greedy(runner.requests[name].sampling_params) for name in names]
         drafting = budget is None or budget.drafts(greedy)
+        self.without = dict.fromkeys(names, DRAFT if drafting else BUDGET)
         with runner.clock.phase("draft"):
             news = runner.drafter.news(Step(runner, scheduled, sampled, nodes), runner.accepted)
             items = runner.drafter.due(news, room + len(news), drafting)  # each may have its new root
@@ -80,6 +83,10 @@ class DraftingStep:
                 tree = proposal.tree.first_paths(torch.tensor(grammar), nodes)
                 proposal = proposal._replace(tree=tree)
                 drafts = [one.first_path() if chain else one for one, chain in zip(drafts, grammar, strict=True)]
+        if runner.record is not None:
+            runner.record.drafted(names, proposal.tree)
+        grown = {name: len(one.tree) for name, one in zip(names, drafts, strict=True)}
+        self.grown += sum(grown.values())
         with runner.clock.phase("tree"):  # once more: the budget reads what the trees have cost
             if budget is not None:
                 roots: list[Tensor | None] = [None] * len(rooted)
@@ -100,6 +107,7 @@ class DraftingStep:
                     prompts=reading,
                     gaps=items != news,
                 )
+        self.without |= {name: BUDGET for name, count in grown.items() if count}  # unless some of it is left
         return dict(zip(names, drafts, strict=True))
 
     def _request(self, names: list[str], position: Tensor) -> Request:

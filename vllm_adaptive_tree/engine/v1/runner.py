@@ -18,11 +18,12 @@ from vllm_adaptive_tree.budget import Budget, DraftTemperature
 from vllm_adaptive_tree.engine import checks
 from vllm_adaptive_tree.engine.common.attention import CPUTreeAttention
 from vllm_adaptive_tree.engine.common.cost_profile import CostProfile
-from vllm_adaptive_tree.engine.common.metrics import step_stats
 from vllm_adaptive_tree.engine.common.ranks import accepted_from_rank_0
 from vllm_adaptive_tree.engine.common.request_flags import draws_from_target, has_grammar, is_greedy
 from vllm_adaptive_tree.engine.common.startup import check_ranks, draft_memory, tree_options
 from vllm_adaptive_tree.engine.common.steering import Steering
+from vllm_adaptive_tree.engine.common.step_figures import StepFigures, by_depth
+from vllm_adaptive_tree.engine.common.step_record import step_record
 from vllm_adaptive_tree.engine.patches import swapped
 from vllm_adaptive_tree.engine.v1 import scratch
 from vllm_adaptive_tree.engine.v1.acceptance import Requests, accept, held
@@ -33,7 +34,7 @@ from vllm_adaptive_tree.engine.v1.drafts import Draft
 from vllm_adaptive_tree.engine.v1.head_drafter import HeadDrafter
 from vllm_adaptive_tree.engine.v1.model_drafter import ModelDrafter
 from vllm_adaptive_tree.engine.v1.recorder import Recorder
-from vllm_adaptive_tree.engine.v1.scheduling import affordable, scheduled_draft
+from vllm_adaptive_tree.engine.v1.scheduling import affordable, scheduled_draft, without_tree
 from vllm_adaptive_tree.engine.v1.scratch import ScratchBlocks
 from vllm_adaptive_tree.engine.v1.seeds import Seeds, without_discarded
 from vllm_adaptive_tree.engine.v1.target import Target
@@ -73,6 +74,8 @@ class TreeModelRunner(CPUModelRunner):
         """Whether the budget cuts trees of sampled children."""
         self.profile: CostProfile | None = None
         self.step: Verification | None = None
+        self.offered: dict[str, list[int]] = {}  # draft tokens of this step as the scheduler has them
+        self.without: dict[str, list[int]] = {}  # rows of this step without a tree, by reason
         self.accepted: dict[int, list[int]] = {}  # nodes of each tree of this step, by row
         self.initial: Tensor | None = None  # [R, W] tokens of the next first layer, by row
         self.clock = PhaseClock()
@@ -81,6 +84,7 @@ class TreeModelRunner(CPUModelRunner):
             self.begin_budget(Budget(sampled=self.cuts_sampled, most=most))
         self.scratch = ScratchBlocks(0)
         self.recorder: Recorder | None = None
+        self.record = step_record(vllm_config, self.options)
 
     def begin_budget(self, budget: Budget, temperature: DraftTemperature | None = None) -> None:
         self.budget = HostBudget(budget, self.steering, self.clock)
@@ -120,7 +124,7 @@ class TreeModelRunner(CPUModelRunner):
     # -- verify: the trees of this step, their positions, their mask
 
     def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
-        trees = scheduler_output.scheduled_spec_decode_tokens
+        self.offered = trees = scheduler_output.scheduled_spec_decode_tokens
         grammar = {name for name in trees if has_grammar(self.requests[name].sampling_params)}
         scheduler_output = affordable(scheduler_output, self.drafts, self.budget, grammar)
         return super().execute_model(scheduler_output, *args, **kwargs)
@@ -140,6 +144,14 @@ class TreeModelRunner(CPUModelRunner):
             for request, draft in drafts.items()
             if draft is not None and has_grammar(self.requests[request].sampling_params)
         }
+        self.without = without_tree(
+            self.input_batch.req_ids,
+            scheduler_output.scheduled_spec_decode_tokens,
+            self.offered,
+            drafts,
+            {name for name in drafts if has_grammar(self.requests[name].sampling_params)},
+            self.drafting.without,
+        )
         trees = {row: draft.tree for row, draft in self.scheduled.items()}
         counts = num_scheduled_tokens.tolist()
         computed = self.input_batch.num_computed_tokens_cpu[: len(counts)].tolist()
@@ -178,14 +190,27 @@ class TreeModelRunner(CPUModelRunner):
         step, self.step = self.step, None
         self.scheduled, self.judged, self.accepted, self.initial = {}, {}, {}, None
         if sampling and step is not None:
-            counts = (0.0, 0.0) if self.budget is None else self.budget.budget.take()
-            output.cudagraph_stats = step_stats(
-                self.clock.take(), chain.from_iterable(step.depths.values()), *counts, dead=self.drafting.dead
-            )
-            self.drafting.dead = 0
+            output.cudagraph_stats = self._figures(step).stat()
         if self.profile is not None:
             self.profile.tick()
         return output
+
+    def _figures(self, step: Verification) -> StepFigures:
+        """Of a step, and of all since the last one."""
+        expected, observed = (0.0, 0.0) if self.budget is None else self.budget.budget.take()
+        dead, self.drafting.dead = self.drafting.dead, 0
+        grown, self.drafting.grown = self.drafting.grown, 0
+        return StepFigures(
+            seconds=self.clock.take(),
+            nodes=by_depth(chain.from_iterable(step.depths.values())),
+            drafted=grown,
+            expected=expected,
+            observed=observed,
+            dead=dead,
+            gauges={} if self.budget is None else self.budget.gauges,
+            rows=[len(step.trees.get(row, ())) for row in range(len(step.row_count))],
+            without=self.without,
+        )
 
     def _sample(self, logits: Tensor | None, spec_decode_metadata: Any) -> SamplerOutput:
         assert logits is not None
@@ -207,6 +232,10 @@ class TreeModelRunner(CPUModelRunner):
             self.budget.verified(self.judged, tokens, nodes)
         if self.recorder is not None:
             self.recorder.see(self.scheduled, [self.requests[name] for name in self.input_batch.req_ids], nodes, target)
+        if self.record is not None:
+            counts = [len(step.trees.get(row, ())) for row in range(len(step.row_count))]
+            decodes = (rows - nodes == 1 for rows, nodes in zip(step.row_count, counts, strict=True))
+            self.record.verified(self.input_batch.req_ids, decodes, step.computed, counts, nodes, tokens)
         return SamplerOutput(sampled_token_ids=tokens.int(), logprobs_tensors=logprobs)
 
     def _limits(self, step: Verification) -> list[int]:

@@ -1,10 +1,11 @@
 """The scheduler's output: trees cut to what a step with prompts affords, and the drafts of the tokens that it kept."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from vllm_adaptive_tree.engine.common.step_figures import BUDGET, DRAFT, GRAMMAR, SCHEDULER
 from vllm_adaptive_tree.engine.v1.budget import HostBudget
 from vllm_adaptive_tree.engine.v1.drafts import Draft
 
@@ -29,6 +30,36 @@ def affordable(
         num_scheduled_tokens=fewer,
         total_num_scheduled_tokens=sum(fewer.values()),
     )
+
+
+def without_tree(
+    names: Sequence[str],
+    trees: Mapping[str, list[int]],
+    offered: Collection[str],
+    drafts: Mapping[str, Draft | None],
+    grammar: Collection[str],
+    why: Mapping[str, str],
+) -> dict[str, list[int]]:
+    """Reason -> rows of a step's requests without a tree.
+
+    Args:
+        names: of the batch, by row.
+        trees: tokens of those that are verified.
+        offered: requests that the scheduler gave draft tokens.
+        drafts: what was drafted for them.
+        grammar: requests that have one.
+        why: of those for which nothing was left after drafting.
+    """
+    found: dict[str, list[int]] = {}
+    for row, name in enumerate(names):
+        if name in trees:
+            continue
+        draft = drafts.get(name)
+        reason = why.get(name, DRAFT)
+        if draft is not None and len(draft.tree):
+            reason = BUDGET if name in offered else GRAMMAR if name in grammar else SCHEDULER
+        found.setdefault(reason, []).append(row)
+    return found
 
 
 def scheduled_draft(draft: Draft | None, tokens: list[int], request: str) -> Draft:

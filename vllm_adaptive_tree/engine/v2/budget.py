@@ -41,6 +41,10 @@ class DeviceBudget(BatchBudget):
         self.rested = 0
         """Steps in a row that have drafted nothing."""
 
+    @property
+    def verifying(self) -> int | None:
+        return self.nodes
+
     def begin_step(self, greedy: np.ndarray) -> int:
         """The most levels of the trees of requests that are `greedy` [R] or not; 0: nothing is drafted."""
         self.readback.next_step()

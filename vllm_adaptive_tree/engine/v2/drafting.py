@@ -89,6 +89,7 @@ class TreeDrafting(BaseSpeculator):
         self.states = states
         self.options, self.pair, self.flags = runner.options, runner.pair, runner.flags
         self.budget, self.steering, self.readback = runner.budget, runner.steering, AsyncReadback()
+        self.stats, self.record = runner.stats, runner.record
         self.random = self.options.tree.temperature(2.0)  # the draft's, if it does not follow the request's own
         self.follows = self.random != self.options.tree.temperature(3.0)
         self.device, self.num_speculative_steps = runner.device, self.options.num_speculative_tokens
@@ -190,17 +191,26 @@ class TreeDrafting(BaseSpeculator):
         if dummy_run:
             self.dummy_run(target, without_attention=skip_attn_for_dummy_run)
             return nothing
+        with self.stats.times.phase("draft"):
+            return self._proposed(target, temperature[request], seeds[request], nothing)
+
+    def _proposed(self, target: TargetOutput, temperature: Tensor, seed: Tensor, nothing: Tensor) -> Tensor:
+        """Tokens of the trees [R, N] of a step of R requests, with `temperature` and `seed` [R]."""
+        input_batch = target.batch
         self.readback.next_step()
         self.missed = 0
         greedy = self.flags.greedy[input_batch.idx_mapping_np]
         most = ALL if self.budget is None else self.budget.begin_step(greedy)
         trees = most > 0 or self.offers is not None
         self.drafts.forget()
+        tokens = nothing
         if most == 0:
             self.rest(target)
-            tokens = nothing
         if trees:
-            tree, level = self._trees(target, temperature[request], seeds[request], most)
+            tree, level = self._trees(target, temperature, seed, most)
+            self.stats.drafted(input_batch.req_ids, tree, rests=most == 0)
+            if self.record is not None:
+                self.record.drafted(input_batch.req_ids, tree)
             if self.budget is not None:
                 self.budget.drafted(tree, greedy, level)
             tokens = tree.tokens

@@ -8,32 +8,39 @@ import torch
 from torch import Tensor
 
 
-class _Copy(NamedTuple):
+class HostCopy(NamedTuple):
     host: Tensor
     ready: torch.Event | None
-    callback: Callable[[Tensor], None]
 
-
-class AsyncReadback:
-    def __init__(self) -> None:
-        self.steps: deque[list[_Copy]] = deque([[]])
-
-    def send(self, values: Tensor, callback: Callable[[Tensor], None]) -> None:
-        """Call `callback` with `values` on the host, in the step after the next."""
+    @classmethod
+    def of(cls, values: Tensor) -> "HostCopy":
+        """Begins a copy of values that stay as they are."""
         if values.device.type == "cpu":
-            self.steps[-1].append(_Copy(values, None, callback))
-            return
+            return cls(values, None)
         host = torch.empty_like(values, device="cpu", pin_memory=True)
         host.copy_(values, non_blocking=True)
         ready = torch.Event(values.device)
         ready.record()
-        self.steps[-1].append(_Copy(host, ready, callback))
+        return cls(host, ready)
+
+    def read(self) -> Tensor:
+        """The values, once they are there."""
+        if self.ready is not None:
+            self.ready.synchronize()
+        return self.host
+
+
+class AsyncReadback:
+    def __init__(self) -> None:
+        self.steps: deque[list[tuple[HostCopy, Callable[[Tensor], None]]]] = deque([[]])
+
+    def send(self, values: Tensor, callback: Callable[[Tensor], None]) -> None:
+        """Call `callback` with `values` on the host, in the step after the next."""
+        self.steps[-1].append((HostCopy.of(values), callback))
 
     def next_step(self) -> None:
         """Deliver what was sent in the step before the last, whether it is ready or not: every rank reads the same."""
         self.steps.append([])
         while len(self.steps) > 2:
-            for host, ready, callback in self.steps.popleft():
-                if ready is not None:
-                    ready.synchronize()
-                callback(host)
+            for copy, callback in self.steps.popleft():
+                callback(copy.read())

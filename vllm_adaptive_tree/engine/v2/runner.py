@@ -10,6 +10,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu import model_runner
 
+from vllm_adaptive_tree.acceptance import Accepted
 from vllm_adaptive_tree.budget import Budget, DraftTemperature, Planner
 from vllm_adaptive_tree.engine import checks
 from vllm_adaptive_tree.engine.common.attention import CPUTreeAttention
@@ -18,6 +19,7 @@ from vllm_adaptive_tree.engine.common.coverage import Coverage
 from vllm_adaptive_tree.engine.common.request_flags import RequestFlags
 from vllm_adaptive_tree.engine.common.startup import check_ranks, draft_memory, tree_options
 from vllm_adaptive_tree.engine.common.steering import Steering
+from vllm_adaptive_tree.engine.common.step_record import step_record
 from vllm_adaptive_tree.engine.patches import swapped
 from vllm_adaptive_tree.engine.v2 import verification
 from vllm_adaptive_tree.engine.v2.adapters import Adapters
@@ -73,7 +75,8 @@ class TreeModelRunnerV2(ModelRunner):
         self.metadata: dict[str, Any] = {}
         self.slots: dict[str, Tensor] = {}
         self.buffers: TargetBuffers | None = None  # where kernels run
-        self.stats, self.agreement = StepStats(), RankAgreement()
+        self.stats, self.agreement = StepStats(device), RankAgreement()
+        self.record = step_record(vllm_config, self.options)
         self.flags = RequestFlags(vllm_config.scheduler_config.max_num_seqs, self.pair, self.options)
         with swapped(model_runner, "init_speculator", self._speculator):
             super().__init__(vllm_config, device)
@@ -247,7 +250,15 @@ class TreeModelRunnerV2(ModelRunner):
         self.metadata = metadata
         return metadata
 
+    def execute_model(self, *args: Any, dummy_run: bool = False, **kwargs: Any) -> Any:
+        with self.stats.times.phase("verify", dummy=dummy_run):
+            return super().execute_model(*args, dummy_run=dummy_run, **kwargs)
+
     def sample(self, hidden_states: Tensor, input_batch: Any, grammar_output: Any) -> Any:
+        with self.stats.times.phase("accept"):
+            return self._accepted(hidden_states, input_batch, grammar_output)
+
+    def _accepted(self, hidden_states: Tensor, input_batch: Any, grammar_output: Any) -> Any:
         sampled = super().sample(hidden_states, input_batch, grammar_output)
         step, self.step, self.rejection_sampler.step = self.step, None, None
         accepted, self.rejection_sampler.accepted = self.rejection_sampler.accepted, None
@@ -268,17 +279,32 @@ class TreeModelRunnerV2(ModelRunner):
                 step.commit(nodes, self.metadata, self.compilation_config.static_forward_context, self.slots)
             step.write_path(input_batch.input_ids, tokens, nodes)
             self.speculator.verified(step, nodes, input_batch)
+        if self.record is not None:
+            self._recorded(sampled[0].sampled_token_ids, step, accepted, input_batch)
         return sampled
+
+    def _recorded(self, sampled: Tensor, step: Verification | None, accepted: Accepted | None, batch: Any) -> None:
+        """`sampled` [R, S]: of a step without a tree."""
+        assert self.record is not None
+        names, rows = batch.req_ids, batch.num_scheduled_tokens
+        if step is None or accepted is None:
+            position, empty = (batch.seq_lens[: batch.num_reqs] - 1).tolist(), [0] * batch.num_reqs
+            self.record.verified(names, rows == 1, position, empty, torch.full_like(sampled[:, :1], -1), sampled[:, :1])
+            return
+        nodes, count = accepted.nodes, step.tree.valid.sum(1)
+        if step.order is not None:
+            nodes = torch.where(nodes >= 0, step.order.gather(1, nodes.clamp(min=0)), -1)
+        others = rows - step.scheduled
+        self.record.verified(names, others == 1, step.root.tolist(), count.tolist(), nodes, accepted.tokens)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         sampling = self.execute_model_state is not None
         output = super().sample_tokens(grammar_output)
         dead, self.speculator.dead = self.speculator.dead, None
         if dead is not None:
-            self.stats.drafted(dead)
+            self.stats.lost(dead)
         if sampling and output is not None:
-            figures = self.stats.take(*((0.0, 0.0) if self.budget is None else self.budget.budget.take()))
-            getattr(output, "model_runner_output", output).cudagraph_stats = figures
+            output = self.stats.on(output, self.budget, off=self.off)
         if self.profile is not None:
             self.profile.tick()
         return output

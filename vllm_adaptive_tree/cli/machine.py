@@ -1,0 +1,52 @@
+"""What makes a machine slow for trees, as far as it can be read off."""
+
+import importlib.util
+import os
+from pathlib import Path
+
+FEW = 4
+"""Cores."""
+CPU_INFO = Path("/proc/cpuinfo")
+
+
+def slowness() -> list[str]:
+    """Of this machine; a machine with a CUDA device is not judged by its CPU."""
+    flags = set[str]()
+    if CPU_INFO.exists():
+        lines = CPU_INFO.read_text().splitlines()
+        flags = {flag for line in lines if line.startswith("flags") for flag in line.partition(":")[2].split()}
+    loaded = os.environ.get("LD_PRELOAD", "")
+    return findings(
+        flags, cores=len(os.sched_getaffinity(0)), load=os.getloadavg()[0], compiled=_has("numba"), preloaded=loaded
+    )
+
+
+def findings(flags: set[str], *, cores: int, load: float, compiled: bool, preloaded: str) -> list[str]:
+    """
+    Args:
+        flags: of the CPU; none where they are not known.
+        load: processes that ran in the last minute, on average.
+        compiled: whether numba is installed.
+        preloaded: LD_PRELOAD.
+    """
+    found = []
+    if flags and "avx512f" not in flags:
+        found.append("the CPU has no AVX-512, which vLLM's kernels are made for")
+    elif flags and not {"amx_bf16", "avx512_bf16"} & flags:
+        found.append("the CPU computes bfloat16 in float32 (no AVX512_BF16, no AMX): bfloat16 saves memory, not time")
+    if cores < FEW:
+        found.append(f"{cores} cores: a verified node is extra work here, so the budget keeps trees small")
+    if load > cores / 2:
+        found.append(
+            f"{load:.1f} processes run on {cores} cores: costs that an engine measures now are not those of a quiet "
+            "machine; delete its cost profile afterwards"
+        )
+    if not compiled:
+        found.append("numba is missing: OPT-Tree grows its trees in tensor operations; the extra 'cpu' brings it")
+    if "tcmalloc" not in preloaded:
+        found.append("tcmalloc is not preloaded (LD_PRELOAD), which vLLM recommends on CPUs")
+    return found
+
+
+def _has(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
