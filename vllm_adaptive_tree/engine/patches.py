@@ -27,6 +27,7 @@ def install() -> None:
     with missing_symbols_named():
         patch_validate_spec_decode()
         patch_prometheus_logger()
+        patch_structured_outputs()
 
 
 def patch_validate_spec_decode() -> None:
@@ -72,6 +73,43 @@ def patch_prometheus_logger() -> None:
 
     setattr(init, MARK, True)
     PrometheusStatLogger.__init__, PrometheusStatLogger.record = init, record
+
+
+def patch_structured_outputs() -> None:
+    """Wrap `StructuredOutputManager.validate_tokens` and `.grammar_bitmask`, and `Scheduler.get_grammar_bitmask`: with
+    ours, no draft token is cut, its mask is that of its branch, and the worker gets the grammars too."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.structured_output import StructuredOutputManager as Manager
+
+    from vllm_adaptive_tree.engine.common.structured_outputs import TreeGrammarOutput, tree_masks, walk_of
+
+    validate, masks, output = Manager.validate_tokens, Manager.grammar_bitmask, Scheduler.get_grammar_bitmask
+    if getattr(validate, MARK, False):
+        return
+
+    def ours(owner: Any) -> bool:
+        return bool(getattr(owner.vllm_config.speculative_config, MARK, False))
+
+    @wraps(validate)
+    def validate_tokens(self: Any, request: Any, spec_tokens: Any) -> Any:
+        return spec_tokens if ours(self) else validate(self, request, spec_tokens)
+
+    @wraps(masks)
+    def grammar_bitmask(self: Any, requests: Any, structured_output_request_ids: Any, drafts: Any) -> Any:
+        of = tree_masks if ours(self) else masks
+        return of(self, requests, structured_output_request_ids, drafts)
+
+    @wraps(output)
+    def get_grammar_bitmask(self: Any, scheduler_output: Any) -> Any:
+        found = output(self, scheduler_output)
+        if found is None or not ours(self):
+            return found
+        names, manager = found.structured_output_request_ids, self.structured_output_manager
+        return TreeGrammarOutput.of(found, {name: walk_of(manager, self.requests[name]) for name in names})
+
+    setattr(validate_tokens, MARK, True)
+    Manager.validate_tokens, Manager.grammar_bitmask = validate_tokens, grammar_bitmask
+    Scheduler.get_grammar_bitmask = get_grammar_bitmask
 
 
 @contextmanager
