@@ -20,8 +20,9 @@ from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 from tests.engine.engines import TARGET
 from vllm_adaptive_tree.drafters import Continuations, Rows
 from vllm_adaptive_tree.engine.common.grammar import ANY, Bounds, GrammarWalk, TreeTokens
-from vllm_adaptive_tree.engine.common.structured_outputs import TreeGrammarOutput, masks_of
+from vllm_adaptive_tree.engine.common.structured_outputs import TreeGrammarOutput, advance, masks_of
 from vllm_adaptive_tree.engine.v1.masked_drafter import MaskedDrafter, masked_continuations, unpacked
+from vllm_adaptive_tree.engine.vllm_api import MASKED_ENDS
 
 TOKENIZER = AutoTokenizer.from_pretrained(TARGET)
 VOCABULARY = len(TOKENIZER)
@@ -48,14 +49,16 @@ def after_x(path: Said) -> Bounds:
     return Bounds(start, start)
 
 
+CONFIG: Any = SimpleNamespace(
+    structured_outputs_config=StructuredOutputsConfig(),
+    model_config=None,
+    speculative_config=SimpleNamespace(num_speculative_tokens=NODES),
+)
+
+
 @pytest.fixture(scope="module", params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> Any:
-    config = SimpleNamespace(
-        structured_outputs_config=StructuredOutputsConfig(),
-        model_config=None,
-        speculative_config=SimpleNamespace(num_speculative_tokens=NODES),
-    )
-    return BACKENDS[request.param](config, tokenizer=TOKENIZER, vocab_size=VOCABULARY)
+    return BACKENDS[request.param](CONFIG, tokenizer=TOKENIZER, vocab_size=VOCABULARY)
 
 
 def walk_of(backend: Any, bounds: Any = at_once, **how: Any) -> GrammarWalk:
@@ -64,7 +67,8 @@ def walk_of(backend: Any, bounds: Any = at_once, **how: Any) -> GrammarWalk:
 
 
 def blank(backend: Any, rows: int) -> Tensor:
-    return backend.allocate_token_bitmask(rows).fill_(0)
+    """As the last step may have left it."""
+    return backend.allocate_token_bitmask(rows).fill_(0x55555555)
 
 
 def paths(tree: TreeTokens) -> list[list[int]]:
@@ -137,6 +141,32 @@ def test_reasoning_that_ends_on_a_branch(backend: Any) -> None:
     assert walk.read == []
 
 
+def test_a_grammar_may_end_inside_what_is_emitted(backend: Any) -> None:
+    def bounds(request: Any, tokens: Said, *, spec_tokens_committed: bool) -> Bounds:
+        assert spec_tokens_committed
+        return after_x(tokens)
+
+    manager, own = SimpleNamespace(_get_constraint_bounds=bounds), SimpleNamespace(reasoning_ended=False)
+    request = SimpleNamespace(use_structured_output=True, request_id="", structured_output_request=own)
+    own.grammar = backend.compile_grammar(StructuredOutputOptions.REGEX, REGEX)
+    assert advance(manager, request, [A, B, C])
+    assert not own.reasoning_ended
+    assert advance(manager, request, [B, X, A, B, E, E, END, D, D])
+    assert own.reasoning_ended
+    assert own.grammar.is_terminated()
+    own.grammar = backend.compile_grammar(StructuredOutputOptions.REGEX, REGEX)
+    assert not advance(manager, request, [X, A, D])
+
+
+def test_tokens_that_may_not_end_the_reasoning(backend: Any) -> None:
+    walk, mask = walk_of(backend, after_x, no_ends=[X, D]), blank(backend, 3)
+    walk.fill_tree(TreeTokens([A, X], [-1, -1]), mask)
+    found = unpacked(mask, VOCABULARY)
+    for row in (0, 1):
+        assert (~found[row]).nonzero().flatten().tolist() == sorted([X, D])
+    assert found[2].equal(alone(backend, []))
+
+
 def test_a_prefix_is_what_a_scheduler_leaves() -> None:
     cut = TREE[:5]
     assert (list(cut), cut.parents) == (list(TREE)[:5], TREE.parents[:5])
@@ -153,16 +183,17 @@ def test_masks_of_what_is_verified() -> None:
     scheduled, verified = {"a": [1] * 4, "b": [1] * 3, "x": [1]}, {"a": [1] * 2, "x": [1]}
     kept = masks_of(output, scheduled, verified)
     assert kept is not None
-    assert kept.grammar_bitmask[:, 0].tolist() == [0, 1, 2, 5, 9]
+    assert kept.grammar_bitmask[:, 0].tolist() == ([*range(12)] if MASKED_ENDS else [0, 1, 2, 5, 9])
     assert masks_of(output, scheduled, scheduled) is output
     assert masks_of(None, scheduled, verified) is None
 
 
 def test_grammars_stay_in_their_process() -> None:
-    own = TreeGrammarOutput.of(GrammarOutput(["a"], np.zeros((1, 1), np.int32), [0]), {"a": object()})
+    own = TreeGrammarOutput.of(GrammarOutput([], np.zeros((0, 1), np.int32), []), None, {})
+    own.walks = {"a": walk_of(XgrammarBackend(CONFIG, tokenizer=TOKENIZER, vocab_size=VOCABULARY))}
     sent = pickle.loads(pickle.dumps(own))
     assert type(sent) is GrammarOutput
-    assert (sent.structured_output_request_ids, sent.num_acceptable_drafts) == (["a"], [0])
+    assert (sent.structured_output_request_ids, sent.grammar_bitmask.shape) == ([], (0, 1))
 
 
 # -- the draft

@@ -15,6 +15,9 @@ from tests.engine.test_law import chi_square
 from vllm_adaptive_tree.engine.common.grammar import TreeTokens
 from vllm_adaptive_tree.engine.v1 import runner as runner_v1
 
+if V2:
+    from vllm_adaptive_tree.engine.v2 import draft_tokens
+
 PROMPT = PROMPTS[1]
 # Of what the draft says behind " objects" more than half is refused, and of the rest the target likes another part.
 PARTS = ([" objects"], [".", " to", " and", " for", " from"], [" the", " a", " it"])
@@ -102,9 +105,8 @@ def test_every_kind_of_children(engines: Engines, exact: dict[tuple[int, ...], f
     assert p_value(engines, exact, config(name)) > SURE
 
 
-@pytest.mark.skipif(V2, reason="its requests have single paths")
 def test_masks_of_a_chain_are_caught(
     engines: Engines, exact: dict[tuple[int, ...], float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner_v1, "TreeTokens", lambda tokens, parents: TreeTokens.of(tokens))
+    monkeypatch.setattr(draft_tokens if V2 else runner_v1, "TreeTokens", lambda tokens, parents: TreeTokens.of(tokens))
     assert p_value(engines, exact, config("without_replacement")) < SURE

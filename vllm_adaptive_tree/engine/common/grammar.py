@@ -1,13 +1,16 @@
 """Grammars on trees: draft tokens that bring their parents to the scheduler, and a grammar that walks on branches."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
+WORD = 32
+"""Tokens of a word of a mask."""
 ANY = -1
-"""A word of a mask that allows all of its 32 tokens."""
+"""A word that allows all of them."""
 
 
 class TreeTokens(list[int]):
@@ -27,6 +30,10 @@ class TreeTokens(list[int]):
     def __getitem__(self, at: Any) -> Any:
         found = super().__getitem__(at)
         return TreeTokens(found, self.parents[at]) if isinstance(at, slice) else found
+
+    def extend(self, padding: Iterable[int]) -> None:
+        super().extend(padding)
+        self.parents += (-1,) * (len(self) - len(self.parents))
 
     def __delitem__(self, at: Any) -> None:
         super().__delitem__(at)
@@ -55,6 +62,7 @@ class GrammarWalk:
         *,
         request: str = "",
         furthest: int | None = None,
+        no_ends: Sequence[int] = (),
     ):
         """
         Args:
@@ -63,8 +71,10 @@ class GrammarWalk:
             words: of a mask; 32 tokens each.
             request: its name, for vLLM's log.
             furthest: how many tokens it can be rolled back; None: any number.
+            no_ends: tokens that would end the reasoning, and that the grammar rejects in its first place.
         """
-        self.grammar, self.bounds, self.words, self.request, self.furthest = grammar, bounds, words, request, furthest
+        self.grammar, self.bounds, self.words = grammar, bounds, words
+        self.request, self.furthest, self.no_ends = request, furthest, no_ends
         self.read: list[int] = []
         """The tokens that `grammar` has read since."""
 
@@ -72,7 +82,7 @@ class GrammarWalk:
         """Write which tokens may follow `path` into `mask[row]` ([words] int32).
 
         Returns:
-            Whether the grammar has a say in it. It has none while the request reasons, after the end of the grammar,
+            Whether not all may. All may while the request reasons, but for `no_ends`, after the end of the grammar,
             and after a path that the grammar rejects, which nobody walks.
         """
         start, constrains = self.bounds(path)
@@ -80,7 +90,10 @@ class GrammarWalk:
             self.grammar.fill_bitmask(mask, row)
             return True
         mask[row].fill_(ANY)
-        return False
+        reasons = len(path) < constrains
+        for token in self.no_ends if reasons else ():
+            mask[row].numpy().view(np.uint32)[token // WORD] &= ~np.uint32(1 << token % WORD)
+        return reasons and len(self.no_ends) > 0
 
     def allowed(self, path: Sequence[int], tokens: Sequence[int]) -> int:
         """How many of `tokens` may follow `path`, one after the other."""
@@ -139,5 +152,6 @@ def _traverse(matcher: Any, tree: TreeTokens, mask: Tensor) -> None:
     for row in range(len(tree), 0, -1):
         parent = 1 + tree.parents[row - 1]
         child[parent], sibling[row] = row, child[parent]
+    mask.zero_()  # it does not come to what is below a path that ends the grammar, or is rejected
     matcher.traverse_draft_tree(torch.tensor(child), torch.tensor(sibling), torch.tensor([0, *tree]), mask)
-    mask[(mask == 0).all(1)] = ANY  # it allows nothing after a path that ends the grammar, or is rejected
+    mask[(mask == 0).all(1)] = ANY

@@ -15,11 +15,6 @@ def is_greedy(sampling: Any) -> bool:
     return bool(sampling.temperature < GREEDY)
 
 
-def has_grammar(sampling: Any) -> bool:
-    """Its output follows a grammar."""
-    return sampling.structured_outputs is not None
-
-
 def draws_from_target(sampling: Any, pair: Pair, options: TreeOptions) -> bool:
     """Whether it walks with the target's own draws, whatever the rule of the pair.
 
@@ -37,10 +32,8 @@ class RequestFlags:
 
     def __init__(self, requests: int, pair: Pair, options: TreeOptions):
         self.pair, self.options = pair, options
-        self.greedy, self.grammar, self.from_target = (np.zeros(requests, dtype=bool) for _ in range(3))
+        self.greedy, self.from_target = (np.zeros(requests, dtype=bool) for _ in range(2))
 
     def add(self, request: int, sampling: Any) -> None:
         self.greedy[request] = is_greedy(sampling)
-        self.grammar[request] = has_grammar(sampling)
-        # no mask for each node there: no rule can tell a child that its grammar rejects from one never sampled
-        self.from_target[request] = draws_from_target(sampling, self.pair, self.options) or has_grammar(sampling)
+        self.from_target[request] = draws_from_target(sampling, self.pair, self.options)

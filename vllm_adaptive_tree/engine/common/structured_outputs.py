@@ -9,6 +9,7 @@ from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.structured_output.backend_outlines import OutlinesGrammar
 
 from vllm_adaptive_tree.engine.common.grammar import Bounds, GrammarWalk
+from vllm_adaptive_tree.engine.vllm_api import MASKED_ENDS, mask_rows, masked_ends
 
 
 class TreeGrammarOutput(GrammarOutput):
@@ -18,9 +19,10 @@ class TreeGrammarOutput(GrammarOutput):
     walks: Mapping[str, GrammarWalk]
 
     @classmethod
-    def of(cls, output: GrammarOutput, walks: Mapping[str, GrammarWalk]) -> "TreeGrammarOutput":
+    def of(cls, output: GrammarOutput, manager: Any, requests: Mapping[str, Any]) -> "TreeGrammarOutput":
+        """`manager`, `requests`: the scheduler's."""
         own = cls(output.structured_output_request_ids, output.grammar_bitmask, output.num_acceptable_drafts)
-        own.walks = walks
+        own.walks = {name: walk_of(manager, requests[name]) for name in output.structured_output_request_ids}
         return own
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -30,12 +32,14 @@ class TreeGrammarOutput(GrammarOutput):
 def walk_of(manager: Any, request: Any) -> GrammarWalk:
     """The grammar of a scheduler's `request`. `manager`: vLLM's StructuredOutputManager, which has made a mask."""
     grammar = request.structured_output_request.grammar
+    reasons = manager._get_constraint_bounds(request, []).constraint_start > 0
     return GrammarWalk(
         grammar,
         lambda path: Bounds(*manager._get_constraint_bounds(request, path)),
         manager._grammar_bitmask.shape[1],
         request=request.request_id,
         furthest=manager.vllm_config.num_speculative_tokens if isinstance(grammar, OutlinesGrammar) else None,
+        no_ends=masked_ends(manager, request) if reasons else (),
     )
 
 
@@ -46,25 +50,41 @@ def tree_masks(
     each draft token, [rows, words], in the order of `names`."""
     if not names:
         return None
+    config = manager.vllm_config
+    nodes = config.num_speculative_tokens
     if manager._grammar_bitmask is None:
-        config = manager.vllm_config
-        rows = config.scheduler_config.max_num_seqs * (1 + config.num_speculative_tokens)
+        rows = config.scheduler_config.max_num_seqs * (1 + nodes)
         manager._grammar_bitmask = manager.backend.allocate_token_bitmask(rows)
     first = 0
     for name in names:
         tokens = drafts.get(name, ())
-        end = first + 1 + len(tokens)
-        walk_of(manager, requests[name]).fill_tree(tokens, manager._grammar_bitmask[first:end])
-        first = end
+        own = manager._grammar_bitmask[first : first + 1 + len(tokens)]
+        walk_of(manager, requests[name]).fill_tree(tokens, own)
+        first += mask_rows(len(tokens), nodes)
     masks: NDArray[np.int32] = manager._grammar_bitmask[:first].numpy()
     return masks
+
+
+def advance(manager: Any, request: Any, tokens: Sequence[int]) -> bool:
+    """In place of `StructuredOutputManager.accept_tokens`, for tokens that may follow the end of the grammar: some
+    backends reject those unless they come alone. Whether the grammar accepts the others."""
+    if not request.use_structured_output or not tokens:
+        return True
+    start, _ = manager._get_constraint_bounds(request, tokens, spec_tokens_committed=True)
+    if start > len(tokens):
+        return True
+    own = request.structured_output_request
+    own.reasoning_ended, grammar = True, own.grammar
+    return all(
+        grammar.is_terminated() or grammar.accept_tokens(request.request_id, [token]) for token in tokens[start:]
+    )
 
 
 def masks_of(
     output: GrammarOutput | None, scheduled: Mapping[str, Sequence[int]], verified: Mapping[str, Sequence[int]]
 ) -> GrammarOutput | None:
     """The masks of the draft tokens that a step verifies, a prefix of those `scheduled` for each request."""
-    if output is None or scheduled is verified:
+    if output is None or scheduled is verified or MASKED_ENDS:
         return output
     rows, first = list[int](), 0
     for name in output.structured_output_request_ids:
