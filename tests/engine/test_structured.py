@@ -13,6 +13,9 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from tests.engine.engines import PROMPTS, V2, Engines, TreeSpy, assert_identical, generate, metric, runner_of, tree
 from vllm_adaptive_tree.trees import TokenTree
 
+if V2:
+    from vllm_adaptive_tree.engine.v2 import verification
+
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 20}, "size": {"type": "integer"}},
@@ -34,18 +37,21 @@ LARK = {"grammar": 'start: "return " term (" + " term)*\nterm: /[a-z]+/ | "(" /[
 OF_BACKEND = {} if V2 else {"guidance": [*SHAPES[:3], LARK, SHAPES[5]], "outlines": SHAPES[:3]}
 
 
+TEXTS, LENGTH = (PROMPTS[:7], 16) if V2 else (PROMPTS, 40)  # the interpreter is slow
+
+
 def batch(start: int, shapes: Sequence[dict[str, Any]] = SHAPES) -> list[SamplingParams]:
-    """16 requests: every shape, greedy and seeded; every fifth request is free of structure, and every seventh goes on
-    after its grammar has ended."""
+    """For each text one: every shape, greedy and seeded; every fifth is free of structure, every seventh goes on after
+    its grammar has ended."""
     params = []
-    for i in range(16):
+    for i in range(len(TEXTS)):
         shape = None if i % 5 == 4 else StructuredOutputsParams(**shapes[(i + start) % len(shapes)])
         law = {"temperature": 0 if i % 2 else 0.9, "seed": start + i, "ignore_eos": i % 7 == 6}
-        params.append(SamplingParams(**law, max_tokens=40, logprobs=2, structured_outputs=shape))
+        params.append(SamplingParams(**law, max_tokens=LENGTH, logprobs=2, structured_outputs=shape))
     return params
 
 
-STARTS = range(1 if V2 else 4)  # the interpreter is slow
+STARTS = range(1 if V2 else 4)
 
 
 class Reasoner:
@@ -66,16 +72,18 @@ def manager_of(llm: Any) -> Any:
 
 
 def everything(llm: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
-    found = {"xgrammar": [one for start in STARTS for one in generate(llm, PROMPTS, batch(start))]}
+    found = {"xgrammar": [one for start in STARTS for one in generate(llm, TEXTS, batch(start))]}
     with monkeypatch.context() as patch:
         patch.setattr(manager_of(llm), "reasoner_cls", Reasoner)
-        found["reasoning"] = generate(llm, PROMPTS, batch(1))
+        if V2:  # its trees stay as they are drafted, as their masks
+            patch.setattr(verification, "IN_GENERATION_ORDER", 0)
+        found["reasoning"] = generate(llm, TEXTS, batch(1))
     for backend, shapes in OF_BACKEND.items():
         with monkeypatch.context() as patch:
             patch.setattr(manager_of(llm), "backend", None)
             patch.setattr(manager_of(llm), "backend_name", None, raising=False)  # from 0.33 on
             patch.setattr(llm.llm_engine.vllm_config.structured_outputs_config, "backend", backend)
-            found[backend] = generate(llm, PROMPTS, batch(2, shapes))
+            found[backend] = generate(llm, TEXTS, batch(2, shapes))
             assert type(manager_of(llm).backend).__name__.lower().startswith(backend)
     return found
 
@@ -119,8 +127,8 @@ def test_structured_output(llm: Any, plain: dict[str, list[Any]], monkeypatch: p
     ours = everything(llm, monkeypatch)
     for name, outputs in plain.items():
         assert_identical(outputs, ours[name])
-    assert sum(output.finish_reason == "stop" for output in ours["xgrammar"]) > 4 * len(STARTS)
     if isinstance(spy, GrammarSpy):
+        assert sum(output.finish_reason == "stop" for output in ours["xgrammar"]) > 4 * len(STARTS)
         end, line = llm.get_tokenizer().eos_token_id, Reasoner(llm.get_tokenizer()).end
         assert sum(not one.is_chain for _, one in spy.structured) > len(spy.structured) / 4
         assert any(end in tokens[1:] for tokens in spy.emitted), "a grammar ends inside an accepted path"

@@ -45,20 +45,23 @@ class MaskedDrafter:
         if not nodes:
             return rows
         mask = torch.empty(len(nodes), self.grammars[nodes[0][0]][0].words, dtype=torch.int32)
-        said = [self.grammars[node[0]][0].fill(node[2], mask, row) for row, node in enumerate(nodes)]
+        said = [False] * len(nodes)
+        for row in sorted(range(len(nodes)), key=lambda row: (nodes[row][0], nodes[row][2])):  # branch by branch
+            request, _, path = nodes[row]
+            said[row] = self.grammars[request][0].fill(path, mask, row)
         if not any(said):
             return rows
-        request, column = torch.tensor([node[:2] for node, under in zip(nodes, said, strict=True) if under]).T
+        of, column, _ = zip(*(node for node, under in zip(nodes, said, strict=True) if under), strict=True)
         allowed = unpacked(mask[said], rows.logits.shape[-1])
-        logits = rows.logits[request, column]
+        logits = rows.logits[of, column]
         known = logits.amax(-1) > -torch.inf
         logits.masked_fill_(~allowed, -torch.inf)
-        rows.logits[request, column] = logits
+        rows.logits[of, column] = logits
         nothing = known & (logits.amax(-1) == -torch.inf)  # the draft has a prediction, which the grammar rejects
         if not nothing.any():
             return rows
         dead = torch.zeros(rows.logits.shape[:2], dtype=torch.bool) if rows.dead is None else rows.dead.clone()
-        dead[request[nothing], column[nothing]] = True
+        dead[torch.tensor(of)[nothing], torch.tensor(column)[nothing]] = True
         return rows._replace(dead=dead)
 
 
