@@ -90,7 +90,7 @@ class MaskClock:
     """Seconds in masks, of scheduler and draft."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0
+        self.seconds, self.watched = 0.0, set[Any]()
 
     def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -103,23 +103,27 @@ class MaskClock:
         return run
 
     def watch(self) -> None:
+        """Called once an engine has started, which may have replaced what is watched."""
         from vllm.v1.structured_output import StructuredOutputManager as Manager
 
         from vllm_adaptive_tree.engine.v1.masked_drafter import MaskedDrafter
 
-        Manager.grammar_bitmask = self.timed(Manager.grammar_bitmask)
-        Manager.validate_tokens = self.timed(Manager.validate_tokens)
-        MaskedDrafter._masked = self.timed(MaskedDrafter._masked)
+        names = (Manager, "grammar_bitmask"), (Manager, "validate_tokens"), (MaskedDrafter, "_masked")
+        for owner, name in names:
+            if (function := getattr(owner, name)) not in self.watched:
+                timed = self.timed(function)
+                self.watched.add(timed)
+                setattr(owner, name, timed)
 
 
 def measure(llm: Any, clock: MaskClock, kind: str, texts: list[str], rounds: int) -> dict[str, Any]:
-    """One row: tokens, tokens per step, nodes per step, seconds, and of those the masks'."""
+    """One row: tokens, requests that failed, tokens per step, nodes per step, seconds, and of those the masks'."""
 
     def counts() -> dict[str, float]:
         found = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
         return {name: found.get(f"vllm:spec_decode_num_{name}", 0.0) for name in ("draft_tokens", "accepted_tokens")}
 
-    seconds, masks, tokens, before = [], [], 0, counts()
+    seconds, masks, tokens, failed, before = [], [], 0, 0, counts()
     for _ in range(rounds):
         seconds.append(0.0)
         masks.append(-clock.seconds)
@@ -128,12 +132,14 @@ def measure(llm: Any, clock: MaskClock, kind: str, texts: list[str], rounds: int
             outputs = llm.generate(texts[first : first + BATCH], batch(kind), use_tqdm=False)
             seconds[-1] += time.perf_counter() - started
             tokens += sum(len(output.outputs[0].token_ids) for output in outputs)
+            failed += sum(output.outputs[0].finish_reason == "error" for output in outputs)
         masks[-1] += clock.seconds
     after = counts()
     steps = tokens - after["accepted_tokens"] + before["accepted_tokens"]
     return {
         "kind": kind,
         "tokens": tokens // rounds,
+        "failed": failed / rounds,
         "tokens_per_step": tokens / steps,
         "nodes_per_step": (after["draft_tokens"] - before["draft_tokens"]) / steps,
         "seconds": statistics.median(seconds),
@@ -154,6 +160,7 @@ def run(name: str, clock: MaskClock, count: int, rounds: int) -> list[dict[str, 
         disable_log_stats=False,
     )
     change(llm)
+    clock.watch()
     texts, rows = prompts(count), []
     for kind in (*SHAPES, "mix"):
         llm.generate(texts[:BATCH], batch(kind), use_tqdm=False)  # compiles the grammar
@@ -194,7 +201,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     clock = MaskClock()
-    clock.watch()
     rows = [row for way in options.ways for row in run(way, clock, options.prompts, options.rounds)]
     if options.out:
         options.out.write_text(json.dumps(rows, indent=2) + "\n")
