@@ -198,3 +198,18 @@ def test_rests_chunks_and_preemptions(engines: Engines, monkeypatch: pytest.Monk
     assert_identical(wanted, generate(llm, long * 2, params))
     assert metric(llm, "num_preemptions") > 0
     assert metric(llm, "spec_decode_num_accepted_tokens") > 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(V2, reason="its draft does not follow the grammar")
+def test_steps_of_the_benchmark(engines: Engines) -> None:
+    """Of 80 requests, beside single paths that are drafted without the grammar."""
+    from benchmarks.structured import MaskClock, run
+
+    engines.shutdown()
+    before, after = ({row["kind"]: row for row in run(way, MaskClock(), 80, 1)} for way in ("first paths", "OPT-Tree"))
+    for kind, row in after.items():
+        assert row["failed"] == 0
+        assert row["tokens"] == before[kind]["tokens"]
+        assert row["tokens_per_step"] > before[kind]["tokens_per_step"]
+    assert after["mix"]["tokens_per_step"] > 2 * before["mix"]["tokens_per_step"]
