@@ -69,6 +69,7 @@ def misspelt() -> str:
 
 def generated(speculative_config: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
 
     llm = LLM(
         TARGET,
@@ -80,7 +81,9 @@ def generated(speculative_config: dict[str, Any]) -> dict[str, Any]:
     )
     params = [SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)]
     params.append(SamplingParams(min_p=0.1, logit_bias={262: 3.0}, seed=5, max_tokens=8, ignore_eos=True))
-    outputs = llm.generate(["import os\nimport sys\n"] * 2, params, use_tqdm=False)
+    grammar = StructuredOutputsParams(regex=r"[a-z]{3,9}\(([a-z]{1,8}, )*\)")
+    params.append(SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, structured_outputs=grammar))
+    outputs = llm.generate(["import os\nimport sys\n"] * 3, params, use_tqdm=False)
     nodes = sum(m.value for m in llm.get_metrics() if m.name == "vllm:adaptive_tree_nodes")
     return {"tokens": [list(output.outputs[0].token_ids) for output in outputs], "nodes": nodes}
 
@@ -102,6 +105,7 @@ def patched() -> dict[str, Any]:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.metrics.loggers import PrometheusStatLogger
+    from vllm.v1.structured_output import StructuredOutputManager
 
     from vllm_adaptive_tree.engine.patches import install
     from vllm_adaptive_tree.engine.plugin import register
@@ -112,6 +116,10 @@ def patched() -> dict[str, Any]:
         (PrometheusStatLogger, "__init__"),
         (PrometheusStatLogger, "record"),
         (Scheduler, "update_from_output"),
+        (StructuredOutputManager, "validate_tokens"),
+        (StructuredOutputManager, "grammar_bitmask"),
+        (StructuredOutputManager, "accept_tokens"),
+        (Scheduler, "get_grammar_bitmask"),
     ]
     found = {
         "flags": built(*TREE),
@@ -211,7 +219,7 @@ def test_flags_of_a_tree_method(plugin_route: dict[str, Any], source_route: dict
 
 def test_generates_without_the_plugin(plugin_route: dict[str, Any], source_route: dict[str, Any]) -> None:
     assert source_route["generated"] == plugin_route["generated"]
-    assert [len(tokens) for tokens in source_route["generated"]["tokens"]] == [8, 8]
+    assert [len(tokens) for tokens in source_route["generated"]["tokens"]] == [8, 8, 8]
     assert source_route["generated"]["nodes"] > 0
 
 

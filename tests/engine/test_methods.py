@@ -139,7 +139,8 @@ def sampled(engines: Engines, folder: Path) -> dict[str, dict[str, Any]]:
 @pytest.fixture(scope="module")
 def plain(engines: Engines) -> dict[str, Any]:
     llm = engines.start()
-    return {"greedy": generate(llm, BATCH, greedy()), "mixed": generate(llm, BATCH, mixed())}
+    kinds = {"greedy": greedy(), "mixed": mixed(), "structured": structured()}
+    return {name: generate(llm, BATCH, params) for name, params in kinds.items()}
 
 
 @pytest.fixture(scope="module")
@@ -176,6 +177,7 @@ def test_greedy_and_seeded(
     ours = generate(llm, BATCH, mixed())
     assert_identical([plain["mixed"][i] for i in REPEATABLE], [ours[i] for i in REPEATABLE])
     assert [len(output.token_ids) for output in ours] == [params.max_tokens for params in mixed()]
+    assert_identical(plain["structured"][::2], generate(llm, BATCH, structured())[::2])
     if "gate" in options:
         assert len({len(t) for t in spy.trees}) > 2, "the gate decides nothing"
     if options.get("mode") == "chain":
@@ -198,6 +200,7 @@ def test_greedy_under_every_rule(
     repeatable = [i for i in REPEATABLE if rule == "target_only" or mixed()[i].temperature == 0]
     assert_identical([plain["mixed"][i] for i in repeatable], [ours[i] for i in repeatable])
     assert [len(output.token_ids) for output in ours] == [params.max_tokens for params in mixed()]
+    assert_identical(plain["structured"][::2], generate(llm, BATCH, structured())[::2])
     assert any(len(t.branches()) > 2 for t in spy.trees)
 
 

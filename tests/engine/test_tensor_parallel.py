@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
 
 from tests.engine.engines import PROMPTS, TARGET, V2, Engines, assert_identical, generate, tree
 from tests.engine.heads import eagle3
@@ -28,7 +29,8 @@ if os.environ.get("MODEL_RUNNER", "v1") != "v1":  # in every rank
     from tests import interpreter
     interpreter.install(asynchronous=os.environ["MODEL_RUNNER"] == "v2-async")
 from tests.engine.leaning import lean, second_best
-from vllm import LLM, SamplingParams
+from tests.engine.test_tensor_parallel import sampling
+from vllm import LLM
 
 def agree(worker, known):
     runner = worker.model_runner
@@ -40,7 +42,7 @@ def main():
               speculative_config=spec, **ranks)
     if known:
         llm.collective_rpc(agree, args=(known,))
-    outputs = llm.generate(prompts, [SamplingParams(**own) for own in params], use_tqdm=False)
+    outputs = llm.generate(prompts, [sampling(**own) for own in params], use_tqdm=False)
     names = ["spec_decode_num_accepted_tokens", "spec_decode_num_draft_tokens", "adaptive_tree_nodes"]
     counters = [sum(m.value for m in llm.get_metrics() if m.name == f"vllm:{name}") for name in names]
     print("RESULT" + json.dumps([[list(o.outputs[0].token_ids) for o in outputs],
@@ -134,9 +136,18 @@ SPECS = {
 
 
 def params(method: str, **extra: Any) -> list[dict[str, Any]]:
-    """Greedy; beside DySpec every second request is sampled, without a seed."""
-    sampled = [method == "dyspec" and i % 2 for i in range(COUNT)]
-    return [{"temperature": float(own), "max_tokens": LENGTH, "ignore_eos": True, **extra} for own in sampled]
+    """Greedy; beside DySpec every second request is sampled, without a seed, and the first two have a grammar."""
+    found = [{"temperature": 0.0, "max_tokens": LENGTH, "ignore_eos": True, **extra} for _ in range(COUNT)]
+    if method == "dyspec":
+        for own in found[1::2]:
+            own["temperature"] = 1.0
+        for own in found[:2]:
+            own["regex"] = r"[a-z_]{3,12}\(([a-z]{1,8}, )*[a-z]{1,8}\)"
+    return found
+
+
+def sampling(*, regex: str | None = None, **own: Any) -> SamplingParams:
+    return SamplingParams(**own, structured_outputs=regex and StructuredOutputsParams(regex=regex))
 
 
 @pytest.mark.parametrize("method", SPECS)
@@ -144,7 +155,7 @@ def test_two_ranks(engines: Engines, nodes: Nodes, tmp_path: Path, method: str) 
     """Of OPT-Tree each has a node of its own. The head agrees with what is known of the target."""
     asked, apart, spec, known = params(method), method == "opt_tree", SPECS[method], list[Any]()
     llm = engines.start()
-    plain = generate(llm, PROMPTS[:COUNT], [SamplingParams(**own) for own in params(method, logprobs=2)])
+    plain = generate(llm, PROMPTS[:COUNT], [sampling(**own) for own in params(method, logprobs=2)])
     if method == "head":
         spec = {**spec, "model": eagle3(tmp_path / "head", reduced=True)}
         prompts = llm.get_tokenizer()(PROMPTS[:COUNT]).input_ids

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.oracles.drafts import Drafts, every_cut, every_draft, node_probs
+from tests.oracles.drafts import Drafts, cut, every_cut, every_draft, node_probs
 from tests.oracles.growth import as_the_engine, propose
 from tests.oracles.models import ToyDrafter, ToyLM
 from tests.oracles.steps import emitted, verify
@@ -204,6 +204,41 @@ def test_reduced_vocabulary_of_other_proposers(name):
         assert bias(proposer, rule, nodes=4, pairs=reduced(proposer.max_depth)).max() < EXACT
 
 
+def under_a_grammar(depth: int, *, drafts: bool = True) -> Models:
+    """Pairs of four tokens, of which a grammar allows one, two or three, by the path; `drafts`: those follow it too."""
+    own, targets = models(4, depth)
+    histories = torch.arange(len(own[0].logits))[:, None]
+    allowed = (histories * 7 + torch.arange(4)) % 4 <= (histories + 2) % 3
+    assert set(allowed.sum(1).tolist()) == {1, 2, 3}
+    known, wanted = (
+        [ToyLM(torch.where(allowed, model.logits.clamp(min=-20), -torch.inf)) for model in side]
+        for side in (own, targets)
+    )
+    return known if drafts else own, wanted
+
+
+@pytest.mark.parametrize("drafts", [True, False])
+@pytest.mark.parametrize(
+    ("children", "kind", "rule"),
+    [(first, kind, rule) for first in (2, 3) for kind in KINDS for rule in legal_rules((kind,), first)],
+)
+def test_grammar(children, kind, rule, drafts):
+    """Also with more children than the grammar allows, and with children that it rejects."""
+    pairs = under_a_grammar(2, drafts=drafts)
+    assert bias(static(kind, Shape.k_config([children, 2])), rule, nodes=4, pairs=pairs).max() < EXACT
+
+
+@pytest.mark.parametrize(
+    ("name", "drafts"),
+    [(name, drafts) for name in (*CHOSEN, *DYSPEC) for drafts in (True, False) if drafts or "heap" not in name],
+)
+def test_grammar_of_other_proposers(name, drafts):
+    proposer = {**CHOSEN, **DYSPEC}[name]()
+    pairs = under_a_grammar(proposer.max_depth, drafts=drafts)
+    for rule in legal_rules(proposer.kinds, 3):
+        assert bias(proposer, rule, nodes=4, pairs=pairs).max() < EXACT
+
+
 @pytest.mark.parametrize(("kind", "rule"), LEGAL)
 def test_greedy_requests_get_the_argmax(kind, rule):
     assert bias(static(kind, IRREGULAR), rule, nodes=6, pairs=certain(models(3, 3)), greedy=True).max() < EXACT
@@ -242,6 +277,31 @@ WRONG = [
     for rule in RULES
     if kind not in RULES[rule].kinds and (kind, rule) != SPECHUB_TAKES_ANY_SECOND
 ]
+
+
+@pytest.mark.parametrize(("kind", "rule"), LEGAL)
+def test_a_node_without_its_mask_is_biased(kind, rule):
+    drafts, targets = under_a_grammar(2)
+    trees = every_draft(static(kind, Shape.k_config([2, 2])), drafts, nodes=4, temperature=TEMPERATURE)
+    law = torch.stack([target.continuations(3) for target in targets])
+    assert (emitted(trees, targets, rule, kind, length=3).probs - law).abs().sum(1).max() / 2 < EXACT
+    for target, free in zip(targets, models(4, 2)[1], strict=True):
+        target.probs[2] = free.probs[2]
+    assert (emitted(trees, targets, rule, kind, length=3).probs - law).abs().sum(1).max() / 2 > BIASED
+
+
+@pytest.mark.parametrize("rule", ["rrs", "rrsw"])
+def test_a_draft_cut_where_its_grammar_rejects_it_is_biased(rule):
+    """A child that was sampled and then dropped looks like one that was never sampled."""
+
+    def cut_at_rejected(trees: Drafts) -> Drafts:
+        return cut(trees, (trees.tree.tokens != 3).cumprod(1).sum(1))
+
+    proposer = static(RULES[rule].kinds[0], Shape.k_config([2]))
+    drafts, targets = under_a_grammar(1, drafts=False)
+    assert all(target.probs[0, 3] == 0 for target in targets)
+    assert bias(proposer, rule, nodes=2, pairs=(drafts, targets)).max() < EXACT
+    assert bias(proposer, rule, nodes=2, pairs=(drafts, targets), change=cut_at_rejected).max() > BIASED
 
 
 @pytest.mark.parametrize(("kind", "rule"), WRONG)

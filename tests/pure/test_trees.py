@@ -101,17 +101,6 @@ def test_branches_of_a_chain():
     assert BRANCHED.branches() == [[0, 2, 6], [3, 5], [1, 4]]
 
 
-def test_first_paths():
-    trees = [BRANCHED, BRANCHED, TokenTree.chain([3, 4]), TokenTree((), ()), *(random_tree(7, 4, s) for s in range(6))]
-    where = torch.ones(len(trees), dtype=torch.bool)
-    where[1] = False
-    found = on_host(on_device(trees, 7).first_paths(where, max_depth=7))
-    paths = [TokenTree.chain([tree.tokens[node] for node in tree.first_path()]) for tree in trees]
-    assert found == [BRANCHED if row == 1 else path for row, path in enumerate(paths)]
-    shallow = on_host(on_device(trees, 7).first_paths(where, max_depth=2))
-    assert shallow[0] == TokenTree.chain([5, 7])
-
-
 def test_ancestor_mask():
     trees = [BRANCHED, TokenTree.chain([3, 4]), TokenTree((), ()), *(random_tree(7, 4, seed) for seed in range(6))]
     seen = ancestor_mask(on_device(trees, 7).parent).tolist()

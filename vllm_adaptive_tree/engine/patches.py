@@ -36,6 +36,7 @@ def install() -> None:
         patch_validate_spec_decode()
         patch_prometheus_logger()
         patch_scheduler()
+        patch_structured_outputs()
 
 
 def patch_validate_spec_decode() -> None:
@@ -106,6 +107,49 @@ def patch_scheduler() -> None:
 
     setattr(update_from_output, MARK, True)
     Scheduler.update_from_output = update_from_output
+
+
+def patch_structured_outputs() -> None:
+    """Wrap `StructuredOutputManager.validate_tokens`, `.grammar_bitmask` and `.accept_tokens`, and
+    `Scheduler.get_grammar_bitmask`: with ours, no draft token is cut, its mask is that of its branch, a grammar may end
+    inside an accepted path, and the worker gets the grammars too."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.structured_output import StructuredOutputManager as Manager
+    from vllm.v1.structured_output.utils import strip_speculative_padding
+
+    from vllm_adaptive_tree.engine.common.structured_outputs import TreeGrammarOutput, advance, tree_masks
+
+    validate, masks, accept = Manager.validate_tokens, Manager.grammar_bitmask, Manager.accept_tokens
+    output = Scheduler.get_grammar_bitmask
+    if getattr(validate, MARK, False):
+        return
+
+    def ours(owner: Any) -> bool:
+        return bool(getattr(owner.vllm_config.speculative_config, MARK, False))
+
+    @wraps(validate)
+    def validate_tokens(self: Any, request: Any, spec_tokens: Any) -> Any:
+        return strip_speculative_padding(spec_tokens) if ours(self) else validate(self, request, spec_tokens)
+
+    @wraps(masks)
+    def grammar_bitmask(self: Any, requests: Any, structured_output_request_ids: Any, drafts: Any) -> Any:
+        return (tree_masks if ours(self) else masks)(self, requests, structured_output_request_ids, drafts)
+
+    @wraps(accept)
+    def accept_tokens(self: Any, request: Any, new_token_ids: Any) -> Any:
+        return (advance if ours(self) else accept)(self, request, new_token_ids)
+
+    @wraps(output)
+    def get_grammar_bitmask(self: Any, scheduler_output: Any) -> Any:
+        found = output(self, scheduler_output)
+        if found is None or not ours(self):
+            return found
+        return TreeGrammarOutput.of(found, self.structured_output_manager, self.requests)
+
+    setattr(validate_tokens, MARK, True)
+    Manager.validate_tokens, Manager.grammar_bitmask = validate_tokens, grammar_bitmask
+    Manager.accept_tokens = accept_tokens
+    Scheduler.get_grammar_bitmask = get_grammar_bitmask
 
 
 @contextmanager

@@ -60,24 +60,3 @@ class TreeBatch(NamedTuple):
         match = (self.parent == node[:, None]) & self.valid
         hit = match & (match.cumsum(1) == n[:, None] + 1)
         return torch.where(hit.any(1), hit.int().argmax(1), -1)
-
-    def first_paths(self, where: Tensor, max_depth: int) -> "TreeBatch":
-        """Replace the trees `where` [R] is true by the chain that always takes the child generated first.
-
-        `max_depth`: no tree is deeper.
-        """
-        node = torch.full_like(self.tokens[:, 0], -1)
-        alive = torch.ones_like(where)
-        path = []
-        for _ in range(min(max_depth, self.tokens.shape[1])):
-            child = self.nth_child(node, torch.zeros_like(node))
-            alive = alive & (child >= 0)
-            node = torch.where(alive, child, node)
-            path.append(torch.where(alive, child, -1))
-        at = torch.stack(path, 1)
-        count = (at >= 0).sum(1)
-        order = pad(at.clamp(min=0), (0, self.tokens.shape[1] - at.shape[1]))
-        chain = torch.arange(self.tokens.shape[1], device=node.device).expand_as(order)
-        chains = TreeBatch(self.tokens.gather(1, order), chain - 1, chain + 1, self.log_weight.gather(1, order))
-        pairs = zip(chains.cut(count), self, strict=True)
-        return TreeBatch(*(torch.where(where[:, None], new, old) for new, old in pairs))

@@ -15,22 +15,14 @@ def is_greedy(sampling: Any) -> bool:
     return bool(sampling.temperature < GREEDY)
 
 
-def has_grammar(sampling: Any) -> bool:
-    """Its output follows a grammar, which vLLM lets read draft tokens in a row only: no siblings."""
-    return sampling.structured_outputs is not None
-
-
 def draws_from_target(sampling: Any, pair: Pair, options: TreeOptions) -> bool:
     """Whether it walks with the target's own draws, whatever the rule of the pair.
 
-    Greedy requests do, and under `auto` those with a seed of their own. So do those with a grammar: the scheduler cuts
-    a drafted path where the grammar rejects it, and no rule can tell a child that was cut, with p = 0, from one that
-    was never sampled.
+    Greedy requests do, and under `auto` those with a seed of their own.
     """
     return (
         pair.rule is RULES["target_only"]
         or is_greedy(sampling)
-        or has_grammar(sampling)
         or (options.rejection_sample_method == "auto" and sampling.seed is not None)
     )
 
@@ -40,9 +32,8 @@ class RequestFlags:
 
     def __init__(self, requests: int, pair: Pair, options: TreeOptions):
         self.pair, self.options = pair, options
-        self.greedy, self.grammar, self.from_target = (np.zeros(requests, dtype=bool) for _ in range(3))
+        self.greedy, self.from_target = (np.zeros(requests, dtype=bool) for _ in range(2))
 
     def add(self, request: int, sampling: Any) -> None:
         self.greedy[request] = is_greedy(sampling)
-        self.grammar[request] = has_grammar(sampling)
         self.from_target[request] = draws_from_target(sampling, self.pair, self.options)

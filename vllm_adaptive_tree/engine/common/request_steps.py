@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm.logger import init_logger
 
-from vllm_adaptive_tree.engine.common.step_figures import GRAMMAR, SCHEDULER, StepFigures
+from vllm_adaptive_tree.engine.common.step_figures import SCHEDULER, StepFigures
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -23,7 +23,6 @@ class RequestSteps:
         was not verified.
         """
         figures, invalid = StepFigures.of(output.cudagraph_stats), dict(scheduled.num_invalid_spec_tokens or {})
-        refused = set(invalid)
         reasons = {row: reason for reason, rows in figures.without.items() for row in rows}
         lengths, fallbacks = Counter[int](), Counter[str]()
         self.undrafted: list[Any] = []
@@ -43,7 +42,7 @@ class RequestSteps:
                 continue  # it has read its prompt
             lengths[emitted] += 1
             if not nodes:
-                fallbacks[reasons.get(row, GRAMMAR if name in refused else SCHEDULER)] += 1
+                fallbacks[reasons.get(row, SCHEDULER)] += 1
         scheduled.num_invalid_spec_tokens = invalid
         figures.steps, figures.tokens = lengths.total(), sum(size * count for size, count in lengths.items())
         depths = range(1, max(lengths, default=1))

@@ -15,12 +15,11 @@ from vllm.compilation.cuda_graph import CUDAGraphStat
 
 KEY = "adaptive_tree"
 
-BUDGET, DRAFT, SCHEDULER, GRAMMAR, CHECK = "budget", "draft", "scheduler", "grammar", "check"
+BUDGET, DRAFT, SCHEDULER, CHECK = "budget", "draft", "scheduler", "check"
 REASONS = {
     BUDGET: "the budget let the draft rest, or verified none of the nodes",
     DRAFT: "the draft proposed nothing: no continuation, no distribution, no room, or tokens left to read",
     SCHEDULER: "the scheduler kept none of the nodes",
-    GRAMMAR: "the grammar refused all of the nodes",
     CHECK: "the start-up check has switched trees off",
 }
 """Why a request decodes a step without a tree."""

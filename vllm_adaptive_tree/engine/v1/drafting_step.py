@@ -8,15 +8,16 @@ import torch
 from torch import Tensor
 
 from vllm_adaptive_tree.acceptance import RULES
-from vllm_adaptive_tree.drafters import Continuations, Rows
+from vllm_adaptive_tree.drafters import Continuations, Drafter, Rows
 from vllm_adaptive_tree.drafters.lookup import Reading
 from vllm_adaptive_tree.engine.common.node_quota import nodes_per_request
 from vllm_adaptive_tree.engine.common.ranks import proposal_from_rank_0, sync_frontier
-from vllm_adaptive_tree.engine.common.request_flags import has_grammar, is_greedy
+from vllm_adaptive_tree.engine.common.request_flags import is_greedy
 from vllm_adaptive_tree.engine.common.step_figures import BUDGET, DRAFT
 from vllm_adaptive_tree.engine.v1.catch_up import Step
 from vllm_adaptive_tree.engine.v1.drafter import TimedDrafter
 from vllm_adaptive_tree.engine.v1.drafts import Draft, to_drafts
+from vllm_adaptive_tree.engine.v1.masked_drafter import Branch, MaskedDrafter, masked_continuations
 from vllm_adaptive_tree.engine.v1.text_drafter import texts
 from vllm_adaptive_tree.proposers import Proposal, Request, draft_tree
 from vllm_adaptive_tree.proposers.merging import draft_levels, merge
@@ -33,7 +34,11 @@ class DraftingStep:
         self.without: dict[str, str] = {}  # requests of the last batch that got no tree, and why
 
     def propose(
-        self, scheduled: Mapping[str, int], sampled: Sequence[bool], states: Sequence[Tensor]
+        self,
+        scheduled: Mapping[str, int],
+        sampled: Sequence[bool],
+        states: Sequence[Tensor],
+        grammars: Mapping[int, Branch],
     ) -> dict[str, Draft]:
         """Trees for the next step by request; none for those that are finishing, skip drafting or have tokens left to
         read.
@@ -42,6 +47,7 @@ class DraftingStep:
             scheduled: tokens of this step by request.
             sampled: whether a request has sampled in it, by row.
             states: the target's hidden states of its flat batch, as in `V1Drafter.catch_up`.
+            grammars: by row.
         """
         runner, names, budget = self.runner, self.runner.input_batch.req_ids, self.runner.budget
         room = runner.scheduler_config.max_num_batched_tokens
@@ -65,24 +71,22 @@ class DraftingStep:
             request = request._replace(initial=runner.initial[[item.row for item in rooted]])
         reads_hidden = runner.recorder is not None and runner.recorder.reads_hidden
         drafter = TimedDrafter(runner.drafter, runner.clock, [rows.hidden] if reads_hidden else [])
+        grammars = {at: grammars[item.row] for at, item in enumerate(rooted) if item.row in grammars}
         with runner.clock.phase("tree"):
             levels = list[Tensor]()
             proposal = Proposal.nothing(len(rooted), nodes, torch.device("cpu"))
             if drafting:
-                proposal = self._grown(drafter, rows, state, nodes, request, others, levels)
+                masked = MaskedDrafter(drafter, grammars)
+                proposal = self._grown(masked, masked.roots(rows), state, nodes, request, others, levels)
             started = time.perf_counter()
             places = {item.row: item.root for item in rooted if item.root is not None}
             found = self._found(state, places)
             if found is not None and (runner.lookup is not None or not drafting):
+                found = masked_continuations(found, grammars)
                 merged = merge(proposal, found, nodes=nodes, max_depth=runner.proposer.max_depth)
                 proposal = proposal_from_rank_0(merged)
             looking = time.perf_counter() - started
             drafts = to_drafts(proposal, levels, request.temperature, request.initial, drafter.hidden)
-            grammar = [has_grammar(runner.requests[name].sampling_params) for name in names]
-            if any(grammar):
-                tree = proposal.tree.first_paths(torch.tensor(grammar), nodes)
-                proposal = proposal._replace(tree=tree)
-                drafts = [one.first_path() if chain else one for one, chain in zip(drafts, grammar, strict=True)]
         if runner.record is not None:
             runner.record.drafted(names, proposal.tree)
         grown = {name: len(one.tree) for name, one in zip(names, drafts, strict=True)}
@@ -134,7 +138,7 @@ class DraftingStep:
 
     def _grown(
         self,
-        drafter: TimedDrafter,
+        drafter: Drafter,
         rows: Rows,
         state: Any,
         nodes: int,

@@ -36,19 +36,6 @@ class Draft(NamedTuple):
             value=self.value[:length],
         )
 
-    def first_path(self) -> "Draft":
-        """The chain of first children: every later sibling counts as never sampled."""
-        nodes = self.tree.first_path()
-        entries = [0, *(1 + node for node in nodes)]
-        tree = TokenTree.chain([self.tree.tokens[node] for node in nodes])
-        return self._replace(
-            tree=tree,
-            row=[self.row[at] for at in entries],
-            num_planned=[self.num_planned[at] for at in entries],
-            initial=min(self.initial, 1),
-            value=[self.value[node] for node in nodes] if self.value else [],
-        )
-
     def probs(self, node: int) -> Tensor:
         """q [V] that the children of `node` (-1: the root) were sampled from."""
         assert self.logits is not None

@@ -1,7 +1,7 @@
 """vLLM's V1 model runner on a CPU with trees: the hooks, in the order of a step."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -18,12 +18,14 @@ from vllm_adaptive_tree.budget import Budget, DraftTemperature
 from vllm_adaptive_tree.engine import checks
 from vllm_adaptive_tree.engine.common.attention import CPUTreeAttention
 from vllm_adaptive_tree.engine.common.cost_profile import CostProfile
+from vllm_adaptive_tree.engine.common.grammar import GrammarWalk, TreeTokens
 from vllm_adaptive_tree.engine.common.ranks import accepted_from_rank_0
-from vllm_adaptive_tree.engine.common.request_flags import draws_from_target, has_grammar, is_greedy
+from vllm_adaptive_tree.engine.common.request_flags import draws_from_target, is_greedy
 from vllm_adaptive_tree.engine.common.startup import check_ranks, draft_memory, tree_options
 from vllm_adaptive_tree.engine.common.steering import Steering
 from vllm_adaptive_tree.engine.common.step_figures import StepFigures, by_depth
 from vllm_adaptive_tree.engine.common.step_record import step_record
+from vllm_adaptive_tree.engine.common.structured_outputs import masks_of
 from vllm_adaptive_tree.engine.patches import swapped
 from vllm_adaptive_tree.engine.v1 import scratch
 from vllm_adaptive_tree.engine.v1.acceptance import Requests, accept, held
@@ -40,7 +42,7 @@ from vllm_adaptive_tree.engine.v1.seeds import Seeds, without_discarded
 from vllm_adaptive_tree.engine.v1.target import Target
 from vllm_adaptive_tree.engine.v1.text_drafter import HostTextDrafter
 from vllm_adaptive_tree.engine.v1.thinking_budget import ThinkingBudgets
-from vllm_adaptive_tree.engine.v1.verification import Verification
+from vllm_adaptive_tree.engine.v1.verification import NO_TREE, Verification
 from vllm_adaptive_tree.methods import offering, resolve
 
 
@@ -63,7 +65,9 @@ class TreeModelRunner(CPUModelRunner):
         self.speculative_config.disable_padded_drafter_batch = True
         self.drafts: dict[str, Draft] = {}  # drafted, not yet scheduled
         self.scheduled: dict[int, Draft] = {}  # of this step, by row
-        self.judged: dict[int, Draft] = {}  # with those that a grammar has rejected: not accepted, to the budget
+        self.grammars: Mapping[str, GrammarWalk] = {}  # of this step's requests, as the scheduler's stand
+        self.asked: Mapping[str, list[int]] = {}  # draft tokens of this step as scheduled, and those verified
+        self.verified: Mapping[str, list[int]] = {}
         self.seeds = Seeds(vllm_config.model_config.seed)
         lookup = self.options.lookup
         self.lookup = None if lookup is None else lookup.build(vllm_config.model_config.get_vocab_size())
@@ -74,7 +78,6 @@ class TreeModelRunner(CPUModelRunner):
         """Whether the budget cuts trees of sampled children."""
         self.profile: CostProfile | None = None
         self.step: Verification | None = None
-        self.offered: dict[str, list[int]] = {}  # draft tokens of this step as the scheduler has them
         self.without: dict[str, list[int]] = {}  # rows of this step without a tree, by reason
         self.accepted: dict[int, list[int]] = {}  # nodes of each tree of this step, by row
         self.initial: Tensor | None = None  # [R, W] tokens of the next first layer, by row
@@ -124,9 +127,9 @@ class TreeModelRunner(CPUModelRunner):
     # -- verify: the trees of this step, their positions, their mask
 
     def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
-        self.offered = trees = scheduler_output.scheduled_spec_decode_tokens
-        grammar = {name for name in trees if has_grammar(self.requests[name].sampling_params)}
-        scheduler_output = affordable(scheduler_output, self.drafts, self.budget, grammar)
+        self.asked = scheduler_output.scheduled_spec_decode_tokens
+        scheduler_output = affordable(scheduler_output, self.drafts, self.budget)
+        self.verified = scheduler_output.scheduled_spec_decode_tokens
         return super().execute_model(scheduler_output, *args, **kwargs)
 
     def _prepare_inputs(self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray) -> Any:
@@ -139,17 +142,11 @@ class TreeModelRunner(CPUModelRunner):
             row[request]: scheduled_draft(drafts[request], tokens, request)
             for request, tokens in scheduler_output.scheduled_spec_decode_tokens.items()
         }
-        self.judged = self.scheduled | {
-            row[request]: draft
-            for request, draft in drafts.items()
-            if draft is not None and has_grammar(self.requests[request].sampling_params)
-        }
         self.without = without_tree(
             self.input_batch.req_ids,
             scheduler_output.scheduled_spec_decode_tokens,
-            self.offered,
+            self.asked,
             drafts,
-            {name for name in drafts if has_grammar(self.requests[name].sampling_params)},
             self.drafting.without,
         )
         trees = {row: draft.tree for row, draft in self.scheduled.items()}
@@ -185,10 +182,12 @@ class TreeModelRunner(CPUModelRunner):
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         sampling = self.execute_model_state is not None
+        self.grammars = getattr(grammar_output, "walks", {})
         with without_discarded(self.input_batch.generators, self.discard_request_mask.np):
-            output = super().sample_tokens(grammar_output)
+            output = super().sample_tokens(masks_of(grammar_output, self.asked, self.verified))
+        self.grammars = {}
         step, self.step = self.step, None
-        self.scheduled, self.judged, self.accepted, self.initial = {}, {}, {}, None
+        self.scheduled, self.accepted, self.initial = {}, {}, None
         if sampling and step is not None:
             output.cudagraph_stats = self._figures(step).stat()
         if self.profile is not None:
@@ -229,7 +228,7 @@ class TreeModelRunner(CPUModelRunner):
         with self.clock.phase("commit"):
             step.commit(nodes, self.compilation_config.static_forward_context)
         if self.budget is not None:
-            self.budget.verified(self.judged, tokens, nodes)
+            self.budget.verified(self.scheduled, tokens, nodes)
         if self.recorder is not None:
             self.recorder.see(self.scheduled, [self.requests[name] for name in self.input_batch.req_ids], nodes, target)
         if self.record is not None:
@@ -271,11 +270,16 @@ class TreeModelRunner(CPUModelRunner):
     ) -> list[list[int]]:
         sampled = [bool(one) for one in sampled_token_ids]
         states = aux_hidden_states or [hidden_states]
-        trees = self.drafting.propose(scheduler_output.num_scheduled_tokens, sampled, states)
+        row = self.input_batch.req_id_to_index
+        grammars = {row[name]: (walk, sampled_token_ids[row[name]]) for name, walk in self.grammars.items()}
+        trees = self.drafting.propose(scheduler_output.num_scheduled_tokens, sampled, states, grammars)
+        for walk in self.grammars.values():
+            walk.close()
         self.drafts.update(trees)
         if self.budget is not None and self.step is not None:
             self.budget.end_step(self.step)
-        return [list(trees[name].tree.tokens) if name in trees else [] for name in self.input_batch.req_ids]
+        drafted = [trees[name].tree if name in trees else NO_TREE for name in self.input_batch.req_ids]
+        return [TreeTokens(tree.tokens, tree.parents) for tree in drafted]
 
 
 def _all_processors(vllm_config: Any, *args: Any) -> Any:

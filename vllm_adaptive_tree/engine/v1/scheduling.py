@@ -5,24 +5,20 @@ from dataclasses import replace
 
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from vllm_adaptive_tree.engine.common.step_figures import BUDGET, DRAFT, GRAMMAR, SCHEDULER
+from vllm_adaptive_tree.engine.common.step_figures import BUDGET, DRAFT, SCHEDULER
 from vllm_adaptive_tree.engine.v1.budget import HostBudget
 from vllm_adaptive_tree.engine.v1.drafts import Draft
 
 
-def affordable(
-    scheduled: SchedulerOutput, drafts: Mapping[str, Draft], budget: HostBudget | None, grammar: set[str]
-) -> SchedulerOutput:
+def affordable(scheduled: SchedulerOutput, drafts: Mapping[str, Draft], budget: HostBudget | None) -> SchedulerOutput:
     """The step with fewer nodes if it also reads prompts, which was unknown when the trees were drafted. To the
-    scheduler, with its own list, the others are rejected. Requests with a `grammar` keep all nodes: their grammar was
-    advanced over each."""
+    scheduler, with its own list, the others are rejected."""
     spec, rows = scheduled.scheduled_spec_decode_tokens, scheduled.num_scheduled_tokens
-    free = [name for name in spec if name not in grammar]
-    if budget is None or not free or scheduled.total_num_scheduled_tokens == len(rows) + sum(map(len, spec.values())):
+    if budget is None or not spec or scheduled.total_num_scheduled_tokens == len(rows) + sum(map(len, spec.values())):
         return scheduled
-    others = scheduled.total_num_scheduled_tokens - sum(rows[name] for name in free)
-    counts = budget.with_prompts([drafts[name].prefix(len(spec[name])) for name in free], others)
-    kept = {**spec, **{name: spec[name][:count] for name, count in zip(free, counts, strict=True)}}
+    others = scheduled.total_num_scheduled_tokens - sum(rows[name] for name in spec)
+    counts = budget.with_prompts([drafts[name].prefix(len(tokens)) for name, tokens in spec.items()], others)
+    kept = {name: tokens[:count] for (name, tokens), count in zip(spec.items(), counts, strict=True)}
     fewer = {name: count - len(spec.get(name, ())) + len(kept.get(name, ())) for name, count in rows.items()}
     return replace(
         scheduled,
@@ -37,7 +33,6 @@ def without_tree(
     trees: Mapping[str, list[int]],
     offered: Collection[str],
     drafts: Mapping[str, Draft | None],
-    grammar: Collection[str],
     why: Mapping[str, str],
 ) -> dict[str, list[int]]:
     """Reason -> rows of a step's requests without a tree.
@@ -47,7 +42,6 @@ def without_tree(
         trees: tokens of those that are verified.
         offered: requests that the scheduler gave draft tokens.
         drafts: what was drafted for them.
-        grammar: requests that have one.
         why: of those for which nothing was left after drafting.
     """
     found: dict[str, list[int]] = {}
@@ -57,7 +51,7 @@ def without_tree(
         draft = drafts.get(name)
         reason = why.get(name, DRAFT)
         if draft is not None and len(draft.tree):
-            reason = BUDGET if name in offered else GRAMMAR if name in grammar else SCHEDULER
+            reason = BUDGET if name in offered else SCHEDULER
         found.setdefault(reason, []).append(row)
     return found
 

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from vllm_adaptive_tree.acceptance import RULES
@@ -249,10 +248,6 @@ class TreeDrafting(BaseSpeculator):
             found = self.offers.continuations(text)
             proposal = merge(proposal, found, nodes=self.num_speculative_steps, max_depth=self.pair.proposer.max_depth)
         proposal = proposal.padded(self.num_speculative_steps)
-        grammar = self.flags.grammar[batch.idx_mapping_np]
-        if grammar.any():
-            chains = async_tensor_h2d(grammar, device=self.device)
-            proposal = proposal._replace(tree=proposal.tree.first_paths(chains, self.levels))
         self.drafts.store(batch.idx_mapping, position, proposal, levels, shaping, logits)
         return proposal.tree, None if found is None else draft_levels(proposal.tree, found)
 

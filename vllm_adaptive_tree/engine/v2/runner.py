@@ -27,6 +27,7 @@ from vllm_adaptive_tree.engine.v2.attention import DenseTrees, KernelTrees, Page
 from vllm_adaptive_tree.engine.v2.budget import SETTLED, DeviceBudget
 from vllm_adaptive_tree.engine.v2.device import compiles
 from vllm_adaptive_tree.engine.v2.draft_backlog import DraftBacklog
+from vllm_adaptive_tree.engine.v2.draft_tokens import DraftTreesHandler
 from vllm_adaptive_tree.engine.v2.drafting import TreeDrafting
 from vllm_adaptive_tree.engine.v2.head_speculator import HeadSpeculator
 from vllm_adaptive_tree.engine.v2.node_selection import NodeSelection, NoNodes
@@ -81,6 +82,7 @@ class TreeModelRunnerV2(ModelRunner):
         with swapped(model_runner, "init_speculator", self._speculator):
             super().__init__(vllm_config, device)
         self.lora_state = Adapters(self.max_num_reqs)
+        self.draft_tokens_handler = DraftTreesHandler(device, self.speculator.drafts)
         checks.check_hidden_size(self.pair.proposer, self.speculator.hidden_size)
 
     def begin_budget(self, planner: Planner, temperature: DraftTemperature | None = None) -> None:

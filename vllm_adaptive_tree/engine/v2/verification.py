@@ -34,13 +34,15 @@ class Verification(NamedTuple):
         """`batch`: vLLM's InputBatch, its positions still linear.
 
         Large trees are laid out depth first, children in generation order, which keeps every rule lossless; the
-        attention kernel skips blocks without ancestors.
+        attention kernel skips blocks without ancestors. Not those of a batch with a grammar: its masks come in
+        generation order.
         """
         logits = batch.cu_num_logits.diff().long()
         first = batch.query_start_loc[1 : 1 + batch.num_reqs] - logits
         root = batch.positions[first]
         tree, draft = drafts.of(batch.idx_mapping, root, logits - 1)
-        order = depth_first(tree.parent, tree.valid) if tree.tokens.shape[1] > IN_GENERATION_ORDER else None
+        large = tree.tokens.shape[1] > IN_GENERATION_ORDER and not batch.has_structured_output_reqs
+        order = depth_first(tree.parent, tree.valid) if large else None
         if order is not None:
             tree, draft = permuted(tree, order), draft.permuted(order)
         return cls(tree, draft, first, root, batch.num_draft_tokens_per_req, order)

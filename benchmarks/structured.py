@@ -1,0 +1,210 @@
+"""Structured output by kind of grammar: tokens per step and seconds of vLLM's chain and of trees.
+
+    python -m benchmarks.structured --out benchmarks/results/structured.json
+
+float32, the bundled models, half of the requests greedy and half seeded at 0.9, up to 48 tokens each, 16 at a time.
+"First paths": of each tree the most likely path alone, drafted without the grammar, as release 0.1 did. "No draft
+masks": trees with a mask for each node, drafted without the grammar, as Model Runner V2 does. Seconds are medians
+over rounds; the masks' are those of the scheduler's and the draft's together.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.tokens_per_step import PAIR, prompts
+
+BATCH = 16
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "size": {"type": "integer"},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 8}, "maxItems": 3},
+    },
+    "required": ["name", "size", "tags"],
+}
+TAGS = {"structures": [{"begin": "self.", "schema": {"type": "integer"}, "end": " "}], "triggers": ["self"]}
+SHAPES: dict[str, dict[str, Any]] = {
+    "regex": {"regex": r"[a-z_]{3,12}\(([a-z]{1,8}, )*[a-z]{1,8}\)"},
+    "choice": {"choice": ["None", "NotImplemented", "NotImplementedError", "not implemented yet"]},
+    "JSON schema": {"json": SCHEMA},
+    "EBNF": {"grammar": 'root ::= "return " term (" + " term)*\nterm ::= [a-z]+ | "(" [a-z]+ " * " [0-9]+ ")"'},
+    "JSON object": {"json_object": True},
+    "structural tag": {"structural_tag": json.dumps(TAGS)},
+}
+MIX = list(SHAPES)[:4]
+
+
+def batch(kind: str) -> list[Any]:
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    kinds = MIX if kind == "mix" else [kind]
+    return [
+        SamplingParams(
+            temperature=0.9 if (i // len(kinds)) % 2 else 0.0,
+            seed=i,
+            max_tokens=48,
+            structured_outputs=StructuredOutputsParams(**SHAPES[kinds[i % len(kinds)]]),
+        )
+        for i in range(BATCH)
+    ]
+
+
+def runner_of(llm: Any) -> Any:
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
+def without_draft_masks(llm: Any) -> None:
+    drafting = runner_of(llm).drafting
+    original = drafting.propose
+    drafting.propose = lambda scheduled, sampled, states, grammars: original(scheduled, sampled, states, {})
+
+
+def first_paths(llm: Any) -> None:
+    from vllm_adaptive_tree.trees import TokenTree
+
+    without_draft_masks(llm)
+    drafting = runner_of(llm).drafting
+    original = drafting.propose
+
+    def propose(*args: Any) -> Any:
+        trees = original(*args)
+        for name, draft in trees.items():
+            nodes = draft.tree.first_path()
+            chain = TokenTree.chain([draft.tree.tokens[node] for node in nodes])
+            entries = [0, *(1 + node for node in nodes)]
+            rows = {field: [getattr(draft, field)[at] for at in entries] for field in ("row", "num_planned")}
+            trees[name] = draft._replace(tree=chain, **rows)
+        return trees
+
+    drafting.propose = propose
+
+
+class MaskClock:
+    """Seconds in masks, of scheduler and draft."""
+
+    def __init__(self) -> None:
+        self.seconds, self.watched = 0.0, set[Any]()
+
+    def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            started = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds += time.perf_counter() - started
+
+        return run
+
+    def watch(self) -> None:
+        """Called once an engine has started, which may have replaced what is watched."""
+        from vllm.v1.structured_output import StructuredOutputManager as Manager
+
+        from vllm_adaptive_tree.engine.v1.masked_drafter import MaskedDrafter
+
+        names = (Manager, "grammar_bitmask"), (Manager, "validate_tokens"), (MaskedDrafter, "_masked")
+        for owner, name in names:
+            if (function := getattr(owner, name)) not in self.watched:
+                timed = self.timed(function)
+                self.watched.add(timed)
+                setattr(owner, name, timed)
+
+
+def measure(llm: Any, clock: MaskClock, kind: str, texts: list[str], rounds: int) -> dict[str, Any]:
+    """One row: tokens, requests that failed, tokens per step, nodes per step, seconds, and of those the masks'."""
+
+    def counts() -> dict[str, float]:
+        found = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
+        return {name: found.get(f"vllm:spec_decode_num_{name}", 0.0) for name in ("draft_tokens", "accepted_tokens")}
+
+    seconds, masks, tokens, failed, before = [], [], 0, 0, counts()
+    for _ in range(rounds):
+        seconds.append(0.0)
+        masks.append(-clock.seconds)
+        for first in range(0, len(texts), BATCH):
+            started = time.perf_counter()
+            outputs = llm.generate(texts[first : first + BATCH], batch(kind), use_tqdm=False)
+            seconds[-1] += time.perf_counter() - started
+            tokens += sum(len(output.outputs[0].token_ids) for output in outputs)
+            failed += sum(output.outputs[0].finish_reason == "error" for output in outputs)
+        masks[-1] += clock.seconds
+    after = counts()
+    steps = tokens - after["accepted_tokens"] + before["accepted_tokens"]
+    return {
+        "kind": kind,
+        "tokens": tokens // rounds,
+        "failed": failed / rounds,
+        "tokens_per_step": tokens / steps,
+        "nodes_per_step": (after["draft_tokens"] - before["draft_tokens"]) / steps,
+        "seconds": statistics.median(seconds),
+        "mask_seconds": statistics.median(masks),
+    }
+
+
+def run(name: str, clock: MaskClock, count: int, rounds: int) -> list[dict[str, Any]]:
+    from vllm import LLM
+
+    spec, change = WAYS[name]
+    llm = LLM(
+        str(PAIR / "target"),
+        speculative_config=spec,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=512,
+        disable_log_stats=False,
+    )
+    change(llm)
+    clock.watch()
+    texts, rows = prompts(count), []
+    for kind in (*SHAPES, "mix"):
+        llm.generate(texts[:BATCH], batch(kind), use_tqdm=False)  # compiles the grammar
+        rows.append({"way": name, **measure(llm, clock, kind, texts, rounds)})
+        print(rows[-1], flush=True)
+    llm.llm_engine.engine_core.shutdown()
+    return rows
+
+
+def tree(method: str, **options: Any) -> dict[str, Any]:
+    options = {"budget": None, "cost_profile": None, **options}
+    return {"method": method, "model": str(PAIR / "draft"), "num_speculative_tokens": 12, "tree": options}
+
+
+def unchanged(llm: Any) -> None:
+    pass
+
+
+OPT_TREE = tree("opt_tree", threshold=0.2)
+WAYS: dict[str, tuple[dict[str, Any] | None, Callable[[Any], None]]] = {
+    "no draft": (None, unchanged),
+    "vLLM's chain of 4": (
+        {"method": "draft_model", "model": str(PAIR / "draft"), "num_speculative_tokens": 4},
+        unchanged,
+    ),
+    "first paths": (OPT_TREE, first_paths),
+    "OPT-Tree, no draft masks": (OPT_TREE, without_draft_masks),
+    "OPT-Tree": (OPT_TREE, unchanged),
+    "DySpec": (tree("dyspec"), unchanged),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=80)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    clock = MaskClock()
+    rows = [row for way in options.ways for row in run(way, clock, options.prompts, options.rounds)]
+    if options.out:
+        options.out.write_text(json.dumps(rows, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,257 @@
+"""Grammars along the branches of trees, without an engine: the mask of a node is that of its path, read alone."""
+
+import pickle
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
+from vllm.config import StructuredOutputsConfig
+from vllm.v1.core.sched.output import GrammarOutput
+from vllm.v1.structured_output.backend_guidance import GuidanceBackend
+from vllm.v1.structured_output.backend_outlines import OutlinesBackend
+from vllm.v1.structured_output.backend_types import StructuredOutputOptions
+from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
+
+from tests.engine.engines import TARGET
+from vllm_adaptive_tree.drafters import Continuations, Rows
+from vllm_adaptive_tree.engine.common.grammar import ANY, Bounds, GrammarWalk, TreeTokens
+from vllm_adaptive_tree.engine.common.structured_outputs import TreeGrammarOutput, advance, masks_of
+from vllm_adaptive_tree.engine.v1.masked_drafter import MaskedDrafter, masked_continuations, unpacked
+from vllm_adaptive_tree.engine.vllm_api import MASKED_ENDS
+
+TOKENIZER = AutoTokenizer.from_pretrained(TARGET)
+VOCABULARY = len(TOKENIZER)
+A, B, C, D, E, X = (TOKENIZER(letter, add_special_tokens=False).input_ids[0] for letter in "abcdex")
+END = TOKENIZER.eos_token_id
+REGEX = "(ab|cd)e{1,2}"
+BACKENDS = {"xgrammar": XgrammarBackend, "guidance": GuidanceBackend, "outlines": OutlinesBackend}
+NODES = 16
+TREE = TreeTokens(
+    [A, C, B, D, E, END, X, E, E, END, D, X, E, A],
+    [-1, -1, 0, 1, 2, 4, 2, 4, 3, 7, -1, 10, 8, 9],
+)
+"""Both words, a sibling and a first node that the regex rejects, ends with nodes below them."""
+Said = Sequence[int]
+
+
+def at_once(path: Said) -> Bounds:
+    return Bounds(0, 0)
+
+
+def after_x(path: Said) -> Bounds:
+    """A request that reasons up to its first x."""
+    start = path.index(X) + 1 if X in path else max(1, len(path) + 1)
+    return Bounds(start, start)
+
+
+CONFIG: Any = SimpleNamespace(
+    structured_outputs_config=StructuredOutputsConfig(),
+    model_config=None,
+    speculative_config=SimpleNamespace(num_speculative_tokens=NODES),
+)
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> Any:
+    return BACKENDS[request.param](CONFIG, tokenizer=TOKENIZER, vocab_size=VOCABULARY)
+
+
+def walk_of(backend: Any, bounds: Any = at_once, **how: Any) -> GrammarWalk:
+    grammar = backend.compile_grammar(StructuredOutputOptions.REGEX, REGEX)
+    return GrammarWalk(grammar, bounds, backend.allocate_token_bitmask(1).shape[1], **how)
+
+
+def blank(backend: Any, rows: int) -> Tensor:
+    """As the last step may have left it."""
+    return backend.allocate_token_bitmask(rows).fill_(0x55555555)
+
+
+def paths(tree: TreeTokens) -> list[list[int]]:
+    found: list[list[int]] = [[]]
+    for token, parent in zip(tree, tree.parents, strict=True):
+        found.append([*found[1 + parent], token])
+    return found
+
+
+def alone(backend: Any, path: Said) -> Tensor | None:
+    """What a fresh grammar allows after `path` [V] bool; None if it rejects the path."""
+    grammar, mask = backend.compile_grammar(StructuredOutputOptions.REGEX, REGEX), blank(backend, 1)
+    for token in path:
+        if grammar.is_terminated():
+            return torch.ones(VOCABULARY, dtype=torch.bool)
+        grammar.fill_bitmask(mask, 0)
+        if not unpacked(mask, VOCABULARY)[0, token]:
+            return None
+        assert grammar.accept_tokens("", [token])
+    if grammar.is_terminated():
+        return torch.ones(VOCABULARY, dtype=torch.bool)
+    grammar.fill_bitmask(mask, 0)
+    return unpacked(mask, VOCABULARY)[0]
+
+
+def test_the_mask_of_a_node_is_that_of_its_path(backend: Any) -> None:
+    walk, mask = walk_of(backend), blank(backend, 1 + len(TREE))
+    for _ in range(2):  # the grammar is left where it stood
+        walk.fill_tree(TREE, mask)
+        for row, path in enumerate(paths(TREE)):
+            wanted = alone(backend, path)
+            found = unpacked(mask[row : row + 1], VOCABULARY)[0]
+            assert found.equal(torch.ones_like(found) if wanted is None else wanted), path
+    known = unpacked(mask, VOCABULARY).sum(1)
+    assert known.min() >= 1, "no row is empty, whatever a rule reads of it"
+    assert sum(known < VOCABULARY) >= 9
+
+
+def test_in_the_middle_of_a_request(backend: Any) -> None:
+    walk, mask = walk_of(backend), blank(backend, 3)
+    assert walk.grammar.accept_tokens("", [C])
+    walk.fill_tree(TreeTokens([D, E], [-1, 0]), mask)
+    for row, path in enumerate(([C], [C, D], [C, D, E])):
+        assert unpacked(mask[row : row + 1], VOCABULARY)[0].equal(alone(backend, path))
+
+
+def test_after_its_end(backend: Any) -> None:
+    walk, mask = walk_of(backend), blank(backend, 3)
+    for token in (A, B, E, END):
+        assert walk.grammar.accept_tokens("", [token])
+    walk.fill_tree(TreeTokens([A, B], [-1, 0]), mask)
+    assert (mask == ANY).all()
+
+
+def test_placeholders_are_no_nodes(backend: Any) -> None:
+    walk, mask = walk_of(backend), blank(backend, 4)
+    walk.fill_tree([-1, -1, -1], mask)
+    assert unpacked(mask[:1], VOCABULARY)[0].equal(alone(backend, []))
+    assert (mask[1:] == ANY).all()
+
+
+def test_reasoning_that_ends_on_a_branch(backend: Any) -> None:
+    tree = TreeTokens([A, X, A, B, X, C, E], [-1, -1, 1, 2, 0, 4, 3])
+    walk, mask = walk_of(backend, after_x), blank(backend, 1 + len(tree))
+    walk.fill_tree(tree, mask)
+    for row, path in enumerate(paths(tree)):
+        found = unpacked(mask[row : row + 1], VOCABULARY)[0]
+        wanted = alone(backend, path[path.index(X) + 1 :]) if X in path else torch.ones_like(found)
+        assert found.equal(wanted), path
+    assert walk.read == []
+
+
+def test_a_grammar_may_end_inside_what_is_emitted(backend: Any) -> None:
+    def bounds(request: Any, tokens: Said, *, spec_tokens_committed: bool) -> Bounds:
+        assert spec_tokens_committed
+        return after_x(tokens)
+
+    manager, own = SimpleNamespace(_get_constraint_bounds=bounds), SimpleNamespace(reasoning_ended=False)
+    request = SimpleNamespace(use_structured_output=True, request_id="", structured_output_request=own)
+    own.grammar = backend.compile_grammar(StructuredOutputOptions.REGEX, REGEX)
+    assert advance(manager, request, [A, B, C])
+    assert not own.reasoning_ended
+    assert advance(manager, request, [B, X, A, B, E, E, END, D, D])
+    assert own.reasoning_ended
+    assert own.grammar.is_terminated()
+    own.grammar = backend.compile_grammar(StructuredOutputOptions.REGEX, REGEX)
+    assert not advance(manager, request, [X, A, D])
+
+
+def test_tokens_that_may_not_end_the_reasoning(backend: Any) -> None:
+    walk, mask = walk_of(backend, after_x, no_ends=[X, D]), blank(backend, 3)
+    walk.fill_tree(TreeTokens([A, X], [-1, -1]), mask)
+    found = unpacked(mask, VOCABULARY)
+    for row in (0, 1):
+        assert (~found[row]).nonzero().flatten().tolist() == sorted([X, D])
+    assert found[2].equal(alone(backend, []))
+
+
+def test_a_prefix_is_what_a_scheduler_leaves() -> None:
+    cut = TREE[:5]
+    assert (list(cut), cut.parents) == (list(TREE)[:5], TREE.parents[:5])
+    sent = pickle.loads(pickle.dumps(TREE))
+    del sent[4:]
+    assert (type(sent), list(sent), sent.parents) == (TreeTokens, list(TREE)[:4], TREE.parents[:4])
+    assert TreeTokens.of([5, 6, 7]).parents == (-1, 0, 1)
+    assert TreeTokens.of(TREE) is TREE
+
+
+def test_masks_of_what_is_verified() -> None:
+    masks = np.arange(12, dtype=np.int32)[:, None]
+    output = GrammarOutput(["a", "b", "c"], masks)
+    scheduled, verified = {"a": [1] * 4, "b": [1] * 3, "x": [1]}, {"a": [1] * 2, "x": [1]}
+    kept = masks_of(output, scheduled, verified)
+    assert kept is not None
+    assert kept.grammar_bitmask[:, 0].tolist() == ([*range(12)] if MASKED_ENDS else [0, 1, 2, 5, 9])
+    assert masks_of(output, scheduled, scheduled) is output
+    assert masks_of(None, scheduled, verified) is None
+
+
+def test_grammars_stay_in_their_process() -> None:
+    own = TreeGrammarOutput.of(GrammarOutput([], np.zeros((0, 1), np.int32), []), None, {})
+    own.walks = {"a": walk_of(XgrammarBackend(CONFIG, tokenizer=TOKENIZER, vocab_size=VOCABULARY))}
+    sent = pickle.loads(pickle.dumps(own))
+    assert type(sent) is GrammarOutput
+    assert (sent.structured_output_request_ids, sent.grammar_bitmask.shape) == ([], (0, 1))
+
+
+# -- the draft
+
+
+class Flat:
+    """A drafter that finds all tokens alike, and whose second request knows nothing."""
+
+    def grow(self, tokens: Tensor, parent: Tensor, state: Any) -> tuple[Rows, Any]:
+        logits = torch.zeros(*tokens.shape, VOCABULARY)
+        logits[1] = -torch.inf
+        return Rows(logits), state
+
+
+def test_rows_of_the_draft_are_masked_along_branches(backend: Any) -> None:
+    """Of two requests the first has a grammar, and has emitted an a since the grammar has read."""
+    walk = walk_of(backend)
+    drafter = MaskedDrafter(Flat(), {0: (walk, [A])})
+    rows = drafter.roots(Flat().grow(torch.zeros(2, 1), torch.zeros(2, 1), None)[0])
+    assert (rows.logits[0, 0] == 0).equal(alone(backend, [A]))
+    assert rows.logits[1].isinf().all()
+    assert rows.dead is None
+    levels = [([B, X, -1], [0, 0, 0], [[A, B], None, None]), ([E, E], [1, 1], [[A, B, E]] * 2)]
+    for tokens, parent, wanted in levels:
+        rows, _ = drafter.grow(torch.tensor([tokens] * 2), torch.tensor([parent] * 2), None)
+        for column, path in enumerate(wanted):
+            allowed = rows.logits[0, column] == 0
+            assert allowed.equal(torch.ones_like(allowed) if path is None else alone(backend, path)), (tokens, path)
+    walk.close()
+    mask = blank(backend, 1)
+    assert walk.fill([], mask)
+    assert unpacked(mask, VOCABULARY)[0].equal(alone(backend, []))
+
+
+def test_a_row_without_an_allowed_token_is_dead_and_no_fault(backend: Any) -> None:
+    logits = torch.full((1, 1, VOCABULARY), -torch.inf)
+    logits[0, 0, X] = 0.0
+    rows = MaskedDrafter(Flat(), {0: (walk_of(backend), [])}).roots(Rows(logits))
+    assert rows.dead is not None
+    assert rows.dead.tolist() == [[True]]
+
+
+def test_continuations_end_where_a_grammar_rejects_them(backend: Any) -> None:
+    found = Continuations(
+        torch.tensor([[[B, E, E, X], [X, B, E, -1]], [[X, X, X, X], [A, -1, -1, -1]]]), torch.ones(2, 2)
+    )
+    cut = masked_continuations(found, {0: (walk_of(backend), [A])})
+    assert cut.tokens.tolist() == [
+        [[B, E, E, -1], [-1] * 4],
+        [[X, X, X, X], [A, -1, -1, -1]],
+    ]
+    assert masked_continuations(found, {}) is found
+
+
+def test_no_further_than_a_grammar_can_come_back(backend: Any) -> None:
+    walk, mask = walk_of(backend, furthest=2), blank(backend, 1)
+    assert walk.fill([A, B], mask)
+    assert not walk.fill([A, B, E], mask)
+    assert (mask == ANY).all()
+    walk.close()
+    assert walk.fill([], mask)
