@@ -300,16 +300,17 @@ def test_nothing_waits_for_the_device(
         monkeypatch.setattr(owner, name, run)
 
     models = {"model": DRAFT, "eagle3": heads.eagle3(tmp_path), "ngram": "ngram"}
+    path = (Verification, "write_path")
     own: dict[str, list[tuple[Any, str]]] = {
-        "eagle3": [(Verification, "path_rows"), (Verification, "write_linear")],
+        "model": [path],
+        "eagle3": [path, (Verification, "path_rows"), (Verification, "write_linear")],
         "ngram": [(NGram, "begin")],
     }
     options = {"budget": 12, "draft": draft}
     llm = engines.start({"method": method, "model": models[draft], "num_speculative_tokens": 9, "tree": options})
-    guards = own.get(draft, [])
+    guards = own[draft]
     for owner, name in (
         (Verification, "write_rows"),
-        (Verification, "write_path"),
         (Verification, "dense"),
         (Verification, "commit"),
         (sampler, "accept"),
@@ -318,7 +319,7 @@ def test_nothing_waits_for_the_device(
     ):
         guarded(owner, name)
     assert_identical(plain, generate(llm, BATCH, parameters()))
-    assert len(calls) == 6 + len(guards)
+    assert len(calls) == 5 + len(guards)
     assert min(calls.values()) > 3
 
 

@@ -253,18 +253,17 @@ class TreeModelRunnerV2(ModelRunner):
             if self.budget is not None:
                 greedy = self.flags.greedy[input_batch.idx_mapping_np]
                 self.budget.verified(step.tree, accepted, greedy, step.order)
-                roots = self.speculator.drafts.roots
-                if roots is not None:
+                logits = step.draft.logits
+                if logits is not None and self.budget.temperature is not None:
                     certain = self.sampler.sampling_states.temperature.gpu[input_batch.idx_mapping] == 0
-                    self.budget.fit(roots[step.draft.place], tokens[:, 0], certain & step.tree.valid.any(1))
+                    self.budget.fit(logits[step.draft.place, 0], tokens[:, 0], certain & step.tree.valid.any(1))
             self.stats.verified(step.tree)
             self.agreement.verified(step.tree, accepted)
             if self.buffers is not None:
                 self.buffers.commit(self.block_tables.input_block_tables, step.root, nodes)
             else:
                 step.commit(nodes, self.metadata, self.compilation_config.static_forward_context, self.slots)
-            step.write_path(input_batch.input_ids, tokens, nodes)
-            self.speculator.verified(step, nodes, input_batch)
+            self.speculator.verified(step, accepted)
         return sampled
 
     def sample_tokens(self, grammar_output: Any) -> Any:
