@@ -108,7 +108,7 @@ def install(count: Count) -> None:
 def watch(count: Count, llm: Any) -> None:
     """The parts of a step of this engine."""
     from tests.engine.engines import runner_of
-    from vllm_adaptive_tree.engine.v2 import drafting, sampler
+    from vllm_adaptive_tree.engine.v2 import sampler
     from vllm_adaptive_tree.engine.v2.readback import AsyncReadback
     from vllm_adaptive_tree.engine.v2.verification import Verification
 
@@ -122,14 +122,11 @@ def watch(count: Count, llm: Any) -> None:
         (runner, "sample", "logits and samples, vLLM's"),
         (sampler, "accept", "acceptance"),
         (runner.buffers, "commit", "commit"),
-        (Verification, "write_path", "write_path"),
-        (speculator, "verified", "write_path"),
         (runner, "postprocess_sampled", "postprocess_sampled, vLLM's"),
         (speculator, "propose", "the rest of propose"),
-        (speculator, "roots", "catch-up of the draft"),
-        (drafting, "draft_tree", "tree growth"),
-        (speculator, "grow", "draft level"),
-        (speculator.drafts, "store", "drafts.store"),
+        (speculator, "_prepare", "what the draft starts from"),
+        (speculator, "read", "catch-up of the draft"),
+        (speculator, "_trees", "trees of the draft"),
     ]
     if runner.adaptive_verification is not None:
         parts.append((runner.adaptive_verification, "reallocate_drafts", "budget: nodes of each request"))
@@ -140,6 +137,14 @@ def watch(count: Count, llm: Any) -> None:
     Verification.laid_out = staticmethod(Verification.laid_out)  # type: ignore[method-assign]
     count.wrap(AsyncReadback, "send", one=True)
     count.wrap(runner.model, "forward", "target forward", graph=1)
+    graphs, pieces = speculator.graphs, speculator.pieces()
+    run = graphs.run
+
+    def recorded(piece: Any, function: Callable[[], Any]) -> Any:
+        with count.inside_of(graph=int(piece in pieces)):
+            return run(piece, function)
+
+    graphs.run = recorded
     for name, layer in runner.compilation_config.static_forward_context.items():
         draft = name in speculator.draft_attn_layer_names
         attention = "attention of the draft's layers" if draft else "attention of the target's layers"

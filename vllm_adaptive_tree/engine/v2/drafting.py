@@ -310,11 +310,11 @@ class TreeDrafting(BaseSpeculator):
         batch, inputs = target.batch, self.inputs
         requests, found, changed = batch.num_reqs, None, not most
         self.forwards = 0
-        proposal = Proposal.nothing(requests, self.num_speculative_steps, self.device)
         if most:
             proposal = self._drafted(requests, most)
             found = self.found_by_draft
         else:
+            proposal = Proposal.nothing(requests, self.num_speculative_steps, self.device)
             self.drafts.open(0, 0)
         if self.offers is not None and (self.lookup is not None or not most):
             text, changed = texts(batch, self.states), True
