@@ -19,11 +19,23 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from shutil import copytree
+from typing import Any, NamedTuple
 
 from tests import interpreter
 
-NODES, DEPTH, REQUESTS, TOKENS = 64, 8, 2, 14
+REQUESTS = 2
+
+
+class Sizes(NamedTuple):
+    nodes: int = 64
+    depth: int = 8
+    tokens: int = 14
+    """Of each answer."""
+    layers: int | None = None
+    """Of the target and of a draft model, with random weights; None: the bundled ones."""
+
+
 CASES: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "opt_tree": ("opt_tree", {}, "auto", "model"),
     "dyspec, rrsw": ("dyspec", {"threshold": 0.02, "max_children": 4}, "rrsw", "model"),
@@ -105,7 +117,7 @@ def install(count: Count) -> None:
     )
 
 
-def watch(count: Count, llm: Any) -> None:
+def watch(count: Count, llm: Any, nodes: int) -> None:
     """The parts of a step of this engine."""
     from tests.engine.engines import runner_of
     from vllm_adaptive_tree.engine.v2 import sampler
@@ -163,14 +175,13 @@ def watch(count: Count, llm: Any) -> None:
     def prepare_attn(batch: Any) -> Any:
         prepared = prepare(batch)
         drafts = batch.num_draft_tokens_per_req
-        verified.append(drafts is not None and not batch.has_prefill and (drafts == NODES).all())
+        verified.append(drafts is not None and not batch.has_prefill and (drafts == nodes).all())
         return prepared
 
     runner.sample_tokens, runner.prepare_attn = sample_tokens, prepare_attn
 
 
-def measured(count: Count, case: str, layers: int | None = None, nodes: int = NODES) -> dict[str, Any]:
-    """`layers`: of the target, with random weights; None: the bundled one."""
+def measured(count: Count, case: str, sizes: Sizes) -> dict[str, Any]:
     from torch.utils._python_dispatch import TorchDispatchMode
     from vllm import LLM, SamplingParams
 
@@ -184,27 +195,34 @@ def measured(count: Count, case: str, layers: int | None = None, nodes: int = NO
 
     method, tree, rule, draft = CASES[case]
     with tempfile.TemporaryDirectory() as folder:
+        models = Path(folder)
         llm = LLM(
-            TARGET,
+            TARGET if sizes.layers is None else _of_layers(TARGET, models / "target", sizes.layers),
             dtype="float32",
             enforce_eager=True,
             max_model_len=512,
             block_size=32,
             max_num_seqs=REQUESTS,
             num_gpu_blocks_override=64,
+            load_format="auto" if sizes.layers is None else "dummy",
             speculative_config={
                 "method": method,
-                "model": DRAFT if draft == "model" else heads.eagle3(Path(folder)),
-                "num_speculative_tokens": nodes,
+                "model": (
+                    heads.eagle3(models / "head")
+                    if draft != "model"
+                    else DRAFT
+                    if sizes.layers is None
+                    else _of_layers(DRAFT, models / "draft", sizes.layers)
+                ),
+                "num_speculative_tokens": sizes.nodes,
                 "rejection_sample_method": rule,
-                "tree": {"draft": draft, "max_depth": DEPTH, "budget": None, **tree},
+                "tree": {"draft": draft, "max_depth": sizes.depth, "budget": None, **tree},
             },
-            **({} if layers is None else {"hf_overrides": {"num_hidden_layers": layers}, "load_format": "dummy"}),
         )
-        watch(count, llm)
+        watch(count, llm, sizes.nodes)
         count.steps.clear()
         sampled = 0.0 if rule == "auto" else 0.8
-        params = SamplingParams(temperature=sampled, seed=1, max_tokens=TOKENS, ignore_eos=True)
+        params = SamplingParams(temperature=sampled, seed=1, max_tokens=sizes.tokens, ignore_eos=True)
         count.operations = Operations
         with Operations():
             llm.generate(PROMPTS[:REQUESTS], params, use_tqdm=False)
@@ -220,6 +238,14 @@ def measured(count: Count, case: str, layers: int | None = None, nodes: int = NO
         "outside_total": outside.total(),
         "inside_total": inside.total(),
     }
+
+
+def _of_layers(model: str, folder: Path, layers: int) -> str:
+    """The folder of a model with so many layers."""
+    copytree(model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
+    return str(folder)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -242,12 +268,12 @@ def main() -> int:
     parser.add_argument("--name", default="now", help="of these figures in the file, which keeps others")
     parser.add_argument("--case", choices=CASES, action="append")
     options = parser.parse_args()
-    count = Count()
+    count, sizes = Count(), Sizes()
     install(count)
-    rows = [measured(count, case) for case in options.case or CASES]
+    rows = [measured(count, case, sizes) for case in options.case or CASES]
     print(table(rows))
     results = json.loads(options.out.read_text()) if options.out.exists() else {}
-    results[options.name] = {"nodes": NODES, "levels": DEPTH, "requests": REQUESTS, "rows": rows}
+    results[options.name] = {"nodes": sizes.nodes, "levels": sizes.depth, "requests": REQUESTS, "rows": rows}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(results, indent=1) + "\n")
     return 0

@@ -260,7 +260,13 @@ class TestKernels:
             def __getitem__(self, grid):
                 return lambda *args, **kwargs: None
 
-        names = ("sampling._fold_in", "sampling._sample", "rejection._test", "rejection_walk._reject")
+        names = (
+            "sampling._begin",
+            "sampling._fold_in",
+            "sampling._sample",
+            "rejection._test",
+            "rejection_walk._reject",
+        )
         for name in (*names, "traversal._traverse", "walk._walk"):
             module, kernel = name.split(".")
             kernels()  # whose `traversal` and `walk` are the functions of these modules
