@@ -26,7 +26,7 @@ class PagedDraft(TreeDrafting, DraftModelSpeculator):
     """Satisfies `drafters.Drafter`; comes before one of vLLM's speculators with a model.
 
     Accepted tokens behind a prompt are read in a piece, a fixed number of rows for each request, of which those beyond
-    the path belong to none; prompts by vLLM's own first forward.
+    the path belong to none; prompts, and batches that are too large for that, by vLLM's own first forward.
     """
 
     hidden_size: int
@@ -77,8 +77,13 @@ class PagedDraft(TreeDrafting, DraftModelSpeculator):
             self.reading_plans = plans(layers, *sizes, self.dtype, self.device)
 
     def pieces(self) -> dict[Piece, Callable[[], Any]]:
-        reading = {Piece.of(size): partial(self.read_accepted, size) for size in reversed(self.sizes)}
+        sizes = [size for size in reversed(self.sizes) if self.fits(size)]
+        reading = {Piece.of(size): partial(self.read_accepted, size) for size in sizes}
         return reading | super().pieces()
+
+    def fits(self, requests: int) -> bool:
+        """Whether a forward may have the rows of a piece that reads."""
+        return requests * self.reading_width <= self.most_rows
 
     def dummy_run(self, target: TargetOutput, *, without_attention: bool) -> None:
         self.read_natively(target, without_attention=without_attention)
@@ -124,11 +129,12 @@ class PagedDraft(TreeDrafting, DraftModelSpeculator):
         batch = target.batch
         drafts = batch.num_draft_tokens_per_req
         others = batch.num_scheduled_tokens - (0 if drafts is None else drafts)
-        if self.level_keys is None or batch.has_prefill or not (others == 1).all():
+        requests = self.padded(batch.num_reqs)
+        at_once = self.level_keys is not None and self.fits(requests)
+        if not at_once or batch.has_prefill or not (others == 1).all():
             self.longest_text = int(batch.seq_lens_cpu_upper_bound[: batch.num_reqs].max())
             self.read_natively(target)
             return
-        requests = self.padded(batch.num_reqs)
         self.bring(target, requests * self.reading_width)
         self.graphs.run(Piece.of(requests), partial(self.read_accepted, requests))
 
