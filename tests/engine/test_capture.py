@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from vllm import SamplingParams
+from vllm.v1.worker.gpu.cudagraph_utils import prepare_inputs_to_capture
 
 from tests.engine import heads
 from tests.engine.capture import Pieces
@@ -15,6 +16,7 @@ from tests.engine.engines import DRAFT, PROMPTS, Engines, generate, runner_of
 from tests.examples.allocated import Allocated
 from tests.pure.test_no_host_sync import HostSyncError
 from vllm_adaptive_tree.engine.v2 import level_keys
+from vllm_adaptive_tree.engine.v2.attention import KernelTrees
 
 pytestmark = pytest.mark.skipif(os.environ.get("MODEL_RUNNER") != "v2-kernels", reason="MODEL_RUNNER=v2-kernels")
 
@@ -74,6 +76,20 @@ def test_pieces_of_a_step(engines: Engines, case: str, tmp_path: Path, monkeypat
                 assert _difference(first[key], record) is None, (name, key, _difference(first[key], record))
             first.setdefault(key, record)
         assert again >= 3, name
+    check_whole_graph(runner)
+
+
+def check_whole_graph(runner: Any) -> None:
+    """What vLLM records the target with, in a whole graph, which no mode asks for yet: our kernel's metadata, over
+    buffers that never move."""
+    sizes = runner.model_state, runner.input_buffers, runner.block_tables, runner.attn_groups, runner.kv_cache_config
+    recorded = prepare_inputs_to_capture(2, 8, *sizes, full_cudagraph=True, max_query_len=7).attn_metadata
+    own = {name: one for name, one in recorded.items() if name not in runner.speculator.draft_attn_layer_names}
+    assert len(own) > 1
+    for one in own.values():
+        assert isinstance(one, KernelTrees)
+        assert one.ancestors is runner.buffers.layout.bits
+        assert one.context.data_ptr() == runner.buffers.layout.context.data_ptr()
 
 
 def _difference(one: list[Any], other: list[Any]) -> Any:

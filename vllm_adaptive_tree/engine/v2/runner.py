@@ -208,7 +208,8 @@ class TreeModelRunnerV2(ModelRunner):
         self, input_batch: Any, mode: Any, block_tables: Any, slot_mappings: Any, *rest: Any, **kwargs: Any
     ) -> Any:
         metadata = self.native_metadata(input_batch, mode, block_tables, slot_mappings, *rest, **kwargs)
-        whole = mode == CUDAGraphMode.FULL  # such a graph replays our kernel, also for a step without a tree
+        # Such a graph replays our kernel, also for a step without a tree; vLLM records it under another name.
+        whole = mode == CUDAGraphMode.FULL or kwargs.get("for_capture", False)
         step = self.step
         if not whole and (step is None or not step.reads_only_roots(input_batch)):
             return metadata
