@@ -27,7 +27,7 @@ from triton.compiler import ASTSource
 
 from vllm_adaptive_tree.attention import plan, triton_tree
 from vllm_adaptive_tree.attention.plan import LANES, MOST_SPLITS, Tiling
-from vllm_adaptive_tree.kernels import commit, layout, rejection, sampling
+from vllm_adaptive_tree.kernels import commit, layout, reading, rejection, sampling
 from vllm_adaptive_tree.trees.masks import WORD
 from vllm_adaptive_tree.vocab_ops import CHUNK
 
@@ -109,7 +109,7 @@ def variants() -> Iterator[Variant]:
     for lanes in LANES:
         yield _attend(128, 4, lanes)
         yield _attend(128, 4, lanes, own=True)
-    yield from (_merge(128, 4), _plan(256), _move(), _bits(64), *_small(128_256, 16, 64))
+    yield from (_merge(128, 4), _plan(256), _move(), _bits(64), _read(256), *_small(128_256, 16, 64))
     for lanes in LANES:
         yield _attend(64, 8, lanes, own=True)
     yield _attend(64, 8, 128)
@@ -124,7 +124,7 @@ def variants() -> Iterator[Variant]:
         yield _attend(128, 4, 128, own=own, cache="fp8e4nv")
         for head_size, lanes in ((64, 64), (128, 32), (256, 16)):
             yield _attend(head_size, 4, lanes, own=own, dtype="fp32")
-    yield from (_merge(256, 4), _plan(1024), _bits(255), *_small(32_000, 4, 255), *_small(262_144, 64, 64))
+    yield from (_merge(256, 4), _plan(1024), _bits(255), _read(1024), *_small(32_000, 4, 255), *_small(262_144, 64, 64))
 
 
 def _attend(
@@ -177,6 +177,21 @@ def _bits(nodes: int) -> Variant:
     return Variant(f"bits, {nodes} nodes", kernel, types, {"NODES": nodes, "WORD": WORD, "EMPTY": -1, **sizes})
 
 
+def _read(requests: int) -> Variant:
+    kernel = reading._read
+    scalars = ("requests", "limit", "nobody", "rows", "certain", "random", "threshold", "floor", "shift")
+    strides = ("text_row", "nodes_row", "table_row")
+    types = {name: "*i64" for name in kernel.arg_names if name.islower() and name not in (*scalars, *strides)}
+    types |= dict.fromkeys(("certain", "random", "threshold", "floor"), "fp32")
+    small = ("tokens_out", "start_out", "context_out", "num_sampled", "row_start", "computed", "text", "table")
+    types |= dict.fromkeys(small, "*i32")
+    types |= dict.fromkeys(("alive_out", "greedy_out", "ready"), "*i8")
+    types |= dict.fromkeys(("temperature_out", "temperature"), "*fp32") | {"limits_out": "*fp64"}
+    sizes = {"WIDTH": 10, "PADDED_WIDTH": 16, "PADDED_REQUESTS": requests, "PADDED_WORDS": 1, "WORDS": 1}
+    constants = {"FOLLOWS": True, "READS": True, "WORD": WORD, "BLOCK_SIZE": 16, "PAD_SLOT": -1, "BLOCK": 128, **sizes}
+    return Variant(f"read, {requests} requests", kernel, types, constants)
+
+
 def _small(vocabulary: int, children: int, nodes: int) -> Iterator[Variant]:
     """Draws and rules."""
     chunks = triton.next_power_of_2(-(-vocabulary // CHUNK))
@@ -189,8 +204,11 @@ def _small(vocabulary: int, children: int, nodes: int) -> Iterator[Variant]:
         return
     pointers = dict.fromkeys(("bound", "base", "key"), "*i64")
     yield Variant("fold_in", sampling._fold_in, pointers, {"BLOCK": sampling.FOLD_IN_BLOCK})
+    pointers = dict.fromkeys(("key", "seed", "position"), "*i64")
+    yield Variant("begin", sampling._begin, pointers, {"BLOCK": sampling.FOLD_IN_BLOCK})
     pointers = dict.fromkeys(("tokens_out", "nodes_out", "sampled", "root_row", "tokens", "parent"), "*i64")
-    walk, traversal = (sys.modules[f"vllm_adaptive_tree.kernels.{name}"] for name in ("walk", "traversal"))
+    modules = ("walk", "traversal", "rejection_walk")
+    walk, traversal, rejection_walk = (sys.modules[f"vllm_adaptive_tree.kernels.{name}"] for name in modules)
     padded = triton.next_power_of_2(nodes)
     yield Variant(f"walk, {nodes} nodes", walk._walk, pointers, {"STEPS": 9, "PADDED_NODES": padded}, 1)
     rounding = {"TINY": torch.finfo(torch.float32).tiny, "ROUNDING": 1e-6, "BLOCK": rejection.BLOCK}
@@ -203,6 +221,12 @@ def _small(vocabulary: int, children: int, nodes: int) -> Iterator[Variant]:
         pointers = dict.fromkeys(("probs_out", "p_left", "q_left", "target", "temperature"), "*fp32")
         pointers |= dict.fromkeys(("path_out", "end_out", "tokens", "parent", "root_row", "draft_row", "key"), "*i64")
         pointers |= {"draft": "*bf16", "selected": "*i8"}
+        path = ("tokens_out", "nodes_out", "depth_out", "end_out")
+        places = dict.fromkeys((*path, "tokens", "parent", "root_row", "place", "slot", "key"), "*i64")
+        places |= dict.fromkeys(("p", "q", "target", "temperature"), "*fp32") | {"draft": "*bf16", "selected": "*i8"}
+        steps = {"STEPS": 9, "PADDED_STEPS": 16, "PADDED_NODES": padded, "TYPE": tl.float32}
+        name = f"reject, {nodes} nodes, {note}"
+        yield Variant(name, rejection_walk._reject, places, constants | steps, 16, ("vocabulary",))
         name = f"traverse, {nodes} nodes, {note}"
         yield Variant(name, traversal._traverse, pointers, constants | levels, 16, ("vocabulary",))
 

@@ -19,11 +19,23 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from shutil import copytree
+from typing import Any, NamedTuple
 
 from tests import interpreter
 
-NODES, DEPTH, REQUESTS, TOKENS = 64, 8, 2, 14
+REQUESTS = 2
+
+
+class Sizes(NamedTuple):
+    nodes: int = 64
+    depth: int = 8
+    tokens: int = 14
+    """Of each answer."""
+    layers: int | None = None
+    """Of the target and of a draft model, with random weights; None: the bundled ones."""
+
+
 CASES: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "opt_tree": ("opt_tree", {}, "auto", "model"),
     "dyspec, rrsw": ("dyspec", {"threshold": 0.02, "max_children": 4}, "rrsw", "model"),
@@ -105,10 +117,10 @@ def install(count: Count) -> None:
     )
 
 
-def watch(count: Count, llm: Any) -> None:
+def watch(count: Count, llm: Any, nodes: int) -> None:
     """The parts of a step of this engine."""
     from tests.engine.engines import runner_of
-    from vllm_adaptive_tree.engine.v2 import drafting, sampler
+    from vllm_adaptive_tree.engine.v2 import sampler
     from vllm_adaptive_tree.engine.v2.readback import AsyncReadback
     from vllm_adaptive_tree.engine.v2.verification import Verification
 
@@ -122,14 +134,11 @@ def watch(count: Count, llm: Any) -> None:
         (runner, "sample", "logits and samples, vLLM's"),
         (sampler, "accept", "acceptance"),
         (runner.buffers, "commit", "commit"),
-        (Verification, "write_path", "write_path"),
-        (speculator, "verified", "write_path"),
         (runner, "postprocess_sampled", "postprocess_sampled, vLLM's"),
         (speculator, "propose", "the rest of propose"),
-        (speculator, "roots", "catch-up of the draft"),
-        (drafting, "draft_tree", "tree growth"),
-        (speculator, "grow", "draft level"),
-        (speculator.drafts, "store", "drafts.store"),
+        (speculator, "_prepare", "what the draft starts from"),
+        (speculator, "read", "catch-up of the draft"),
+        (speculator, "_trees", "trees of the draft"),
     ]
     if runner.adaptive_verification is not None:
         parts.append((runner.adaptive_verification, "reallocate_drafts", "budget: nodes of each request"))
@@ -140,6 +149,14 @@ def watch(count: Count, llm: Any) -> None:
     Verification.laid_out = staticmethod(Verification.laid_out)  # type: ignore[method-assign]
     count.wrap(AsyncReadback, "send", one=True)
     count.wrap(runner.model, "forward", "target forward", graph=1)
+    graphs, pieces = speculator.graphs, speculator.pieces()
+    run = graphs.run
+
+    def recorded(piece: Any, function: Callable[[], Any]) -> Any:
+        with count.inside_of(graph=int(piece in pieces)):
+            return run(piece, function)
+
+    graphs.run = recorded
     for name, layer in runner.compilation_config.static_forward_context.items():
         draft = name in speculator.draft_attn_layer_names
         attention = "attention of the draft's layers" if draft else "attention of the target's layers"
@@ -158,14 +175,13 @@ def watch(count: Count, llm: Any) -> None:
     def prepare_attn(batch: Any) -> Any:
         prepared = prepare(batch)
         drafts = batch.num_draft_tokens_per_req
-        verified.append(drafts is not None and not batch.has_prefill and (drafts == NODES).all())
+        verified.append(drafts is not None and not batch.has_prefill and (drafts == nodes).all())
         return prepared
 
     runner.sample_tokens, runner.prepare_attn = sample_tokens, prepare_attn
 
 
-def measured(count: Count, case: str, layers: int | None = None, nodes: int = NODES) -> dict[str, Any]:
-    """`layers`: of the target, with random weights; None: the bundled one."""
+def measured(count: Count, case: str, sizes: Sizes) -> dict[str, Any]:
     from torch.utils._python_dispatch import TorchDispatchMode
     from vllm import LLM, SamplingParams
 
@@ -179,27 +195,34 @@ def measured(count: Count, case: str, layers: int | None = None, nodes: int = NO
 
     method, tree, rule, draft = CASES[case]
     with tempfile.TemporaryDirectory() as folder:
+        models = Path(folder)
         llm = LLM(
-            TARGET,
+            TARGET if sizes.layers is None else _of_layers(TARGET, models / "target", sizes.layers),
             dtype="float32",
             enforce_eager=True,
             max_model_len=512,
             block_size=32,
             max_num_seqs=REQUESTS,
             num_gpu_blocks_override=64,
+            load_format="auto" if sizes.layers is None else "dummy",
             speculative_config={
                 "method": method,
-                "model": DRAFT if draft == "model" else heads.eagle3(Path(folder)),
-                "num_speculative_tokens": nodes,
+                "model": (
+                    heads.eagle3(models / "head")
+                    if draft != "model"
+                    else DRAFT
+                    if sizes.layers is None
+                    else _of_layers(DRAFT, models / "draft", sizes.layers)
+                ),
+                "num_speculative_tokens": sizes.nodes,
                 "rejection_sample_method": rule,
-                "tree": {"draft": draft, "max_depth": DEPTH, "budget": None, **tree},
+                "tree": {"draft": draft, "max_depth": sizes.depth, "budget": None, **tree},
             },
-            **({} if layers is None else {"hf_overrides": {"num_hidden_layers": layers}, "load_format": "dummy"}),
         )
-        watch(count, llm)
+        watch(count, llm, sizes.nodes)
         count.steps.clear()
         sampled = 0.0 if rule == "auto" else 0.8
-        params = SamplingParams(temperature=sampled, seed=1, max_tokens=TOKENS, ignore_eos=True)
+        params = SamplingParams(temperature=sampled, seed=1, max_tokens=sizes.tokens, ignore_eos=True)
         count.operations = Operations
         with Operations():
             llm.generate(PROMPTS[:REQUESTS], params, use_tqdm=False)
@@ -215,6 +238,14 @@ def measured(count: Count, case: str, layers: int | None = None, nodes: int = NO
         "outside_total": outside.total(),
         "inside_total": inside.total(),
     }
+
+
+def _of_layers(model: str, folder: Path, layers: int) -> str:
+    """The folder of a model with so many layers."""
+    copytree(model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
+    return str(folder)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -237,12 +268,12 @@ def main() -> int:
     parser.add_argument("--name", default="now", help="of these figures in the file, which keeps others")
     parser.add_argument("--case", choices=CASES, action="append")
     options = parser.parse_args()
-    count = Count()
+    count, sizes = Count(), Sizes()
     install(count)
-    rows = [measured(count, case) for case in options.case or CASES]
+    rows = [measured(count, case, sizes) for case in options.case or CASES]
     print(table(rows))
     results = json.loads(options.out.read_text()) if options.out.exists() else {}
-    results[options.name] = {"nodes": NODES, "levels": DEPTH, "requests": REQUESTS, "rows": rows}
+    results[options.name] = {"nodes": sizes.nodes, "levels": sizes.depth, "requests": REQUESTS, "rows": rows}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(results, indent=1) + "\n")
     return 0

@@ -76,7 +76,7 @@ def check_launch(launch: dict[str, Any]) -> None:
     (masks, words), _, dtype = launch["ancestors"]
     assert masks >= rows, "a buffer that never moves, or of a level"
     assert (words, dtype) == (1, "torch.int64")
-    assert requests <= rows <= requests * (1 + NODES)
+    assert requests <= rows <= requests * (2 + NODES), "a path of so many nodes, the roots before and behind it"
     assert launch["scale"] == HEAD_SIZE**-0.5
 
 

@@ -94,14 +94,11 @@ class Pieces:
         self.kept += rehearsal.kept
         self.graphs.setdefault(name, []).append((key, rehearsal.record))
 
-    def hold(self, owner: Any, name: str, key: Any, *, behind: bool = False) -> None:
-        """Rehearse every call of `owner.name`; `key`: of its arguments, what has a graph of its own; `behind`: its
-        arguments are results of a graph before it."""
+    def hold(self, owner: Any, name: str, key: Any) -> None:
+        """Rehearse every call of `owner.name`; `key`: of its arguments, what has a graph of its own."""
         original = getattr(owner, name)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            if behind:
-                self.own |= {one.untyped_storage().data_ptr() for one in _tensors((args, kwargs))}
             with self.piece(name, key(*args, **kwargs)):
                 return original(*args, **kwargs)
 

@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 import torch
 from vllm import SamplingParams
+from vllm.v1.worker.gpu.cudagraph_utils import prepare_inputs_to_capture
 
 from tests.engine import heads
 from tests.engine.capture import Pieces
 from tests.engine.engines import DRAFT, PROMPTS, Engines, generate, runner_of
 from tests.examples.allocated import Allocated
 from tests.pure.test_no_host_sync import HostSyncError
-from vllm_adaptive_tree.engine.v2 import drafting, level_keys
+from vllm_adaptive_tree.engine.v2 import level_keys
+from vllm_adaptive_tree.engine.v2.attention import KernelTrees
 
 pytestmark = pytest.mark.skipif(os.environ.get("MODEL_RUNNER") != "v2-kernels", reason="MODEL_RUNNER=v2-kernels")
 
@@ -52,13 +54,19 @@ def test_pieces_of_a_step(engines: Engines, case: str, tmp_path: Path, monkeypat
     pieces.hold(
         runner.model, "forward", lambda **_: step["key"] if step["key"][2] else ("a prompt", len(pieces.graphs))
     )
-    pieces.hold(drafting, "draft_tree", lambda *args, **_: step["key"][0], behind=True)
-    pieces.hold(runner.speculator.drafts, "store", lambda *args, **_: step["key"][0], behind=True)
+    pieces.hold(runner.speculator.graphs, "run", lambda piece, _: (piece.num_reqs, piece.levels))
     for layer in runner.compilation_config.static_forward_context.values():
         pieces.inside(layer.impl, "forward")
-    sampled = SamplingParams(temperature=0.0 if rule == "auto" else 0.8, seed=1, max_tokens=16, ignore_eos=True)
-    generate(llm, PROMPTS[:2], [sampled, sampled])
-    assert {*pieces.graphs} == {"forward", "draft_tree", "store"}
+    temperature = 0.0 if rule == "auto" else 0.8
+
+    def sampled(*lengths: int) -> list[SamplingParams]:
+        return [SamplingParams(temperature=temperature, seed=1, max_tokens=n, ignore_eos=True) for n in lengths]
+
+    generate(llm, PROMPTS[:3], sampled(2, 2, 2))  # the largest trees make room for their logits, as vLLM's profile does
+    pieces.graphs.clear()
+    generate(llm, PROMPTS[:3], sampled(8, 8, 16))
+    assert {*pieces.graphs} == {"forward", "run"}
+    assert {key for key, _ in pieces.graphs["run"]} >= {(size, levels) for size in (1, 4) for levels in (0, 3)}
     for name, calls in pieces.graphs.items():
         again = 0
         first: dict[Any, list[Any]] = {}
@@ -68,6 +76,20 @@ def test_pieces_of_a_step(engines: Engines, case: str, tmp_path: Path, monkeypat
                 assert _difference(first[key], record) is None, (name, key, _difference(first[key], record))
             first.setdefault(key, record)
         assert again >= 3, name
+    check_whole_graph(runner)
+
+
+def check_whole_graph(runner: Any) -> None:
+    """What vLLM records the target with, in a whole graph, which no mode asks for yet: our kernel's metadata, over
+    buffers that never move."""
+    sizes = runner.model_state, runner.input_buffers, runner.block_tables, runner.attn_groups, runner.kv_cache_config
+    recorded = prepare_inputs_to_capture(2, 8, *sizes, full_cudagraph=True, max_query_len=7).attn_metadata
+    own = {name: one for name, one in recorded.items() if name not in runner.speculator.draft_attn_layer_names}
+    assert len(own) > 1
+    for one in own.values():
+        assert isinstance(one, KernelTrees)
+        assert one.ancestors is runner.buffers.layout.bits
+        assert one.context.data_ptr() == runner.buffers.layout.context.data_ptr()
 
 
 def _difference(one: list[Any], other: list[Any]) -> Any:
@@ -126,9 +148,10 @@ def test_the_memory_profile_has_seen_the_levels(
     config = {"method": method, "model": DRAFT, "num_speculative_tokens": 6, "rejection_sample_method": rule}
     llm = engines.start({**config, "tree": {"budget": None, "max_depth": 3}}, max_num_seqs=4)
     speculator = runner_of(llm).speculator
+    generate(llm, PROMPTS[:1], SamplingParams(max_tokens=1))  # vLLM's first forward comes before its profile of levels
     with torch.inference_mode(), Allocated() as profile:
         speculator.profile_levels()
-    peaks, original = list[int](), speculator._drafted
+    peaks, original = list[int](), speculator.trees
     # vLLM's own profile has seen the roots' forward. The kernel writes into its plan's buffers; the copies of Triton's
     # interpreter are not there on a device.
     monkeypatch.setattr(level_keys, "tree_attention", lambda *given, **_: given[8].zero_())
@@ -139,6 +162,6 @@ def test_the_memory_profile_has_seen_the_levels(
         peaks.append(allocated.peak)
         return found
 
-    monkeypatch.setattr(speculator, "_drafted", trees)
+    monkeypatch.setattr(speculator, "trees", trees)
     generate(llm, PROMPTS[:4], SamplingParams(temperature=0.8, seed=1, max_tokens=6, ignore_eos=True))
     assert profile.peak / 2 < max(peaks) <= profile.peak

@@ -112,7 +112,10 @@ def test_trees_wait_for_their_request() -> None:
     read, drawn = torch.tensor([[1, -1, -1], [2, -1, -1]]), torch.tensor([[2, 1, 0, 0]] * 2)
     levels = [torch.arange(4.0).reshape(2, 1, 2), torch.arange(8.0).reshape(2, 2, 2)]
     with NoHostSync():
-        drafts.store(torch.tensor([2, 0]), torch.tensor([7, 8]), Proposal(tree, read, drawn), levels, torch.ones(2))
+        drafts.open(2, sum(level.shape[1] for level in levels))
+        for first, level in enumerate(levels):
+            drafts.keep(level, first)
+        drafts.store(torch.tensor([2, 0]), torch.tensor([7, 8]), Proposal(tree, read, drawn), torch.ones(2))
         found, probs = drafts.of(everyone, torch.tensor([8, 8, 6, 7]), torch.tensor([2, 3, 3, 3]))
     assert found.tokens.tolist() == [[1, 2, -1], [-1] * 3, [-1] * 3, [-1] * 3]
     found, probs = drafts.of(torch.tensor([0, 2]), torch.tensor([8, 7]), torch.tensor([3, 3]))

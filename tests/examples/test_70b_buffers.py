@@ -19,11 +19,11 @@ from tests.examples.allocated import Allocated
 from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.engine.common.request_flags import RequestFlags
 from vllm_adaptive_tree.engine.v2.attention import PagedTreeAttention
-from vllm_adaptive_tree.engine.v2.drafting import Roots
 from vllm_adaptive_tree.engine.v2.drafts import Drafts
 from vllm_adaptive_tree.engine.v2.readback import AsyncReadback
 from vllm_adaptive_tree.engine.v2.speculator import ModelSpeculator
 from vllm_adaptive_tree.engine.v2.verification import Verification
+from vllm_adaptive_tree.kernels.reading import DraftInputs
 from vllm_adaptive_tree.methods import resolve
 
 BLOCK = 16
@@ -53,7 +53,7 @@ class Speculator(ModelSpeculator):
         self.pair = resolve(self.options)
         self.shard, self.load = shard, load
         self.flags, self.budget = RequestFlags(load.requests, self.pair, self.options), None
-        self.steering = SimpleNamespace(steered=SimpleNamespace(fill=False))
+        self.steering = SimpleNamespace(steered=SimpleNamespace(fill=False, temperature=False))
         self.readback, self.device = AsyncReadback(), torch.device("cpu")
         self.follows, self.random, self.forwards, self.lookup, self.offers = True, 1.0, 0, None, None
         self.levels = self.drafted_levels = min(load.depth, load.nodes)
@@ -61,6 +61,9 @@ class Speculator(ModelSpeculator):
         self.draft_model_config = SimpleNamespace(max_model_len=load.context)
         self.most_rows = 1 << 30
         self.drafts = Drafts(load.requests, load.nodes, self.device)
+        self.inputs = DraftInputs.empty(load.requests, 0, self.device)
+        self.captures, self.everyone = False, torch.ones(load.requests)
+        self.graphs: Any = SimpleNamespace(run=lambda _, function: function())
         pages = -(-(1 + load.context) // BLOCK)
         self.block_tables = SimpleNamespace(
             input_block_tables=[torch.arange(load.requests * pages).view(load.requests, pages)]
@@ -68,6 +71,7 @@ class Speculator(ModelSpeculator):
         cache = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=BLOCK), layer_names=["0"])
         self.kv_cache_config = SimpleNamespace(kv_cache_groups=[cache])
         self.layers = [Layer(str(i), shard, load.requests * pages) for i in range(shard.model.layers)]
+        self.draft_tokens = torch.zeros(load.requests, 1, dtype=torch.int64)
         self.draft_attn_layer_names = {layer.layer_name for layer in self.layers}
 
     def _run_model(self, tokens: Tensor, positions: Tensor, metadata: Any, *rest: Any) -> Tensor:
@@ -86,20 +90,11 @@ class Speculator(ModelSpeculator):
     def sample_and_grow(self) -> Any:
         requests = self.load.requests
         self.sample_draft(torch.randn(requests, self.shard.model.hidden, dtype=torch.bfloat16))
-        batch = SimpleNamespace(
-            num_reqs=requests,
-            idx_mapping=torch.arange(requests),
-            idx_mapping_np=torch.arange(requests).numpy(),
-            seq_lens_cpu_upper_bound=torch.full((requests,), self.load.context, dtype=torch.int32),
-        )
-        target: Any = SimpleNamespace(batch=batch, num_sampled=torch.ones(requests))
-        tree, _ = self._trees(target, torch.zeros(requests), torch.arange(requests), 1 << 30)
-        return tree
-
-    def roots(self, target: Any) -> Roots:
-        requests = self.load.requests
-        root = torch.full((requests,), self.load.context - 1 - self.load.depth)
-        return self.begin(target.batch, root, root, None)
+        self.inputs.alive.fill_(1)
+        self.inputs.temperature.fill_(1)
+        self.inputs.position.fill_(self.load.context - 1 - self.load.depth)
+        self.longest_text = self.load.context
+        return self._drafted(requests, 1 << 30).tree
 
 
 CASES = {

@@ -183,6 +183,50 @@ class TestKernels:
             lengths |= set((got.nodes[among] >= 0).sum(1).tolist())
         assert lengths >= {0, shape.depth}
 
+    @pytest.mark.parametrize("rule", ["rrs", "rrsw"])
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+    def test_rejection_walk(self, rule, dtype):
+        """Of whole trees. Where all children are rejected the walk ends; PyTorch's may go on into one of them only
+        where rounding has left it mass."""
+        requests, vocabulary, levels = 24, 40, 3
+        shape = Shape.k_config([3, 2, 1])
+        kind = RULES[rule].kinds[0]
+        generator = torch.Generator().manual_seed(0)
+        draft = 2 * torch.randn(requests, len(shape) + 1, vocabulary, generator=generator, dtype=torch.float64)
+        temperature = torch.linspace(0.7, 1.2, requests, dtype=torch.float64)
+        noise = torch.randn(draft.shape, generator=generator, dtype=torch.float64)
+        noise[0, 0] = 0
+        noise[..., 35:] = -torch.inf
+        draft, noise, temperature = (part.to(DEVICE, dtype) for part in (draft, noise, temperature))
+        draws, _ = rngs(requests)
+        request = Request(temperature, temperature < 0, draws.fold_in(torch.arange(requests, device=DEVICE)))
+        proposer = StaticTree(shape, kind=kind)
+        proposal = draft_tree(proposer, Pool(draft), Rows(draft[:, :1]), None, nodes=len(shape), request=request)
+        tree, row = proposal.tree, torch.arange(requests, device=DEVICE)
+        slot = torch.cat([torch.zeros_like(row)[:, None], proposal.read], 1)
+        target = draft[row[:, None], slot.clamp(min=0)] / temperature[:, None, None] + noise
+        rows = target.shape[1]
+        tables = kernels().RejectionInputs(target.flatten(0, 1), row * rows, draft, row, slot, temperature)
+        among = row < 20
+        draw, lengths = RULES[rule].draw, set()
+        for seed in range(2):
+            expected, found = rngs(requests)
+            at = row * 5 + seed
+            expected, found = expected.fold_in(at), found.fold_in(at)
+
+            def by_rule(node: Tensor, active: Tensor, rng=expected) -> tuple[Tensor, Tensor]:
+                p = target[row, node + 1].softmax(-1)
+                q = (draft[row, slot[row, node + 1].clamp(min=0)] / temperature[:, None]).softmax(-1)
+                children = Children(tree.children(node, 3), proposal.num_planned.gather(1, node[:, None] + 1)[:, 0], 3)
+                return draw(p, q, children, rng.fold_in(node + 1)), torch.ones_like(active)
+
+            wanted = walk(tree, by_rule, levels=levels)
+            got = kernels().rejection_walk(tree, draw, tables, found, levels=levels, among=among)
+            same = (wanted.tokens == got.tokens)[among].all(1) & (wanted.nodes == got.nodes)[among].all(1)
+            assert same.all() if dtype == torch.float64 else same.float().mean() > 0.7, "rounding at a border at most"
+            lengths |= set((got.nodes[among] >= 0).sum(1).tolist())
+        assert lengths >= {0, levels}
+
     @pytest.mark.parametrize("nodes", [1, 9, 30])
     def test_walk(self, nodes):
         """Few tokens, so that paths are long; siblings may carry the same."""
@@ -216,7 +260,14 @@ class TestKernels:
             def __getitem__(self, grid):
                 return lambda *args, **kwargs: None
 
-        for name in ("sampling._fold_in", "sampling._sample", "rejection._test", "traversal._traverse", "walk._walk"):
+        names = (
+            "sampling._begin",
+            "sampling._fold_in",
+            "sampling._sample",
+            "rejection._test",
+            "rejection_walk._reject",
+        )
+        for name in (*names, "traversal._traverse", "walk._walk"):
             module, kernel = name.split(".")
             kernels()  # whose `traversal` and `walk` are the functions of these modules
             monkeypatch.setattr(sys.modules[f"vllm_adaptive_tree.kernels.{module}"], kernel, Launch())
@@ -231,4 +282,7 @@ class TestKernels:
             read = torch.empty(3, 3, dtype=torch.int64, device="meta")
             tables = kernels().TraversalInputs(law, seed, law, read, torch.empty(3, device="meta"))
             kernels().traversal(tree, "iid", tables, rng, levels=2)
+            one = torch.empty(3, device="meta")
+            inputs = kernels().RejectionInputs(law, seed, law[:, None], seed, read, one)
+            kernels().rejection_walk(tree, RULES["rrsw"].draw, inputs, rng, levels=2)
             kernels().walk(tree, seed, seed, levels=2)

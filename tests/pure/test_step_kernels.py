@@ -1,4 +1,4 @@
-"""The kernels around a verification: trees to rows, and the accepted path to its slots.
+"""The kernels around a verification: trees to rows, the accepted path to its slots, and what a draft reads then.
 
 Without a GPU in Triton's interpreter; `test_kernels.py` starts it.
 """
@@ -168,3 +168,60 @@ class TestStepKernels:
         table = nothing.int()
         kernels().move_accepted(kernels().layer_addresses([cache]), cache, table, nothing[:, 0], nothing)
         assert not cache.any()
+
+    @pytest.mark.parametrize("shift", [0, 1])
+    @pytest.mark.parametrize("width", [6, 70])
+    def test_what_a_draft_reads(self, shift, width):
+        """Paths of several lengths, a request in the middle of its prompt, one that waits, one at the draft's limit,
+        and padding; a path over a block's border, and one longer than a word."""
+        from vllm_adaptive_tree.kernels import reading
+
+        most, padded, limit, block = 9, 8, 120, 8
+        long = width - 2
+        sampled, computed = [3, 0, 1, 2, 2, long], [20, 12, 33, 40, limit - 1, 100]
+        ready = torch.tensor([1, 1, 1, 0, 1, 1], dtype=torch.int8)
+        index = torch.tensor([4, 2, 7, 0, 5, 1])
+        text = torch.arange(most * 128).view(most, 128).int()
+        table = torch.arange(6 * 16).view(6, 16).flip(0).int()
+        nodes = torch.arange(6 * long).view(6, long) % 11
+        starts = torch.tensor([0, 9, 18, 27, 36, 45, 45 + long])
+        temperature, seed = torch.linspace(0.5, 1, most), torch.arange(most) * 11
+        temperature[7] = 0
+        everywhere = torch.zeros(most, dtype=torch.int32)
+        everywhere[index] = torch.tensor(computed, dtype=torch.int32)
+        inputs = reading.DraftInputs.empty(most, width, torch.device(DEVICE))
+        step = reading.Step(
+            *(one.to(DEVICE) for one in (index, torch.tensor(sampled).int(), starts.int(), nodes)),
+            *(one.to(DEVICE) for one in (everywhere, temperature, seed, text)),
+        )
+        shaping = reading.Shaping(0.6, 9.0, follows=True, threshold=0.25, floor=-3.0)
+        cache = reading.Cache(table.to(DEVICE), block)
+        with NoHostSync():
+            inputs.update(step, shaping, ready.to(DEVICE), cache, padded=padded, limit=limit, shift=shift)
+        inputs = type(inputs)(*(part.cpu() for part in inputs))
+        alive = [0, 2, 5]
+        assert inputs.alive.tolist()[:padded] == [1, 0, 1, 0, 0, 1, 0, 0]
+        assert inputs.request.tolist()[:padded] == [*index.tolist(), most, most]
+        assert inputs.position.tolist()[:6] == computed
+        shaped = torch.where(temperature == 0, 0.6, temperature)[index]
+        assert torch.equal(inputs.temperature[:6], shaped)
+        assert inputs.greedy.tolist()[:6] == [0, 0, 1, 0, 0, 0]
+        assert torch.equal(inputs.seed[:6], seed[index])
+        assert inputs.limits.tolist() == [0.25, -3.0]
+        end = 0
+        for r in range(padded):
+            assert inputs.row_start[r] == end
+            for row in range(sampled[r] + 1 - shift if r in alive else 0):
+                place = computed[r] - sampled[r] + row
+                assert inputs.positions[end] == place
+                assert inputs.tokens[end] == text[index[r], place + shift]
+                assert inputs.slots[end] == table[r, place // block] * block + place % block
+                assert inputs.source[end] == starts[r] + (1 + nodes[r, row - 1] if row else 0)
+                seen = [inputs.bits[end, i // WORD].item() >> i % WORD & 1 for i in range(width)]
+                assert seen == [1] * (row + 1) + [0] * (width - row - 1)
+                end += 1
+            assert inputs.context[r] == (computed[r] - sampled[r] if r in alive else 0)
+            assert inputs.last[r] == (end - 1 if r in alive else 0)
+        assert inputs.row_start[padded] == end
+        assert (inputs.slots[end:] == reading.PAD_SLOT).all()
+        assert not inputs.positions[end:].any()

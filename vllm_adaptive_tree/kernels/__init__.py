@@ -2,25 +2,29 @@
 
 Those for sampling and acceptance rules give the same tokens as `rng.CounterRNG` and `acceptance` from the same keys, up
 to the rounding of sums; each file is named after the module it replaces. `layout` and `commit` go before and after a
-verification.
+verification, `reading` before a draft.
 """
 
 from vllm_adaptive_tree.kernels.commit import layer_addresses, move_accepted
 from vllm_adaptive_tree.kernels.layout import Drafted, Layout
 from vllm_adaptive_tree.kernels.rejection import FUSED_RULES
+from vllm_adaptive_tree.kernels.rejection_walk import REJECTION_RULES, RejectionInputs, rejection_walk
 from vllm_adaptive_tree.kernels.sampling import FusedRNG
 from vllm_adaptive_tree.kernels.traversal import TRAVERSAL_KINDS, TraversalInputs, traversal
 from vllm_adaptive_tree.kernels.walk import walk
 
 __all__ = [
     "FUSED_RULES",
+    "REJECTION_RULES",
     "TRAVERSAL_KINDS",
     "Drafted",
     "FusedRNG",
     "Layout",
+    "RejectionInputs",
     "TraversalInputs",
     "layer_addresses",
     "move_accepted",
+    "rejection_walk",
     "traversal",
     "walk",
 ]

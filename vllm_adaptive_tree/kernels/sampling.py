@@ -4,6 +4,7 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped"
 
 import math
+from functools import cached_property
 from typing import Self
 
 import torch
@@ -74,8 +75,27 @@ def _fold_in(bound, base, key, places, count, BLOCK: tl.constexpr):
     tl.store(bound + at, found.to(tl.int64), mask=exists)
 
 
+@triton.jit(do_not_specialize=["purpose", "count"], do_not_specialize_on_alignment=["seed", "position"])
+def _begin(key, seed, position, purpose, count, BLOCK: tl.constexpr):
+    """mix(mix(seed) + 8 * position + purpose) for each request."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    exists = at < count
+    place = tl.load(position + at, mask=exists, other=0).to(tl.int64) * 8 + purpose
+    found = mix(mix(tl.load(seed + at, mask=exists, other=0).to(tl.uint64)) + place.to(tl.uint64))
+    tl.store(key + at, found.to(tl.int64), mask=exists)
+
+
 class FusedRNG(CounterRNG):
     """`CounterRNG` whose samples take one pass over the distribution and one kernel launch."""
+
+    @cached_property
+    def key(self) -> Tensor:
+        seed, position = self.seed.contiguous(), self.position.contiguous()
+        key = torch.empty_like(seed)
+        if len(seed):
+            grid = (triton.cdiv(len(seed), FOLD_IN_BLOCK),)
+            _begin[grid](key, seed, position, self.purpose, len(seed), BLOCK=FOLD_IN_BLOCK)
+        return key
 
     def fold_in(self, key: Tensor) -> Self:
         key = key.contiguous()

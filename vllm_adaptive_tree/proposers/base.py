@@ -86,7 +86,10 @@ class Proposer(ABC):
     threshold: float = 0.0
     floor: float = -math.inf
     """Set by the engine if `Options.steered` says so. `threshold`: tokens that a level must gain, or the smallest value
-    of a slot. `floor`: nodes up to this log value are not expanded."""
+    of a slot. `floor`: nodes up to this log value are not expanded. While a tree of a `capturable` proposer grows on a
+    device, tensors of no dimension."""
+    capturable: ClassVar[bool] = False
+    """Whether the work of growing a tree follows from shapes alone, so that a CUDA graph may hold it."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

@@ -62,6 +62,8 @@ class Growth(NamedTuple):
 class BestFirst(Proposer):
     """A subclass defines the value of its candidates, and which nodes of a level to expand."""
 
+    capturable = True
+
     @abstractmethod
     def candidates(self, growth: Growth, logits: Tensor) -> Candidates:
         """Children of the frontier's first W columns, from their logits [R, W, V]."""

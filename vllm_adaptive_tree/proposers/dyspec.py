@@ -100,5 +100,7 @@ class DySpec(BestFirst):
         self.threshold = min(max(self.threshold * math.exp(fill - TARGET_FILL), MIN_THRESHOLD), MAX_THRESHOLD)
 
     @property
-    def _min_value(self) -> float:
+    def _min_value(self) -> float | Tensor:
+        if isinstance(self.threshold, Tensor):
+            return self.threshold.log()
         return math.log(self.threshold) if self.threshold > 0 else -math.inf

@@ -90,6 +90,7 @@ class Growth(NamedTuple):
 class StaticTree(Proposer):
     """`shape` truncated to the node budget, with children of the given kind; greedy requests get top-k children."""
 
+    capturable = True
     Options: ClassVar[type[MethodOptions]] = StaticTreeOptions
     kinds: tuple[Kind, ...] = ("without_replacement", "one_hot", "iid", "hub_pair", "top_k_plus_one")
 

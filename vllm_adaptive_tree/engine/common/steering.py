@@ -1,5 +1,7 @@
 """What a proposer is told between two steps, whichever model runner drafts."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from vllm_adaptive_tree.budget.reading import member, number
@@ -29,6 +31,18 @@ class Steering:
         say nothing."""
         if self.steered.fill and room:
             self.proposer.steer(nodes / room)
+
+    @contextmanager
+    def reading(self, limits: Any) -> Iterator[None]:
+        """Inside, the proposer compares with `limits` [2] on the device, threshold and floor: a CUDA graph would keep
+        the numbers of its recording."""
+        proposer: Any = self.proposer
+        numbers = proposer.threshold, proposer.floor
+        proposer.threshold, proposer.floor = limits.unbind()
+        try:
+            yield
+        finally:
+            proposer.threshold, proposer.floor = numbers
 
     def to_json(self) -> dict[str, float]:
         return {"threshold": self.proposer.threshold} if self.steered.fill else {}

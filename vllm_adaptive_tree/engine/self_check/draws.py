@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from vllm_adaptive_tree import kernels
-from vllm_adaptive_tree.acceptance import RULES, Children, Kind, traversal, walk
+from vllm_adaptive_tree.acceptance import RULES, Accepted, Children, Kind, traversal, walk
 from vllm_adaptive_tree.drafters import Rows
 from vllm_adaptive_tree.engine.self_check.trees import random_parents
 from vllm_adaptive_tree.engine.self_check.verdict import Finding
@@ -32,6 +32,7 @@ def check(*, vocabulary: int, device: torch.device) -> Finding:
         "draws": _draws(laws),
         "walk": _walk(device),
         **{rule: _rule(laws, rule) for rule in ("rrs", "rrsw")},
+        **{f"walk by {rule}": _rejection(laws, rule) for rule in ("rrs", "rrsw")},
         **{f"traversal, {kind}": _traversal(laws, kind) for kind in kinds},
     }
     return Finding("draws", not any(differing.values()), differing)
@@ -119,31 +120,58 @@ class _Table:
         return Rows(self.logits[:, first : self.read]), state
 
 
+class _Drafted:
+    """Trees of a fixed shape, and laws of a target near the draft's, so that paths are long."""
+
+    def __init__(self, laws: _Laws, kind: Kind):
+        self.kind, self.shape, device = kind, Shape.k_config([3, 2, 1]), laws.device
+        self.draft = laws.logits(ROWS, 1 + len(self.shape))
+        self.temperature = torch.linspace(0.7, 1.2, ROWS, dtype=torch.float64, device=device)
+        self.row = torch.arange(ROWS, device=device)
+        request = Request(self.temperature, self.temperature < 0, _rngs(device)[0].fold_in(self.row))
+        table, first, nodes = _Table(self.draft), Rows(self.draft[:, :1]), len(self.shape)
+        proposer = StaticTree(self.shape, kind=kind)
+        self.proposal = draft_tree(proposer, table, first, None, nodes=nodes, request=request)
+        self.tree, self.most = self.proposal.tree, proposer.max_children
+        self.slot = torch.cat([torch.zeros_like(self.row)[:, None], self.proposal.read], 1).clamp(min=0)
+        near = self.draft[self.row[:, None], self.slot] / self.temperature[:, None, None]
+        self.target = near + laws.logits(ROWS, 1 + nodes) / 6
+        self.root = self.row * (1 + nodes)
+        self.among = self.row < ROWS - 1
+
+    def q(self, node: Tensor) -> tuple[Tensor, Tensor]:
+        law = (self.draft[self.row, self.slot[self.row, node + 1]] / self.temperature[:, None]).softmax(-1)
+        return law, self.proposal.num_planned.gather(1, node[:, None] + 1)[:, 0]
+
+    def p(self, node: Tensor, active: Tensor) -> Tensor:
+        return self.target[self.row, node + 1].softmax(-1)
+
+    def different(self, expected: Accepted, found: Accepted) -> int:
+        return sum(_different(one[self.among], two[self.among]) for one, two in zip(expected, found, strict=True))
+
+
 def _traversal(laws: _Laws, kind: Kind) -> int:
-    """The target's laws are near the draft's, so that paths are long."""
-    shape, device = Shape.k_config([3, 2, 1]), laws.device
-    draft = laws.logits(ROWS, 1 + len(shape))
-    temperature = torch.linspace(0.7, 1.2, ROWS, dtype=torch.float64, device=device)
-    row = torch.arange(ROWS, device=device)
-    request = Request(temperature, temperature < 0, _rngs(device)[0].fold_in(row))
-    proposer = StaticTree(shape, kind=kind)
-    proposal = draft_tree(proposer, _Table(draft), Rows(draft[:, :1]), None, nodes=len(shape), request=request)
-    slot = torch.cat([torch.zeros_like(row)[:, None], proposal.read], 1).clamp(min=0)
-    target = draft[row[:, None], slot] / temperature[:, None, None] + laws.logits(ROWS, 1 + len(shape)) / 6
-    among = row < ROWS - 1
+    drafted, (ours, theirs) = _Drafted(laws, kind), _rngs(laws.device)
+    how: dict[str, Any] = {"levels": drafted.shape.depth, "among": drafted.among}
+    rows = drafted.root[:, None] + drafted.slot
+    tables = drafted.target.flatten(0, 1), drafted.root, drafted.draft.flatten(0, 1), rows, drafted.temperature
+    expected = traversal(drafted.tree, kind, drafted.p, drafted.q, ours, most=drafted.most, **how)
+    found = kernels.traversal(drafted.tree, kind, kernels.TraversalInputs(*tables), theirs, **how)
+    return drafted.different(expected, found)
 
-    def q(node: Tensor) -> tuple[Tensor, Tensor]:
-        law = (draft[row, slot[row, node + 1]] / temperature[:, None]).softmax(-1)
-        return law, proposal.num_planned.gather(1, node[:, None] + 1)[:, 0]
 
-    def p(node: Tensor, active: Tensor) -> Tensor:
-        return target[row, node + 1].softmax(-1)
+def _rejection(laws: _Laws, rule: str) -> int:
+    draw = RULES[rule].draw
+    assert draw is not None
+    drafted, (ours, theirs) = _Drafted(laws, RULES[rule].kinds[0]), _rngs(laws.device)
 
-    slots = draft.shape[1]
-    tables = kernels.TraversalInputs(
-        target.flatten(0, 1), row * slots, draft.flatten(0, 1), row[:, None] * slots + slot, temperature
-    )
-    ours, theirs = _rngs(device)
-    expected = traversal(proposal.tree, kind, p, q, ours, levels=shape.depth, most=proposer.max_children, among=among)
-    found = kernels.traversal(proposal.tree, kind, tables, theirs, levels=shape.depth, among=among)
-    return sum(_different(one[among], other[among]) for one, other in zip(expected, found, strict=True))
+    def by_rule(node: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
+        q, planned = drafted.q(node)
+        children = Children(drafted.tree.children(node, drafted.most), planned, drafted.most)
+        return draw(drafted.p(node, active), q, children, ours.fold_in(node + 1)), torch.ones_like(active)
+
+    tables = drafted.target.flatten(0, 1), drafted.root, drafted.draft, drafted.row, drafted.slot, drafted.temperature
+    expected = walk(drafted.tree, by_rule, levels=drafted.shape.depth)
+    inputs = kernels.RejectionInputs(*tables)
+    how: dict[str, Any] = {"levels": drafted.shape.depth, "among": drafted.among}
+    return drafted.different(expected, kernels.rejection_walk(drafted.tree, draw, inputs, theirs, **how))

@@ -160,7 +160,7 @@ def _store(trial: Trial, trees: dict[str, Tree], begun: dict[str, list[int]]) ->
     batch = TreeBatch(tokens, parent, depth, torch.zeros_like(tokens, dtype=torch.float32))
     proposal = Proposal(batch, torch.full_like(tokens, -1), tokens.new_zeros(len(trees), 1 + width))
     root = torch.tensor([len(begun[name]) - 1 for name in trees], device=device)
-    runner.speculator.drafts.store(index, root, proposal, [], torch.ones(len(trees), device=device))
+    runner.speculator.drafts.store(index, root, proposal, torch.ones(len(trees), device=device))
     runner.req_states.draft_tokens[index] = tokens.to(runner.req_states.draft_tokens.dtype)
 
 

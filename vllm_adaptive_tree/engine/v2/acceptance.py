@@ -7,7 +7,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_adaptive_tree.acceptance import Accepted, Children, traversal, walk
 from vllm_adaptive_tree.engine.v2.drafts import DraftProbs
-from vllm_adaptive_tree.engine.v2.kernel_dispatch import draw_of, fused_traversal, fused_walk
+from vllm_adaptive_tree.engine.v2.kernel_dispatch import draw_of, fused_rejection, fused_traversal, fused_walk
 from vllm_adaptive_tree.engine.v2.target import Target
 from vllm_adaptive_tree.methods import Pair
 from vllm_adaptive_tree.rng import RandomSource
@@ -38,10 +38,17 @@ def accept(
 
     if from_target.all():
         return walked()
-    own = async_tensor_h2d(from_target, device=tree.tokens.device)
+    own = async_tensor_h2d(from_target, device=tree.tokens.device) if from_target.any() else None
+    among = None if own is None else ~own
+
+    def mixed(found: Accepted) -> Accepted:
+        if own is None:
+            return found
+        return Accepted(*(torch.where(own[:, None], one, other) for one, other in zip(walked(), found, strict=True)))
+
     rule = draw_of(pair, rng)
     if rule is None:
-        found = fused_traversal(pair, target, tree, draft, rng, levels=levels, among=~own) or traversal(
+        found = fused_traversal(pair, target, tree, draft, rng, levels=levels, among=among) or traversal(
             tree,
             pair.proposer.kind,
             lambda node, active: target.probs(node),
@@ -49,18 +56,18 @@ def accept(
             rng,
             levels=levels,
             most=pair.most,
-            among=~own,
+            among=among,
         )
-        if not from_target.any():
-            return found
-        pairs = zip(walked(), found, strict=True)
-        return Accepted(*(torch.where(own[:, None], one, other) for one, other in pairs))
+        return mixed(found)
+    at_once = fused_rejection(pair, target, tree, draft, rng, levels=levels, among=among)
+    if at_once is not None:
+        return mixed(at_once)
 
     def draw_by_rule(node: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
         q, planned = draft.after(node)
         children = Children(tree.children(node, pair.most), planned, pair.most)
         token = rule(target.probs(node), q, children, rng.fold_in(node + 1))
-        if from_target.any():
+        if own is not None:
             token = torch.where(own, target.draw(node), token)
         return token.clamp(min=0), torch.ones_like(active)
 

@@ -35,8 +35,7 @@ class CatchUpSpeculator(PagedDraft, StandaloneARSpeculator):
         self.skip(target.batch, np.ones(target.batch.num_reqs, dtype=bool))
 
     def catch_up(self, batch: Any) -> np.ndarray | None:
-        """Read the skipped tokens of this batch, at most as many as a batch may have. Requests with more of them wait
-        for the next step: `late` of `begin`."""
+        """At most as many tokens as a batch may have; requests with more of them wait for the next step."""
         if self.backlog is None:
             return None
         room, late, gaps = self.max_num_tokens, np.zeros(batch.num_reqs, dtype=bool), []
@@ -52,7 +51,7 @@ class CatchUpSpeculator(PagedDraft, StandaloneARSpeculator):
         if gaps:
             self._read(batch, gaps)
         self.missed = self.max_num_tokens - room
-        return late if late.any() else None
+        return ~late if late.any() else None
 
     def _read(self, batch: Any, gaps: list[Gap]) -> None:
         """One forward over tokens that are in the target's cache; the host does not know exactly where they end, and

@@ -17,7 +17,7 @@ class DraftProbs(NamedTuple):
     """The distributions that the children of R trees were sampled from. Entry 0 of a row is the root, entry 1 + i node
     i."""
 
-    logits: Tensor | None  # [B, S, V] of the draft model, of the whole batch that drafted; None if no rule reads them
+    logits: Tensor | None  # [B, S, V] of the draft model, of the whole batch that drafted; None if none were kept
     temperature: Tensor  # [B]
     place: Tensor  # [R] in that batch
     slot: Tensor  # [R, 1 + N] of `logits`, -1: never read
@@ -41,40 +41,49 @@ class Drafts:
     """The trees of the last batch that drafted, by vLLM's index of the request, in buffers that never move."""
 
     def __init__(self, requests: int, nodes: int, device: torch.device):
-        number = torch.full((requests,), NOWHERE, device=device)
+        number = torch.full((requests + 1,), NOWHERE, device=device)  # the last one is that of padding
         whole = torch.full((requests, nodes), -1, device=device)
         self.place, self.root = number, number.clone()  # of each request's tree, and the position of its root
         value = torch.full((requests, nodes), -torch.inf, device=device)
         self.tree = TreeBatch(whole, whole.clone(), torch.zeros_like(whole), value)
         self.read, self.planned = whole.clone(), torch.zeros(requests, 1 + nodes, dtype=torch.int64, device=device)
-        self.logits: Tensor | None = None
-        self.roots: Tensor | None = None
         self.temperature = torch.ones(requests, device=device)
+        self.shape = 0, 0
+        """Of the last batch: B, S."""
+        self.kept: Tensor | None = None
+        """[B * S or more, V]: logits of the nodes that the draft has read."""
 
-    def store(
-        self,
-        request: Tensor,
-        root: Tensor,
-        proposal: Proposal,
-        levels: list[Tensor],
-        temperature: Tensor,
-        roots: Tensor | None = None,
-    ) -> None:
-        """Trees of B requests with their roots at the positions `root` [B]; `levels`: the logits [B, W, V] of every
-        level read, if a rule reads them; `roots`: those of the roots [B, V], if the draft temperature is fitted.
-        `forget` comes before."""
+    def open(self, requests: int, slots: int) -> None:
+        """The next trees are of so many requests; `keep` gets the logits of at most so many slots of each. 0: none, as
+        for trees of a text."""
+        self.shape = requests, slots
+
+    def keep(self, logits: Tensor, first: int) -> None:
+        """Logits [B, W, V] of slots from `first` on."""
+        requests, slots = self.shape
+        if self.kept is None or len(self.kept) < requests * slots:
+            self.kept = logits.new_zeros(requests * slots, logits.shape[2])
+        whole = self.kept[: requests * slots].unflatten(0, self.shape)
+        whole[:, first : first + logits.shape[1]] = logits
+
+    @property
+    def logits(self) -> Tensor | None:
+        """[B, S, V], the roots' first, if any were kept."""
+        requests, slots = self.shape
+        return self.kept[: requests * slots].unflatten(0, self.shape) if self.kept is not None and slots else None
+
+    def store(self, request: Tensor, root: Tensor, proposal: Proposal, temperature: Tensor) -> None:
+        """Trees of B requests with their roots at the positions `root` [B], in the place of all others."""
+        self.place.fill_(NOWHERE)
         self.place[request] = torch.arange(len(request), device=request.device)
         self.root[request] = root
         new = (*proposal.tree, proposal.read, proposal.num_planned, temperature)
         for buffer, part in zip((*self.tree, self.read, self.planned, self.temperature), new, strict=True):
             buffer[: len(request)] = part
-        self.logits = torch.cat(levels, 1) if levels else None
-        self.roots = roots
 
     def forget(self) -> None:
-        """The trees have been verified; their logits must not stand beside the next ones in memory."""
+        """The trees have been verified, and no others follow."""
         self.place.fill_(NOWHERE)
-        self.logits = self.roots = None
 
     @property
     def drafted(self) -> Drafted:

@@ -8,9 +8,8 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import prepare_prefill_inputs
 
-from vllm_adaptive_tree.engine.v2.drafting import Roots, TargetOutput, TreeDrafting
+from vllm_adaptive_tree.engine.v2.drafting import TargetOutput, TreeDrafting
 from vllm_adaptive_tree.engine.v2.paged_draft import PagedDraft
-from vllm_adaptive_tree.engine.v2.verification import Verification
 
 
 class HeadSpeculator(PagedDraft, EagleSpeculator):
@@ -19,32 +18,42 @@ class HeadSpeculator(PagedDraft, EagleSpeculator):
     them.
     """
 
-    path: Tensor | None = None
-    """[rows]: of the target's rows in this step, the accepted ones after their roots; None: as they are."""
+    shift = 1
+    target_hidden: Tensor | None = None
+    """[rows, H or more]: of the rows that the next piece reads, as the target has them."""
 
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any, req_states: Any):
         EagleSpeculator.__init__(self, vllm_config, device)
         TreeDrafting.__init__(self, runner, req_states)
 
-    def verified(self, step: Verification, nodes: Tensor, batch: Any) -> None:
-        self.path = step.path_rows(nodes, batch.num_tokens_after_padding)
-        step.write_linear(batch.positions)
-
-    def roots(self, target: TargetOutput) -> Roots:
-        self.read(target)
-        count = target.batch.num_reqs
-        root = self.input_buffers.positions[:count]
-        return self.begin(target.batch, root + 1, root, self.hidden_states[:count, None])
-
     def rest(self, target: TargetOutput) -> None:
         self.read(target)
 
-    def read(self, target: TargetOutput, *, without_attention: bool = False) -> None:
+    def bring(self, target: TargetOutput, rows: int) -> None:
+        hidden = torch.cat(target.auxiliary, -1) if target.auxiliary else target.hidden
+        if self.target_hidden is None:
+            self.target_hidden = hidden.new_zeros(len(self.inputs.source), hidden.shape[1])
+        torch.index_select(hidden, 0, self.inputs.source[:rows], out=self.target_hidden[:rows])
+
+    def given(self, rows: int) -> Tensor:
+        assert self.target_hidden is not None
+        hidden = self.target_hidden[:rows]
+        return self.model.combine_hidden_states(hidden) if self.method == "eagle3" else hidden
+
+    def feedback(self, requests: int) -> Tensor:
+        """vLLM's first forward leaves it there, too."""
+        return self.hidden_states[:requests]
+
+    def read_natively(self, target: TargetOutput, *, without_attention: bool = False) -> None:
         batch, hidden = target.batch, target.hidden
         if target.auxiliary:
             hidden = self.model.combine_hidden_states(torch.cat(target.auxiliary, -1))
-        path, self.path = self.path, None
-        self.hidden_states[: len(hidden)] = hidden if path is None else hidden[path]
+        if self.accepted is not None:
+            step, (tokens, nodes) = self.accepted
+            step.write_path(batch.input_ids, tokens, nodes)
+            step.write_linear(batch.positions)
+            hidden = hidden[step.path_rows(nodes, batch.num_tokens_after_padding)]
+        self.hidden_states[: len(hidden)] = hidden
         prepare_prefill_inputs(
             self.last_token_indices,
             self.current_draft_step,
@@ -58,11 +67,13 @@ class HeadSpeculator(PagedDraft, EagleSpeculator):
         )
         self._prefill(batch.num_reqs, batch.num_tokens_after_padding, target.metadata, target.slots, None)
 
-    def forward(self, tokens: Tensor, positions: Tensor, metadata: Any, given: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, tokens: Tensor, positions: Tensor, metadata: Any, given: Tensor | None, slots: dict[str, Tensor]
+    ) -> tuple[Tensor, Tensor]:
         """Not by way of vLLM's buffers: a level may have more rows."""
         with (
             torch.inference_mode(),
-            set_forward_context(metadata, self.vllm_config, num_tokens=len(tokens), slot_mapping={}),
+            set_forward_context(metadata, self.vllm_config, num_tokens=len(tokens), slot_mapping=slots),
         ):
             found = self.model(input_ids=tokens, positions=positions, hidden_states=given, inputs_embeds=None)
         return found if isinstance(found, tuple) else (found, found)

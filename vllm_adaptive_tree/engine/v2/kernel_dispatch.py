@@ -32,7 +32,14 @@ def fused_walk(target: Target, tree: TreeBatch, rng: RandomSource, *, levels: in
 
 
 def fused_traversal(
-    pair: Pair, target: Target, tree: TreeBatch, draft: DraftProbs, rng: RandomSource, *, levels: int, among: Tensor
+    pair: Pair,
+    target: Target,
+    tree: TreeBatch,
+    draft: DraftProbs,
+    rng: RandomSource,
+    *,
+    levels: int,
+    among: Tensor | None,
 ) -> Accepted | None:
     """None if the kernel does not know these children, or the rows of the target cannot be processed at once."""
     if not isinstance(rng, FusedRNG) or not target.at_once or pair.proposer.kind not in kernels.TRAVERSAL_KINDS:
@@ -43,3 +50,23 @@ def fused_traversal(
         target.processed, target.root, draft.logits.flatten(0, 1), rows, draft.temperature[draft.place]
     )
     return kernels.traversal(tree, pair.proposer.kind, inputs, rng, levels=levels, among=among)
+
+
+def fused_rejection(
+    pair: Pair,
+    target: Target,
+    tree: TreeBatch,
+    draft: DraftProbs,
+    rng: RandomSource,
+    *,
+    levels: int,
+    among: Tensor | None,
+) -> Accepted | None:
+    """None if the kernel does not know the rule, or the rows of the target cannot be processed at once."""
+    rule = pair.rule.draw
+    if not isinstance(rng, FusedRNG) or not target.at_once or rule not in kernels.REJECTION_RULES:
+        return None
+    assert draft.logits is not None
+    places = draft.place, draft.slot, draft.temperature
+    inputs = kernels.RejectionInputs(target.processed, target.root, draft.logits, *places)
+    return kernels.rejection_walk(tree, rule, inputs, rng, levels=levels, among=among)

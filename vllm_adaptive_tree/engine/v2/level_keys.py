@@ -51,16 +51,16 @@ class LevelKeys(TreeMetadata):
                 shared[shape] = [of_lanes[of_width[width].lanes] for width in widths]
             self.plans[name] = shared[shape]
 
-    def open(self, block_table: Tensor, root: Tensor, width: int) -> Self:
+    def open(self, block_table: Tensor | None, root: Tensor, width: int) -> Self:
         """Begin trees of R requests with at most `width` columns a level; `block_table` [R, B], `root` [R] position of
-        each root, which is in the cache."""
+        each root, which is in the cache. Without a table nothing is attended to: vLLM measures memory."""
         self.requests, self.slots, self.width, self.end = len(root), width * self.levels, 0, 0
         self.block_table, self.context = block_table, self.roots[: len(root)]
         torch.add(root, 1, out=self.context)
         self.words = -(-self.slots // WORD)
         seen = self.seen[: len(root) * (1 + self.slots)]
         self.visible = seen.view(len(root), 1 + self.slots, -1)[:, :, : self.words]
-        self.visible[:, 0] = 0
+        self.visible[:, 0].zero_()
         return self
 
     def open_level(self, parent: Tensor) -> None:
@@ -80,6 +80,8 @@ class LevelKeys(TreeMetadata):
     def attend(
         self, impl: Any, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, out: Tensor
     ) -> Tensor:
+        if self.block_table is None:
+            return out.zero_()
         start = self.end - self.width
         own = self.keys[layer.layer_name][:, : self.requests * self.slots].unflatten(1, (self.requests, self.slots))
         for whole, new in zip(own, (key, value), strict=True):  # 0 times a NaN of a dead row would be NaN

@@ -2,103 +2,108 @@
 
 from abc import abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
-from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
-from vllm_adaptive_tree.drafters import Frontier, Rows
-from vllm_adaptive_tree.engine.common.attention import DraftKeys, TreeMetadata
+from vllm_adaptive_tree.drafters import Rows
+from vllm_adaptive_tree.engine.common.attention import DraftKeys
 from vllm_adaptive_tree.engine.common.contexts import PagedContexts
 from vllm_adaptive_tree.engine.common.tree_state import TreeState
+from vllm_adaptive_tree.engine.v2.attention import KernelTrees
 from vllm_adaptive_tree.engine.v2.device import compiles
-from vllm_adaptive_tree.engine.v2.drafting import Roots, TargetOutput, TreeDrafting
-from vllm_adaptive_tree.engine.v2.kernel_dispatch import counter_rng
+from vllm_adaptive_tree.engine.v2.drafting import TargetOutput, TreeDrafting
+from vllm_adaptive_tree.engine.v2.graphs import Piece
 from vllm_adaptive_tree.engine.v2.level_keys import LevelKeys
-from vllm_adaptive_tree.proposers import Request, draft_tree
-
-
-class Unattended(TreeMetadata):
-    """Of levels that attend to nothing."""
-
-    def open_level(self, parent: Tensor) -> None:
-        """No key is kept."""
-
-    def attend(
-        self, impl: Any, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, out: Tensor
-    ) -> Tensor:
-        return out.zero_()
+from vllm_adaptive_tree.engine.v2.target_buffers import plans
+from vllm_adaptive_tree.kernels.reading import Cache
 
 
 class PagedDraft(TreeDrafting, DraftModelSpeculator):
-    """Satisfies `drafters.Drafter`; comes before one of vLLM's speculators with a model."""
+    """Satisfies `drafters.Drafter`; comes before one of vLLM's speculators with a model.
+
+    Accepted tokens behind a prompt are read in a piece, a fixed number of rows for each request, of which those beyond
+    the path belong to none; prompts, and batches that are too large for that, by vLLM's own first forward.
+    """
 
     hidden_size: int
-    first: Rows
-    """Of the roots, from the last `read`."""
+    root_hidden: Tensor | None = None
+    """[requests, H]: what the roots' logits are computed from, of the last `read`."""
     level_keys: LevelKeys | None = None
     """On devices with kernels."""
+    unattended = False
+    """While vLLM measures memory: there is no cache."""
+    longest_text = 0
+    """Tokens of a request in the cache, at most; on the host."""
 
     @abstractmethod
-    def read(self, target: TargetOutput, *, without_attention: bool = False) -> None:
-        """One forward over the tokens that this step has accepted."""
+    def read_natively(self, target: TargetOutput, *, without_attention: bool = False) -> None:
+        """vLLM's forward over the tokens that this step has accepted; it ends with `sample_draft`."""
 
     @abstractmethod
-    def forward(self, tokens: Tensor, positions: Tensor, metadata: Any, given: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Run the draft over nodes, `tokens` and `positions` [M], `given` [M, H] by their parents. Returns hidden
-        states for the logits, and what the nodes pass on, both [M, H]."""
+    def forward(
+        self, tokens: Tensor, positions: Tensor, metadata: Any, given: Tensor | None, slots: dict[str, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Run the draft over rows, `tokens` and `positions` [M], `given` [M, H]: a head's, of what is before them;
+        `slots` [M] of the cache by layer: where their K/V goes, if it stays. Returns hidden states for the logits, and
+        what the rows pass on, both [M, H]."""
+
+    def given(self, rows: int) -> Tensor | None:
+        """What a head is given with the first rows of `inputs` [rows, H]."""
+        return None
+
+    def feedback(self, requests: int) -> Tensor | None:
+        """[R, H]: what the roots pass to their children."""
+        return None
+
+    def bring(self, target: TargetOutput, rows: int) -> None:
+        """Bring what `given` needs of the target into a buffer."""
+
+    @property
+    def reading_width(self) -> int:  # type: ignore[override]
+        return self.levels + 2 - self.shift if compiles(self.device) else 0
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
         if compiles(self.device):
-            layers = self.vllm_config.compilation_config.static_forward_context
-            self.level_keys = LevelKeys(
-                {name: layers[name] for name in sorted(self.draft_attn_layer_names)},
-                [self.width(requests) for requests in range(1, 1 + self.max_num_reqs)],
-                self.drafted_levels - 1,
-                self.dtype,
-                self.device,
-            )
+            context = self.vllm_config.compilation_config.static_forward_context
+            layers = {name: context[name] for name in sorted(self.draft_attn_layer_names)}
+            widths = [self.width(requests) for requests in range(1, 1 + self.max_num_reqs)]
+            self.level_keys = LevelKeys(layers, widths, self.drafted_levels - 1, self.dtype, self.device)
+            sizes = self.max_num_reqs * self.reading_width, self.max_num_reqs, self.reading_width
+            self.reading_plans = plans(layers, *sizes, self.dtype, self.device)
+
+    def pieces(self) -> dict[Piece, Callable[[], Any]]:
+        sizes = [size for size in reversed(self.sizes) if self.fits(size)]
+        reading = {Piece.of(size): partial(self.read_accepted, size) for size in sizes}
+        return reading | super().pieces()
+
+    def fits(self, requests: int) -> bool:
+        """Whether a forward may have the rows of a piece that reads."""
+        return requests * self.reading_width <= self.most_rows
 
     def dummy_run(self, target: TargetOutput, *, without_attention: bool) -> None:
-        self.read(target, without_attention=without_attention)
+        self.read_natively(target, without_attention=without_attention)
         if without_attention and self.level_keys is not None:
+            self.bring(target, 0)
             self.profile_levels()
 
     def profile_levels(self) -> None:
         """The largest levels of a step, without attention: vLLM's memory profile sees what they allocate."""
-        requests = max(range(1, 1 + self.max_num_reqs), key=lambda count: (count * self.width(count), count))
-        width, device = self.width(requests), self.device
-        hidden = torch.zeros(requests, self.hidden_size, dtype=self.dtype, device=device)
-        rows = Rows(self.compute_draft_logits(hidden, 0)[:, None], hidden[:, None])
-        place = torch.arange(requests, device=device)
-        feedback = None if self.options.draft == "model" else hidden[:, None]
-        temperature, levels = torch.ones_like(place, dtype=torch.float32), list[Tensor]()
-        self.forwards = 0
-        proposal = draft_tree(
-            self.pair.proposer,
-            self,
-            rows,
-            TreeState.begin(Unattended(), place, feedback),
-            nodes=self.num_speculative_steps,
-            request=Request(temperature, place < 0, counter_rng(place, place, purpose=0)),
-            agree=lambda frontier, growing: (
-                Frontier(*(one[:, :width] for one in frontier)),
-                1 + self.forwards < self.drafted_levels,
-            ),
-            keep=levels.append if self.keeps_levels else lambda _: None,
-        )
-        self.drafts.store(
-            place, place, proposal.padded(self.num_speculative_steps), levels, temperature, rows.logits[:, 0]
-        )
+        requests = max(self.sizes, key=lambda count: (count * self.width(count), count))
+        self.inputs.alive.fill_(1)
+        self.inputs.temperature.fill_(1)
+        self.unattended = True
+        self.trees(requests, self.drafted_levels)
+        self.unattended = False
+        self.inputs.clear()
         self.drafts.forget()
 
     @property
-    def limit(self) -> int:
-        """Tokens that it can read; a request with more of them goes on without drafts."""
+    def limit(self) -> int:  # type: ignore[override]
         return min(self.draft_model_config.max_model_len, self.max_model_len)
 
     @property
@@ -107,36 +112,74 @@ class PagedDraft(TreeDrafting, DraftModelSpeculator):
         groups = self.kv_cache_config.kv_cache_groups
         return next(i for i, one in enumerate(groups) if self.draft_attn_layer_names & set(one.layer_names))
 
+    @property
+    def block_size(self) -> int:
+        size: int = self.kv_cache_config.kv_cache_groups[self.group].kv_cache_spec.block_size
+        return size
+
+    def table(self, requests: int) -> Tensor:
+        """[R, B]: blocks of the first requests of the batch, in a buffer that never moves."""
+        table: Tensor = self.block_tables.input_block_tables[self.group][:requests]
+        return table
+
+    def cache(self, requests: int) -> Cache | None:
+        return Cache(self.table(requests), self.block_size) if self.level_keys is not None else None
+
+    def read(self, target: TargetOutput) -> None:
+        batch = target.batch
+        drafts = batch.num_draft_tokens_per_req
+        others = batch.num_scheduled_tokens - (0 if drafts is None else drafts)
+        requests = self.padded(batch.num_reqs)
+        at_once = self.level_keys is not None and self.fits(requests)
+        if not at_once or batch.has_prefill or not (others == 1).all():
+            self.longest_text = int(batch.seq_lens_cpu_upper_bound[: batch.num_reqs].max())
+            self.read_natively(target)
+            return
+        self.bring(target, requests * self.reading_width)
+        self.graphs.run(Piece.of(requests), partial(self.read_accepted, requests))
+
+    def read_accepted(self, requests: int) -> None:
+        """One forward over the rows of `inputs`, of so many requests, padding included; a piece."""
+        inputs, rows = self.inputs, requests * self.reading_width
+        row_start, context = inputs.row_start[: requests + 1], inputs.context[:requests]
+        for plan in {id(plan): plan for plan in self.reading_plans.values()}.values():
+            plan.update(row_start, context)
+        table = self.table(requests)
+        metadata = {
+            name: KernelTrees(None, table, row_start, context, inputs.bits, rows, self.reading_plans[name])
+            for name in self.draft_attn_layer_names
+        }
+        slots = dict.fromkeys(self.draft_attn_layer_names, inputs.slots[:rows])
+        hidden, passed = self.forward(inputs.tokens[:rows], inputs.positions[:rows], metadata, self.given(rows), slots)
+        last = inputs.last[:requests]
+        self._keep_roots(hidden[last])
+        feedback = self.feedback(requests)
+        if feedback is not None:
+            feedback.copy_(passed[last])
+
     def sample_draft(self, hidden_states: Tensor, *rest: Any, **_: Any) -> Tensor:
-        """vLLM asks for the first token of a chain; its logits are those of the root."""
-        logits = self.compute_draft_logits(hidden_states, 0)
-        self.first = Rows(logits[:, None], hidden_states[:, None])
-        return logits.argmax(-1)
+        """vLLM asks for the first token of a chain, after the roots' hidden states."""
+        self._keep_roots(hidden_states)
+        return self.draft_tokens[: len(hidden_states), 0]
 
-    def begin(
-        self, batch: Any, position: Tensor, root: Tensor, feedback: Tensor | None, late: np.ndarray | None = None
-    ) -> Roots:
-        """After `read`.
+    def _keep_roots(self, hidden: Tensor) -> None:
+        if self.root_hidden is None:
+            self.root_hidden = hidden.new_zeros(len(self.everyone), hidden.shape[1])
+        self.root_hidden[: len(hidden)] = hidden
 
-        Args:
-            position: [R] of the roots as the target counts.
-            root, feedback: [R] and [R, 1, H], as in `TreeState`.
-            late: [R] bool: which requests still lack tokens that the draft has to read; None: none does.
-        """
-        grows = position + 1 < self.limit if self.limit < self.max_model_len else None
-        if late is not None:
-            ready = async_tensor_h2d(~late, device=self.device)
-            grows = ready if grows is None else grows & ready
-        root = root.clamp(max=self.limit - 1)
-        table = self.block_tables.input_block_tables[self.group][: batch.num_reqs]
+    def roots(self, requests: int) -> tuple[Rows, TreeState]:
+        assert self.root_hidden is not None
+        hidden, root = self.root_hidden[:requests], self.inputs.position[:requests] - self.shift
+        rows = Rows(self.compute_draft_logits(hidden, 0)[:, None], hidden[:, None])
+        root = root.clamp(min=-1, max=self.limit - 1)  # -1: without a token
         if self.level_keys is not None:
-            keys: DraftKeys | LevelKeys = self.level_keys.open(table, root, self.width(batch.num_reqs))
+            table = None if self.unattended else self.table(requests)
+            keys: DraftKeys | LevelKeys = self.level_keys.open(table, root, self.width(requests))
         else:
-            block_size = self.kv_cache_config.kv_cache_groups[self.group].kv_cache_spec.block_size
-            longest = 1 + int(batch.seq_lens_cpu_upper_bound[: batch.num_reqs].max())
-            blocks = -(-min(longest, self.limit) // block_size)
-            keys = DraftKeys(PagedContexts(table[:, :blocks], block_size), root + 1)
-        return Roots(self.first, position, TreeState.begin(keys, root, feedback), grows)
+            blocks = -(-min(1 + self.longest_text, self.limit) // self.block_size)
+            keys = DraftKeys(PagedContexts(self.table(requests)[:, :blocks], self.block_size), root + 1)
+        feedback = self.feedback(requests)
+        return rows, TreeState.begin(keys, root, None if feedback is None else feedback[:, None])
 
     def grow(self, tokens: Tensor, parent: Tensor, state: TreeState) -> tuple[Rows, TreeState]:
         """Read one level, `tokens` and `parent` [R, W] as in `Frontier`; unused columns cost their row too."""
@@ -146,7 +189,7 @@ class PagedDraft(TreeDrafting, DraftModelSpeculator):
         positions = (state.root[:, None] + depth).clamp(max=self.limit - 1).flatten()
         given = None if given is None else given.flatten(0, 1)
         metadata = dict.fromkeys(self.draft_attn_layer_names, state.keys)
-        hidden, new = self.forward(tokens.clamp(min=0).flatten().int(), positions, metadata, given)
+        hidden, new = self.forward(tokens.clamp(min=0).flatten().int(), positions, metadata, given, {})
         logits = self.compute_draft_logits(hidden, 0).unflatten(0, tokens.shape)
         feedback = None if state.feedback is None else new.unflatten(0, tokens.shape)
         return Rows(logits, hidden.unflatten(0, tokens.shape)), state.extended(depth, feedback)
@@ -154,4 +197,4 @@ class PagedDraft(TreeDrafting, DraftModelSpeculator):
     def measure(self, rows: int) -> Callable[[], Any]:
         tokens = torch.zeros(rows, dtype=torch.int32, device=self.device)
         given = torch.zeros(rows, self.hidden_size, dtype=self.dtype, device=self.device)
-        return lambda: self.compute_draft_logits(self.forward(tokens, tokens.long(), None, given)[0], 0)
+        return lambda: self.compute_draft_logits(self.forward(tokens, tokens.long(), None, given, {})[0], 0)

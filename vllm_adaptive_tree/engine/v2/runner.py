@@ -216,7 +216,8 @@ class TreeModelRunnerV2(ModelRunner):
         self, input_batch: Any, mode: Any, block_tables: Any, slot_mappings: Any, *rest: Any, **kwargs: Any
     ) -> Any:
         metadata = self.native_metadata(input_batch, mode, block_tables, slot_mappings, *rest, **kwargs)
-        whole = mode == CUDAGraphMode.FULL  # such a graph replays our kernel, also for a step without a tree
+        # Such a graph replays our kernel, also for a step without a tree; vLLM records it under another name.
+        whole = mode == CUDAGraphMode.FULL or kwargs.get("for_capture", False)
         step = self.step
         if not whole and (step is None or not step.reads_only_roots(input_batch)):
             return metadata
@@ -269,18 +270,17 @@ class TreeModelRunnerV2(ModelRunner):
             if self.budget is not None:
                 greedy = self.flags.greedy[input_batch.idx_mapping_np]
                 self.budget.verified(step.tree, accepted, greedy, step.order)
-                roots = self.speculator.drafts.roots
-                if roots is not None:
+                logits = step.draft.logits
+                if logits is not None and self.budget.temperature is not None:
                     certain = self.sampler.sampling_states.temperature.gpu[input_batch.idx_mapping] == 0
-                    self.budget.fit(roots[step.draft.place], tokens[:, 0], certain & step.tree.valid.any(1))
+                    self.budget.fit(logits[step.draft.place, 0], tokens[:, 0], certain & step.tree.valid.any(1))
             self.stats.verified(step.tree)
             self.agreement.verified(step.tree, accepted)
             if self.buffers is not None:
                 self.buffers.commit(self.block_tables.input_block_tables, step.root, nodes)
             else:
                 step.commit(nodes, self.metadata, self.compilation_config.static_forward_context, self.slots)
-            step.write_path(input_batch.input_ids, tokens, nodes)
-            self.speculator.verified(step, nodes, input_batch)
+            self.speculator.verified(step, accepted)
         if self.record is not None:
             self._recorded(sampled[0].sampled_token_ids, step, accepted, input_batch)
         return sampled

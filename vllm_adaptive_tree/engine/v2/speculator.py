@@ -8,7 +8,7 @@ from torch import Tensor
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
 from vllm_adaptive_tree.engine.v2.catch_up import CatchUpSpeculator
-from vllm_adaptive_tree.engine.v2.drafting import Roots, TargetOutput, TreeDrafting
+from vllm_adaptive_tree.engine.v2.drafting import TargetOutput, TreeDrafting
 
 
 class ModelSpeculator(CatchUpSpeculator):
@@ -29,15 +29,11 @@ class ModelSpeculator(CatchUpSpeculator):
             query_start_loc_np[1:] = np.maximum(query_start_loc_np[1:], min(self.longest, query_start_loc_np[-1]))
         return super()._build_attn_metadata(*args, query_start_loc_np=query_start_loc_np, **kwargs)
 
-    def roots(self, target: TargetOutput) -> Roots:
+    def read_natively(self, target: TargetOutput, *, without_attention: bool = False) -> None:
         batch = target.batch
-        late = self.catch_up(batch)
-        self.read(target)
-        root = self.expanded_positions[self.last_token_indices[: batch.num_reqs]]
-        return self.begin(batch, root, root, None, late)
-
-    def read(self, target: TargetOutput, *, without_attention: bool = False) -> None:
-        batch = target.batch
+        if self.accepted is not None:
+            step, path = self.accepted
+            step.write_path(batch.input_ids, path.tokens, path.nodes)
         self.longest = 1 + int(batch.num_scheduled_tokens.max())
         self._prefill(batch, target.num_rejected, target.last_sampled, batch.num_reqs, without_attention, None)
 
@@ -45,6 +41,8 @@ class ModelSpeculator(CatchUpSpeculator):
         """vLLM reads whole requests, also those that are longer than the draft's context; nothing attends to that."""
         return super()._run_model(input_ids, positions.clamp(max=self.limit - 1), *rest)
 
-    def forward(self, tokens: Tensor, positions: Tensor, metadata: Any, given: Tensor | None) -> tuple[Tensor, Tensor]:
-        hidden = self._run_model(tokens, positions, metadata, {}, None)
+    def forward(
+        self, tokens: Tensor, positions: Tensor, metadata: Any, given: Tensor | None, slots: dict[str, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        hidden = self._run_model(tokens, positions, metadata, slots, None)
         return hidden, hidden

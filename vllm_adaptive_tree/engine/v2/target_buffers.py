@@ -12,6 +12,23 @@ from vllm_adaptive_tree.kernels.commit import layer_addresses, move_accepted
 from vllm_adaptive_tree.kernels.layout import Layout
 
 
+def plans(
+    layers: Mapping[str, Any],
+    rows: int,
+    requests: int,
+    rows_per_request: int,
+    dtype: torch.dtype,
+    device: Any,
+) -> dict[str, Plan]:
+    """Of attention layers, by name; those of the same shape share one. Arguments as of `Plan`."""
+    shapes = {name: (one.impl.num_heads, one.impl.num_kv_heads, one.impl.head_size) for name, one in layers.items()}
+    shared = {
+        shape: Plan(rows, requests, *shape, dtype, device, rows_per_request=rows_per_request)
+        for shape in {*shapes.values()}
+    }
+    return {name: shared[shape] for name, shape in shapes.items()}
+
+
 class TargetBuffers:
     """Of one runner; made when its layers are known, before vLLM sizes its cache."""
 
@@ -26,12 +43,7 @@ class TargetBuffers:
         """
         self.layers = layers
         self.layout = Layout.empty(requests, rows, nodes, device)
-        shapes = {name: (one.impl.num_heads, one.impl.num_kv_heads, one.impl.head_size) for name, one in layers.items()}
-        shared = {
-            shape: Plan(rows, requests, *shape, dtype, device, rows_per_request=1 + nodes)
-            for shape in {*shapes.values()}
-        }
-        self.plans = {name: shared[shape] for name, shape in shapes.items()}
+        self.plans = plans(layers, rows, requests, 1 + nodes, dtype, device)
         self.caches: list[tuple[int, Tensor, Tensor]] = []
 
     def open_caches(self, groups: Mapping[str, int]) -> None:

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_adaptive_tree.drafters import Rows, Texts
-from vllm_adaptive_tree.engine.v2.drafting import Roots, TargetOutput, TreeDrafting
+from vllm_adaptive_tree.drafters import Continuations, Rows, Texts
+from vllm_adaptive_tree.drafters.lookup import Reading
+from vllm_adaptive_tree.engine.v2.drafting import TargetOutput, TreeDrafting
 from vllm_adaptive_tree.engine.v2.texts import texts
 
 
@@ -23,10 +24,23 @@ class TextSpeculator(TreeDrafting):
         assert self.text is not None
         self.drafter = self.text
 
-    def roots(self, target: TargetOutput) -> Roots:
-        found = texts(target.batch, self.states)
-        rows, state = self.drafter.begin(found)
-        return Roots(rows, found.length - 1, state)
+        self.captures = False  # its rows are as long as the texts
+        self.texts: Texts | None = None
+        """Of this step."""
+        self.found: Continuations | None = None
+
+    def read(self, target: TargetOutput) -> None:
+        self.texts = texts(target.batch, self.states)
+
+    def roots(self, requests: int) -> tuple[Rows, Any]:
+        assert self.texts is not None
+        rows, state = self.drafter.begin(self.texts)
+        self.found = state.found if self.offers is not None and isinstance(state, Reading) else None
+        return rows, state
+
+    @property
+    def found_by_draft(self) -> Continuations | None:
+        return self.found
 
     def grow(self, tokens: Tensor, parent: Tensor, state: Any) -> tuple[Rows, Any]:
         self.forwards += 1
