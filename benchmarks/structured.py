@@ -87,10 +87,10 @@ def first_paths(llm: Any) -> None:
 
 
 class MaskClock:
-    """Seconds in masks, of scheduler and draft."""
+    """Seconds in masks, of scheduler and draft, and steps of requests."""
 
     def __init__(self) -> None:
-        self.seconds, self.watched = 0.0, set[Any]()
+        self.seconds, self.steps, self.watched = 0.0, 0, set[Any]()
 
     def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -102,12 +102,22 @@ class MaskClock:
 
         return run
 
+    def counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(scheduler: Any, scheduled: Any, output: Any) -> Any:
+            self.steps += sum(bool(tokens) for tokens in output.sampled_token_ids)
+            return function(scheduler, scheduled, output)
+
+        return run
+
     def watch(self) -> None:
         """Called once an engine has started, which may have replaced what is watched."""
+        from vllm.v1.core.sched.scheduler import Scheduler
         from vllm.v1.structured_output import StructuredOutputManager as Manager
 
         from vllm_adaptive_tree.engine.v1.masked_drafter import MaskedDrafter
 
+        if not self.watched:
+            Scheduler.update_from_output = self.counted(Scheduler.update_from_output)
         names = (Manager, "grammar_bitmask"), (Manager, "validate_tokens"), (MaskedDrafter, "_masked")
         for owner, name in names:
             if (function := getattr(owner, name)) not in self.watched:
@@ -119,11 +129,10 @@ class MaskClock:
 def measure(llm: Any, clock: MaskClock, kind: str, texts: list[str], rounds: int) -> dict[str, Any]:
     """One row: tokens, requests that failed, tokens per step, nodes per step, seconds, and of those the masks'."""
 
-    def counts() -> dict[str, float]:
-        found = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
-        return {name: found.get(f"vllm:spec_decode_num_{name}", 0.0) for name in ("draft_tokens", "accepted_tokens")}
+    def nodes() -> float:
+        return sum(m.value for m in llm.get_metrics() if m.name == "vllm:spec_decode_num_draft_tokens")
 
-    seconds, masks, tokens, failed, before = [], [], 0, 0, counts()
+    seconds, masks, tokens, failed, before, steps = [], [], 0, 0, nodes(), -clock.steps
     for _ in range(rounds):
         seconds.append(0.0)
         masks.append(-clock.seconds)
@@ -134,14 +143,13 @@ def measure(llm: Any, clock: MaskClock, kind: str, texts: list[str], rounds: int
             tokens += sum(len(output.outputs[0].token_ids) for output in outputs)
             failed += sum(output.outputs[0].finish_reason == "error" for output in outputs)
         masks[-1] += clock.seconds
-    after = counts()
-    steps = tokens - after["accepted_tokens"] + before["accepted_tokens"]
+    steps += clock.steps
     return {
         "kind": kind,
         "tokens": tokens // rounds,
         "failed": failed / rounds,
         "tokens_per_step": tokens / steps,
-        "nodes_per_step": (after["draft_tokens"] - before["draft_tokens"]) / steps,
+        "nodes_per_step": (nodes() - before) / steps,
         "seconds": statistics.median(seconds),
         "mask_seconds": statistics.median(masks),
     }
