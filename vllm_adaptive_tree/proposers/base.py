@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from vllm_adaptive_tree.acceptance import Kind
@@ -88,6 +88,8 @@ class Proposer(ABC):
     """Set by the engine if `Options.steered` says so. `threshold`: tokens that a level must gain, or the smallest value
     of a slot. `floor`: nodes up to this log value are not expanded. While a tree of a `capturable` proposer grows on a
     device, tensors of no dimension."""
+    gate: nn.Module | None = None
+    """A model that it asks while a tree grows; the engine moves it to the draft's device."""
     capturable: ClassVar[bool] = False
     """Whether the work of growing a tree follows from shapes alone, so that a CUDA graph may hold it."""
 

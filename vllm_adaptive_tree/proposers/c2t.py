@@ -45,6 +45,7 @@ class C2T(BestFirst):
 
     Options = C2TOptions
     kinds = ("one_hot",)
+    gate: Gate
 
     def __init__(self, gate: Gate, options: C2TOptions):
         self.gate, self.beta, self.entropy_top = gate, options.beta, options.entropy_top

@@ -48,6 +48,7 @@ class Mcsd(StaticTree):
     """
 
     Options = McsdOptions
+    gate: Gate | None
 
     def __init__(
         self,

@@ -106,6 +106,8 @@ class TreeDrafting(BaseSpeculator):
         self.random = self.options.tree.temperature(2.0)  # the draft's, if it does not follow the request's own
         self.follows = self.random != self.options.tree.temperature(3.0)
         self.device, self.num_speculative_steps = runner.device, self.options.num_speculative_tokens
+        if self.pair.proposer.gate is not None:
+            self.pair.proposer.gate.to(self.device)
         self.most_rows = self.vllm_config.scheduler_config.max_num_batched_tokens
         self.drafts = Drafts(runner.max_num_reqs, self.num_speculative_steps, self.device)
         self.missed = 0
