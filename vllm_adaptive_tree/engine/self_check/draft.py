@@ -67,7 +67,8 @@ def finding(trial: Trial, levels: list[Level], requests: list[str], texts: dict[
         if len(path.tokens) > 1:
             control = min(control, distance(mine, turned[name]))
     allowed = allowed_error(trial.runner.dtype, noise=noise, peak=peak)
-    figures = {"error": error, "allowed": allowed, "vLLM's": noise, "path reversed": control, "levels": len(levels)}
+    figures = {"error": error, "allowed": allowed, "vLLM's": noise, "path reversed": control}
+    figures |= {"levels": len(levels), "paths": len(paths)}  # 0: no node was worth reading
     return Finding("draft", error <= allowed and (not paths or allowed < control), figures)
 
 
