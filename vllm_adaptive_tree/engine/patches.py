@@ -14,6 +14,10 @@ PATCHES = {
     "SamplingParams._validate_spec_decode": "vLLM refuses min_p and logit_bias with its own methods; trees honour them",
     "PrometheusStatLogger": "the figures of a step become metrics of the logger's own classes",
     "Scheduler.update_from_output": "vLLM's own figures count verified nodes, not the places that are reserved",
+    "StructuredOutputManager.validate_tokens": (
+        "a mask for each node, and nothing is cut as if a tree were a chain (also grammar_bitmask, accept_tokens and "
+        "Scheduler.get_grammar_bitmask)"
+    ),
 }
 """What is replaced, and why in short; the first by the plugin itself, the others by `install`."""
 
@@ -129,7 +133,9 @@ def patch_structured_outputs() -> None:
 
     @wraps(validate)
     def validate_tokens(self: Any, request: Any, spec_tokens: Any) -> Any:
-        return strip_speculative_padding(spec_tokens) if ours(self) else validate(self, request, spec_tokens)
+        if not (ours(self) and request.use_structured_output):
+            return validate(self, request, spec_tokens)
+        return strip_speculative_padding(spec_tokens)
 
     @wraps(masks)
     def grammar_bitmask(self: Any, requests: Any, structured_output_request_ids: Any, drafts: Any) -> Any:

@@ -208,7 +208,9 @@ class DraftInputs(NamedTuple):
         """
         most = len(self.request)
         width = len(self.tokens) // most
-        nodes = self.source[None] if step.nodes is None else step.nodes  # of one sampled token, none is read
+        nodes = step.nodes
+        if nodes is None:  # of one sampled token; what is read belongs to no row that counts
+            nodes = self.source.expand(len(step.request), -1)
         table = self.source[None] if cache is None else cache.table
         assert step.text.stride(1) == nodes.stride(1) == table.stride(1) == 1
         _read[(padded,)](

@@ -43,8 +43,15 @@ class StepRecord:
             logger.warning("%s=%s cannot be written, so no step is recorded: %s", VARIABLE, path, error)
         self._write({"format": 1, **header})
 
+    @property
+    def open(self) -> bool:
+        """Whether steps are still recorded."""
+        return self.file is not None
+
     def drafted(self, names: Sequence[str], tree: TreeBatch) -> None:
         """The trees [R, N] of requests with these names, before any cut."""
+        if not self.open:
+            return
         value = tree.log_weight.exp().nan_to_num(0.0)
         columns = (names, tree.valid.sum(1).tolist(), tree.tokens.tolist(), tree.parent.tolist(), value.tolist())
         self.trees = {
@@ -72,6 +79,8 @@ class StepRecord:
             nodes: [R, L] that were accepted, -1 pads.
             tokens: [R, L] that were emitted, -1 pads.
         """
+        if not self.open:
+            return
         trees, self.trees = self.trees, {}
         requests = []
         for name, decoded, root, size, path, emitted in zip(
@@ -125,7 +134,7 @@ def step_record(vllm_config: Any, options: TreeOptions) -> StepRecord | None:
     name = os.environ.get(VARIABLE)
     if not name or get_tp_group().rank_in_group:
         return None
-    path, engine = Path(name), vllm_config.parallel_config.data_parallel_rank
+    path, engine = Path(name), vllm_config.parallel_config.data_parallel_index
     if engine:
         path = path.with_name(f"{path.stem}-{engine}{path.suffix}")
     model = vllm_config.model_config

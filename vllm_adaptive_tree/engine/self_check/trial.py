@@ -33,6 +33,8 @@ class Trial:
         if self.selection is not None:
             self.selection.budget = None
         self.runner.budget = self.runner.speculator.budget = None
+        self.record = self.runner.record
+        self.runner.record = self.runner.speculator.record = None
         self.runner.kv_connector.set_disabled(True)
         return self
 
@@ -42,6 +44,7 @@ class Trial:
         if self.selection is not None:
             self.selection.budget = self.budget
         self.runner.budget = self.runner.speculator.budget = self.budget
+        self.runner.record = self.runner.speculator.record = self.record
         self.runner.kv_connector.set_disabled(False)
         for cache in self.runner.kv_caches:
             cache[self.lowest :] = 0

@@ -122,7 +122,11 @@ class TreeModelRunner(CPUModelRunner):
         self.drafter.forget(finished)
         if self.lookup is not None:
             self.lookup.forget(finished)
-        return super()._update_states(scheduler_output)
+        updated, batch = super()._update_states(scheduler_output), self.input_batch
+        for row in batch.req_prompt_embeds:  # else the tokens of the row's last request stand in their place
+            prompt = slice(batch.num_prompt_tokens[row])
+            batch.token_ids_cpu[row, prompt][~batch.is_token_ids[row, prompt]] = 0
+        return updated
 
     # -- verify: the trees of this step, their positions, their mask
 

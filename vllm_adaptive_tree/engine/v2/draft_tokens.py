@@ -27,4 +27,5 @@ class DraftTreesHandler(DraftTokensHandler):
         found = super().get_draft_tokens()
         if found is None or self.draft_tokens_np is None:
             return found
-        return DraftTokenIds(found.req_ids, [TreeTokens(*zip(*pairs, strict=True)) for pairs in found.draft_token_ids])
+        trees = [TreeTokens([one for one, _ in row], [above for _, above in row]) for row in found.draft_token_ids]
+        return DraftTokenIds(found.req_ids, trees)

@@ -198,7 +198,7 @@ class TreeModelRunnerV2(ModelRunner):
 
     def prepare_attn(self, input_batch: Any) -> Any:
         prepared = super().prepare_attn(input_batch)  # slots of linear positions
-        self.lora_state.rows = np.diff(input_batch.cu_num_logits_np)
+        self.lora_state.verified(input_batch)
         self.step = None
         drafts = input_batch.num_draft_tokens
         if self.buffers is not None and self.in_generation_order:
@@ -281,7 +281,7 @@ class TreeModelRunnerV2(ModelRunner):
             else:
                 step.commit(nodes, self.metadata, self.compilation_config.static_forward_context, self.slots)
             self.speculator.verified(step, accepted)
-        if self.record is not None:
+        if self.record is not None and self.record.open:
             self._recorded(sampled[0].sampled_token_ids, step, accepted, input_batch)
         return sampled
 
