@@ -255,3 +255,27 @@ def test_no_further_than_a_grammar_can_come_back(backend: Any) -> None:
     assert (mask == ANY).all()
     walk.close()
     assert walk.fill([], mask)
+
+
+def test_trees_without_nodes_reach_the_scheduler() -> None:
+    """Beside so many requests that none is left a node."""
+    from vllm_adaptive_tree.engine.v2.draft_tokens import DraftTreesHandler
+
+    handler: Any = object.__new__(DraftTreesHandler)
+    handler.copy_event = SimpleNamespace(synchronize=lambda: None)
+    handler.req_ids, handler.draft_tokens_np = ["a", "b"], np.zeros((2, 0, 2), dtype=np.int64)
+    assert handler.get_draft_tokens().draft_token_ids == [[], []]
+
+
+def test_requests_without_a_grammar_keep_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Model Runner V2 gives the scheduler placeholders for them."""
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    from vllm_adaptive_tree.engine import patches
+    from vllm_adaptive_tree.engine.names import MARK
+
+    patches.install()
+    manager = SimpleNamespace(vllm_config=SimpleNamespace(speculative_config=SimpleNamespace(**{MARK: True})))
+    for structured, kept in ((False, [5, -1, -1]), (True, [5])):
+        request = SimpleNamespace(use_structured_output=structured)
+        assert StructuredOutputManager.validate_tokens(manager, request, [5, -1, -1]) == kept

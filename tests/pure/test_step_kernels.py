@@ -169,6 +169,23 @@ class TestStepKernels:
         kernels().move_accepted(kernels().layer_addresses([cache]), cache, table, nothing[:, 0], nothing)
         assert not cache.any()
 
+    def test_without_a_tree_a_draft_reads_inside_its_buffers(self, monkeypatch):
+        """A draft model reads two rows of a request after a step without a tree: the second one's node is anything."""
+        from vllm_adaptive_tree.kernels import reading
+
+        launched = []
+        monkeypatch.setattr(reading, "_read", {(4,): lambda *args, **_: launched.append(args)})
+        inputs = reading.DraftInputs.empty(4, 10, torch.device("cpu"))
+        requests, text = torch.arange(3), torch.zeros(4, 64, dtype=torch.int32)
+        step = reading.Step(requests, requests, torch.arange(4), None, requests, requests, requests, text)
+        cache = reading.Cache(torch.zeros(3, 4, dtype=torch.int32), 16)
+        shaping = reading.Shaping(0.6, 9.0, follows=True, threshold=0.25, floor=-3.0)
+        inputs.update(step, shaping, requests, cache, padded=4, limit=64, shift=0)
+        at = len(inputs) + 8
+        nodes, stride = launched[0][at], launched[0][at + 3]
+        assert stride == nodes.stride(0)
+        assert (len(requests) - 1) * stride + 10 <= nodes.untyped_storage().nbytes() // nodes.element_size()
+
     @pytest.mark.parametrize("shift", [0, 1])
     @pytest.mark.parametrize("width", [6, 70])
     def test_what_a_draft_reads(self, shift, width):
