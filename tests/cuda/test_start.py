@@ -40,7 +40,7 @@ def started(capability: str, case: str, cache: Path) -> dict[str, Any]:
         ("8.0", "qwen3", "FA2"),
         ("9.0", "llama", "FA3"),
         pytest.param("9.0", "head", "FA3", marks=pytest.mark.slow),
-        ("10.0", "moe", "FA4"),
+        pytest.param("10.0", "moe", "FA4", marks=pytest.mark.slow),
     ],
 )
 def test_start(capability: str, case: str, kernel: str, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from tests.engine.adapters import RANK, adapter
 from tests.engine.engines import PROMPTS, TARGET, Engines, assert_identical, metric, tree
 
-SMALL = {"num_gpu_blocks_override": 48, "max_model_len": 256, "max_num_batched_tokens": 1024, "max_num_seqs": 32}
+SMALL = {"num_gpu_blocks_override": 28, "max_model_len": 256, "max_num_batched_tokens": 1024, "max_num_seqs": 32}
 """Blocks for about 20 requests, so that more preempt each other."""
 CONCURRENCY = 1, 4, 40, 12
 """In turn."""

@@ -1,5 +1,6 @@
 """LoRA adapters, prompts of embeddings and logits processors of the user."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
+from vllm.tokenizers import cached_get_tokenizer
 
 from tests.engine.adapters import RANK, adapter
 from tests.engine.engines import PROMPTS, TARGET, V2, Engines, assert_identical, generate, metric, tree
@@ -103,7 +105,15 @@ def embedded(llm: Any) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def of_embeddings(engines: Engines) -> list[Any]:
+def own_tokenizer() -> Iterator[None]:
+    """vLLM adds a token for embeddings to the tokenizer that the engines of a process share."""
+    cached_get_tokenizer.cache_clear()
+    yield
+    cached_get_tokenizer.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def of_embeddings(own_tokenizer: None, engines: Engines) -> list[Any]:
     llm = engines.start(**EMBEDDINGS)
     return generate(llm, embedded(llm), params(processed=False, logprobs=2))
 

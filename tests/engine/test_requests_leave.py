@@ -18,6 +18,8 @@ REQUESTS = 200
 KEPT = {"backlog.blocks"} if V2 else {"drafts", "seeds.by_request", "drafter.contexts.requests"}
 """Of a draft model; a head reads every step, so it has no backlog."""
 VLLMS_OWN = {"requests", "_draft_token_req_ids"}  # the latter of the last step that drafted
+LAST_STEP = {"drafting.without", "stats.before", "stats.grown"}
+"""For the metrics: names of one batch, which the next one replaces."""
 
 
 def held(worker: Any) -> list[str]:
@@ -48,7 +50,7 @@ def held(worker: Any) -> list[str]:
     walk(runner, "")
     if V2 and runner.backlog is not None and any(runner.backlog.blocks):
         found.add("backlog.blocks")
-    return sorted(found - VLLMS_OWN)
+    return sorted(found - VLLMS_OWN - LAST_STEP)
 
 
 def drafts_pay(worker: Any) -> None:
