@@ -16,7 +16,7 @@ from tests.oracles import drafts, outcomes
 from tests.oracles.growth import as_the_engine, grow, grown, keyed
 from tests.oracles.models import ToyLM
 from tests.oracles.outcomes import ForkingRandom, every_outcome
-from vllm_adaptive_tree.drafters import ByDepth, ByParent, Continuations, Lookup, Rows
+from vllm_adaptive_tree.drafters import ByDepth, ByPair, ByParent, Continuations, Lookup, Rows
 from vllm_adaptive_tree.proposers import StaticTree
 from vllm_adaptive_tree.proposers.opt_tree import OptTree
 from vllm_adaptive_tree.trees import Shape
@@ -70,6 +70,53 @@ def by_parent() -> Kind:
     return Kind(ByParent(lambda tokens: bias[tokens]), (logits,), law)
 
 
+CANDIDATES = torch.tensor([[[2, 0], [1, 2]], [[0, 1], [0, 1]], [[1, 2], [2, 0]], [[0, 2], [1, 0]]])  # [R, K, C]
+
+
+def cut(logits: Tensor, r: int, path: tuple[int, ...]) -> Tensor:
+    """What is left of [V] if only the candidates of a depth may be drafted."""
+    return NOTHING.scatter(0, CANDIDATES[r, len(path)], logits[CANDIDATES[r, len(path)]])
+
+
+def by_depth_of_candidates() -> Kind:
+    logits = random(REQUESTS, LEVELS, VOCABULARY, seed=3)
+
+    def law(r: int, path: tuple[int, ...]) -> Tensor:
+        return cut(logits[r, len(path)], r, path) if len(path) < LEVELS else NOTHING
+
+    return Kind(ByDepth(VOCABULARY), (logits.gather(2, CANDIDATES), CANDIDATES), law)
+
+
+def by_parent_of_candidates() -> Kind:
+    """Depth 1 too depends on the token before it."""
+    logits, bias = random(REQUESTS, LEVELS, VOCABULARY, seed=4), random(VOCABULARY, VOCABULARY, seed=5)
+    roots = torch.tensor([1, 0, 2, 0])
+
+    def law(r: int, path: tuple[int, ...]) -> Tensor:
+        if len(path) >= LEVELS:
+            return NOTHING
+        return cut(logits[r, len(path)] + bias[path[-1] if path else roots[r]], r, path)
+
+    given = (logits.gather(2, CANDIDATES), CANDIDATES, roots)
+    return Kind(ByParent(lambda tokens: bias[tokens], VOCABULARY), given, law)
+
+
+def by_pair() -> Kind:
+    """Behind what is no candidate, nothing."""
+    scores = random(REQUESTS, LEVELS, 2, 2, seed=6)
+
+    def law(r: int, path: tuple[int, ...]) -> Tensor:
+        if len(path) >= LEVELS:
+            return NOTHING
+        before = CANDIDATES[r, len(path) - 1].tolist()
+        if path and path[-1] not in before:
+            return NOTHING
+        row = scores[r, len(path), before.index(path[-1]) if path else 0]
+        return NOTHING.scatter(0, CANDIDATES[r, len(path)], row)
+
+    return Kind(ByPair(VOCABULARY), (scores, CANDIDATES), law)
+
+
 class Given(Lookup):
     """What is found is what is given."""
 
@@ -104,7 +151,14 @@ def lookup() -> Kind:
     return Kind(Given(VOCABULARY), ((tokens, weight),), law)
 
 
-DRAFTS = {"by depth": by_depth, "by parent": by_parent, "look-up": lookup}
+LATTICES = {
+    "by depth": by_depth,
+    "by parent": by_parent,
+    "candidates by depth": by_depth_of_candidates,
+    "candidates by parent": by_parent_of_candidates,
+    "pairs": by_pair,
+}
+DRAFTS = {**LATTICES, "look-up": lookup}
 EVERY = pytest.mark.parametrize("draft", DRAFTS)
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from vllm_adaptive_tree.drafters.base import Drafter, DraftOptions, Frontier, Rows, TextDrafter, Texts
 from vllm_adaptive_tree.drafters.lookup import Continuations, Lookup
-from vllm_adaptive_tree.drafters.one_forward import ByDepth, ByParent
+from vllm_adaptive_tree.drafters.one_forward import ByDepth, ByPair, ByParent
 from vllm_adaptive_tree.registry import Registry
 
 CHECKPOINTS = ("model", "eagle", "eagle3", "mtp")
@@ -44,6 +44,7 @@ __all__ = [
     "CHECKPOINTS",
     "DRAFTERS",
     "ByDepth",
+    "ByPair",
     "ByParent",
     "Continuations",
     "DraftOptions",

@@ -1,7 +1,11 @@
-"""Drafts that predict all levels in one forward; growing a level runs no model.
+"""Drafts that predict all levels in one forward (a lattice); growing a level runs no model.
 
-By depth alone, the predictions of different depths are independent: Medusa (arXiv 2401.10774), DFlash, P-EAGLE.
-Conditioned on the parent token they are not: DSpark adds a bias per token, DFlash2 scores pairs of candidates.
+- `ByDepth`: one distribution for all nodes of a depth. Medusa (arXiv 2401.10774), P-EAGLE, DFlash.
+- `ByParent`: the depth's distribution, with a bias by the parent's token. DSpark.
+- `ByPair`: scores of pairs, a candidate of one depth and one of the next. DFlash2, LiLiCorr.
+
+Each may cover the whole vocabulary or C candidates a depth; tokens that are no candidates have probability 0 exactly.
+Trees cut from a lattice by best-first search: DDTree (arXiv 2604.12989). That is OPT-Tree here.
 """
 
 from abc import ABC, abstractmethod
@@ -14,44 +18,106 @@ from torch import Tensor
 from vllm_adaptive_tree.drafters.base import Rows
 
 
-class DepthState(NamedTuple):
-    logits: Tensor  # [R, K, V]: the prediction for depths 1 to K
+class Lattice(NamedTuple):
+    """What one forward has left, and the depth of every slot of R trees."""
+
+    logits: Tensor  # [R, K, C] for depths 1 to K; of pairs: [R, K, C before, C]
+    candidates: Tensor | None  # [R, K, C] tokens, distinct at each depth; None: C = V
     depth: Tensor  # [R, S] of every slot so far, the root (0) first
 
 
 class OneForward(ABC):
-    """The drafter interface over precomputed logits."""
+    """The drafter interface over a lattice. Nodes below its last depth have dead rows, which is no fault."""
 
-    def begin(self, logits: Tensor) -> tuple[Rows, DepthState]:
-        """From the forward's logits [R, K, V]: the roots' rows (W = 1), and the state of R trees."""
-        depth = torch.zeros_like(logits[:, :1, 0], dtype=torch.int64)
-        return Rows(logits[:, :1].clone()), DepthState(logits, depth)
+    def __init__(self, vocabulary: int | None = None):
+        """`vocabulary`: V, if there will be candidates."""
+        self.vocabulary = vocabulary
 
-    def grow(self, tokens: Tensor, parent: Tensor, state: DepthState) -> tuple[Rows, DepthState]:
+    def begin(
+        self, logits: Tensor, candidates: Tensor | None = None, roots: Tensor | None = None
+    ) -> tuple[Rows, Lattice]:
+        """The roots' rows (W = 1), and the state of R trees.
+
+        Args:
+            logits, candidates: of the forward, as in `Lattice`. The caller must not change them while a tree grows.
+            roots: [R] tokens, if depth 1 too depends on the token before it (`ByParent`).
+        """
+        depth = torch.zeros(len(logits), 1, dtype=torch.int64, device=logits.device)
+        state = Lattice(logits, candidates, depth)
+        return Rows(self._wide(self.root_logits(roots, state), depth, state)), state
+
+    def grow(self, tokens: Tensor, parent: Tensor, state: Lattice) -> tuple[Rows, Lattice]:
         depth = state.depth.gather(1, parent) + 1  # of these nodes; their children are one deeper
         last = state.logits.shape[1]
-        at = depth.clamp(max=last - 1)[:, :, None].expand(-1, -1, state.logits.shape[2])
-        rows = Rows(self.child_logits(tokens.clamp(min=0), state.logits.gather(1, at)), dead=depth >= last)
+        at = depth.clamp(max=last - 1)
+        logits, unknown = self.child_logits(tokens.clamp(min=0), at, state)
+        rows = Rows(self._wide(logits, at, state), dead=(depth >= last) | unknown)
         return rows, state._replace(depth=torch.cat([state.depth, depth], 1))
 
+    def root_logits(self, roots: Tensor | None, state: Lattice) -> Tensor:
+        """Logits [R, 1, C] of depth 1, in a tensor of their own."""
+        return state.logits[:, :1].clone()
+
     @abstractmethod
-    def child_logits(self, tokens: Tensor, logits: Tensor) -> Tensor:
-        """Logits [R, W, V] of the children of nodes with these `tokens` [R, W], from the `logits` of their depth."""
+    def child_logits(self, tokens: Tensor, at: Tensor, state: Lattice) -> tuple[Tensor, Tensor | bool]:
+        """Logits [R, W, C] of the children of nodes with these `tokens` [R, W], children at depth `at` + 1 [R, W]; and
+        the nodes [R, W] about whose children nothing is known. In a tensor of their own."""
+
+    def _wide(self, logits: Tensor, at: Tensor, state: Lattice) -> Tensor:
+        """[R, W, C] -> [R, W, V]"""
+        if state.candidates is None:
+            return logits
+        assert self.vocabulary is not None, "candidates need the size of the vocabulary"
+        rows = logits.new_full((*logits.shape[:2], self.vocabulary), -torch.inf)
+        return rows.scatter_(2, _of_depth(state.candidates, at), logits)
 
 
 class ByDepth(OneForward):
     """The same distribution for all nodes of a depth."""
 
-    def child_logits(self, tokens: Tensor, logits: Tensor) -> Tensor:
-        return logits
+    def child_logits(self, tokens: Tensor, at: Tensor, state: Lattice) -> tuple[Tensor, Tensor | bool]:
+        return _of_depth(state.logits, at), False
 
 
 class ByParent(OneForward):
     """A distribution for each parent token: the depth's logits plus a bias."""
 
-    def __init__(self, bias: Callable[[Tensor], Tensor]):
+    def __init__(self, bias: Callable[[Tensor], Tensor], vocabulary: int | None = None):
         """`bias`: tokens [R, W] -> [R, W, V]."""
+        super().__init__(vocabulary)
         self.bias = bias
 
-    def child_logits(self, tokens: Tensor, logits: Tensor) -> Tensor:
-        return logits + self.bias(tokens)
+    def root_logits(self, roots: Tensor | None, state: Lattice) -> Tensor:
+        logits = super().root_logits(roots, state)
+        if roots is None:
+            return logits
+        return logits + self._bias(roots[:, None], torch.zeros_like(roots[:, None]), state)
+
+    def child_logits(self, tokens: Tensor, at: Tensor, state: Lattice) -> tuple[Tensor, Tensor | bool]:
+        return _of_depth(state.logits, at) + self._bias(tokens, at, state), False
+
+    def _bias(self, tokens: Tensor, at: Tensor, state: Lattice) -> Tensor:
+        bias = self.bias(tokens)
+        return bias if state.candidates is None else bias.gather(2, _of_depth(state.candidates, at))
+
+
+class ByPair(OneForward):
+    """A distribution for each parent that is a candidate, from the scores of pairs: vLLM's `CandidateSampler`.
+
+    `logits[:, 0, 0]` is the root's. A node whose token is no candidate of its depth (one that the target or a look-up
+    has put there) has a dead row.
+    """
+
+    def root_logits(self, roots: Tensor | None, state: Lattice) -> Tensor:
+        return state.logits[:, :1, 0].clone()
+
+    def child_logits(self, tokens: Tensor, at: Tensor, state: Lattice) -> tuple[Tensor, Tensor | bool]:
+        assert state.candidates is not None
+        own = _of_depth(state.candidates, (at - 1).clamp(min=0)) == tokens[..., None]  # [R, W, C]
+        request = torch.arange(len(at), device=at.device)[:, None]
+        return state.logits[request, at, own.int().argmax(2)], ~own.any(2)
+
+
+def _of_depth(table: Tensor, at: Tensor) -> Tensor:
+    """Rows `at` [R, W] of `table` [R, K, C]: [R, W, C]."""
+    return table.gather(1, at[:, :, None].expand(-1, -1, table.shape[2]))
