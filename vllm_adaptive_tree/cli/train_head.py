@@ -1,4 +1,4 @@
-"""Train an EAGLE-3 head for a small target, and write it as a checkpoint that vLLM loads.
+"""Train an EAGLE-3 or a one-forward (DSpark) head for a small target, and write it as a checkpoint that vLLM loads.
 
 One text in 32 is held out, chosen by a checksum of its name.
 """
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from vllm_adaptive_tree.heads.training import Report, Training
 
 MIN_WINDOWS = 100  # to train on
+DEPTHS = {"eagle3": 4, "dspark": 7}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,8 +34,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--minutes", type=_number, required=True, help="of training, without interruptions")
     parser.add_argument("--resume", action="store_true", help="continue an interrupted training, if there is one")
     parser.add_argument(
-        "--steps-unrolled", type=positive, default=4, help="depths that it learns to draft (default: %(default)s)"
+        "--kind",
+        choices=tuple(DEPTHS),
+        default="eagle3",
+        help="one forward per depth, or all depths in one (default: %(default)s)",
     )
+    parser.add_argument(
+        "--steps-unrolled", type=positive, help="depths that it learns to draft (default: 4; 7 in one forward)"
+    )
+    parser.add_argument("--layers", type=positive, help="dspark: layers of the head (default: 2)")
+    parser.add_argument("--markov-rank", type=positive, help="dspark: of its bias by the token before (default: 64)")
     parser.add_argument(
         "--draft-vocab", type=positive, metavar="N", help="draft the N most frequent tokens only (default: all)"
     )
@@ -73,12 +82,15 @@ def _train(options: argparse.Namespace) -> None:
     state = out.with_name(out.name + ".training")
     if state.exists() and not options.resume:
         raise ValueError(f"{state} holds an interrupted training; continue with --resume, or delete it")
+    _of_its_kind(options)
     config = _config(options.target)
 
     import torch
     from transformers import AutoModelForCausalLM
 
     from vllm_adaptive_tree.heads import checkpoint
+    from vllm_adaptive_tree.heads.block_training import BlockTeacher
+    from vllm_adaptive_tree.heads.dspark import Block, BlockHead
     from vllm_adaptive_tree.heads.eagle3 import Dimensions, Head, auxiliary_layers
     from vllm_adaptive_tree.heads.training import Recipe, Teacher, Training
 
@@ -89,15 +101,20 @@ def _train(options: argparse.Namespace) -> None:
     ids = options.draft_vocab and checkpoint.most_frequent(tokens, size.vocabulary, options.draft_vocab)
     recipe = Recipe(
         minutes=options.minutes,
-        unrolled=options.steps_unrolled,
+        unrolled=options.steps_unrolled or DEPTHS[options.kind],
         batch=options.batch,
         window=options.window,
         rate=options.rate,
         bfloat16=options.dtype == "bfloat16",
         compiled=options.compile,
     )
+    block = None
+    if options.kind == "dspark":
+        mask = config.get("pad_token_id") or config.get("eos_token_id") or 0
+        block = Block(options.layers or 2, recipe.unrolled, options.markov_rank or 64, mask)
     settings = {
         "target": shown(options.target),
+        **({} if block is None else {"kind": options.kind, **block._asdict()}),
         "tokens": f"{len(tokens)} ({zlib.crc32(tokens.numpy().tobytes()):08x})",
         "draft_vocab": options.draft_vocab,
         "auxiliary_layers": layers,
@@ -105,18 +122,35 @@ def _train(options: argparse.Namespace) -> None:
     }
     claim_folder(state / "manifest.json", settings, contents="the state")
 
-    teacher = Teacher(AutoModelForCausalLM.from_pretrained(options.target, dtype=torch.float32), layers, ids)
-    head = Head(size, len(layers), options.draft_vocab)
-    teacher.initialise(head)
+    target = AutoModelForCausalLM.from_pretrained(options.target, dtype=torch.float32)
+    head: Head | BlockHead
+    teacher: Teacher | BlockTeacher
+    if block is None:
+        teacher, head = Teacher(target, layers, ids), Head(size, len(layers), options.draft_vocab)
+        teacher.initialise(head)
+    else:
+        teacher, head = BlockTeacher(target, layers, block.depth, block.mask), BlockHead(size, len(layers), block)
+        teacher.initialise(head, tokens)
     training, saved = Training(head, teacher, tokens, held_out, recipe), state / "state.pt"
     if saved.exists():
         training.load(saved)
         print(f"continues at step {training.steps:,}, minute {training.seconds / 60:.1f}", flush=True)
     training.run(save=saved, watch=_print)
-    checkpoint.write(out, head, config, layers, ids)
+    if isinstance(head, BlockHead):
+        checkpoint.write_block(out, head, config, layers)
+    else:
+        checkpoint.write(out, head, config, layers, ids)
     record = {"python": platform.python_version(), **settings, **_record(training)}
     atomic_write(out / "training.json", (json.dumps(record, indent=2) + "\n").encode())
     print(f"{out} is written; {state} can be deleted", file=sys.stderr)
+
+
+def _of_its_kind(options: argparse.Namespace) -> None:
+    """Raises ValueError for options of the other kind."""
+    wrong = {"eagle3": ("layers", "markov_rank"), "dspark": ("draft_vocab",)}[options.kind]
+    for name in wrong:
+        if getattr(options, name) is not None:
+            raise ValueError(f"--{name.replace('_', '-')} means nothing for --kind {options.kind}; leave it out")
 
 
 def _tokens(options: argparse.Namespace) -> tuple["Tensor", "Tensor"]:

@@ -1,4 +1,4 @@
-"""The checkpoint of a head, in the format that vLLM reads as `LlamaForCausalLMEagle3`."""
+"""Checkpoints of heads, in the formats that vLLM reads as `LlamaForCausalLMEagle3` and `Qwen3DSparkModel`."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save
-from torch import Tensor
+from safetensors.torch import load_file, save
+from torch import Tensor, nn
 
 from vllm_adaptive_tree.files import atomic_write
+from vllm_adaptive_tree.heads.dspark import Block, BlockHead
 from vllm_adaptive_tree.heads.eagle3 import Dimensions, Head
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
@@ -24,7 +25,7 @@ def write(folder: Path, head: Head, target: Mapping[str, Any], layers: Sequence[
         draft_ids: [D] int64, ascending: the target's ids of the head's own vocabulary.
     """
     size = Dimensions.of(target)
-    tensors = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in head.state_dict().items()}
+    tensors = _tensors(head)
     if draft_ids is not None:
         offsets, member = tables(draft_ids, size.vocabulary)
         tensors |= {"d2t": offsets, "t2d": member}
@@ -33,6 +34,61 @@ def write(folder: Path, head: Head, target: Mapping[str, Any], layers: Sequence[
         "model_type": "llama",
         "dtype": "bfloat16",
         "num_hidden_layers": 1,
+        **_shape(target),
+        "draft_vocab_size": size.vocabulary if draft_ids is None else len(draft_ids),
+        "tie_word_embeddings": False,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(layers)},
+        **_special(target),
+    }
+    _save(folder, tensors, config)
+
+
+def write_block(folder: Path, head: BlockHead, target: Mapping[str, Any], layers: Sequence[int]) -> None:
+    """The same for a one-forward head. vLLM's DFlash reads it too, without `markov_head`.
+
+    The block begins with the root, which predicts nothing (`sample_from_anchor` false), so `block_size` is 1 + K.
+    """
+    block = head.block
+    config = {
+        "architectures": ["Qwen3DSparkModel"],
+        "model_type": "qwen3",
+        "dtype": "bfloat16",
+        "num_hidden_layers": block.layers,
+        **_shape(target),
+        "draft_vocab_size": target["vocab_size"],
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "block_size": 1 + block.depth,
+        "sample_from_anchor": False,
+        "mask_token_id": block.mask,
+        "markov_rank": block.rank,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": False,
+        # vLLM's numbers here are of layers whose outputs are read
+        "dflash_config": {"mask_token_id": block.mask, "target_layer_ids": [layer - 1 for layer in layers]},
+        **_special(target),
+    }
+    _save(folder, _tensors(head), config)
+
+
+def read_block(folder: Path, auxiliary: int) -> BlockHead:
+    """A head that `write_block` has written, in float32; `auxiliary`: states of the target that it reads.
+
+    Raises:
+        ValueError: it is another head.
+    """
+    config = json.loads((folder / CONFIG).read_text())
+    if config["architectures"] != ["Qwen3DSparkModel"] or config.get("sample_from_anchor", True):
+        raise ValueError(f"{folder} holds no head that `train-head --kind dspark` has written")
+    block = Block(config["num_hidden_layers"], config["block_size"] - 1, config["markov_rank"], config["mask_token_id"])
+    head = BlockHead(Dimensions.of(config), auxiliary, block)
+    head.load_state_dict({name: tensor.float() for name, tensor in load_file(folder / WEIGHTS).items()})
+    return head
+
+
+def _shape(target: Mapping[str, Any]) -> dict[str, Any]:
+    size = Dimensions.of(target)
+    return {
         "hidden_act": "silu",
         "hidden_size": size.hidden,
         "intermediate_size": size.mlp,
@@ -43,11 +99,18 @@ def write(folder: Path, head: Head, target: Mapping[str, Any], layers: Sequence[
         "rope_parameters": {"rope_type": "default", "rope_theta": size.rope_theta},
         "max_position_embeddings": target["max_position_embeddings"],
         "vocab_size": size.vocabulary,
-        "draft_vocab_size": size.vocabulary if draft_ids is None else len(draft_ids),
-        "tie_word_embeddings": False,
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(layers)},
-        **{name: target[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in target},
     }
+
+
+def _special(target: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: target[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in target}
+
+
+def _tensors(head: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in head.state_dict().items()}
+
+
+def _save(folder: Path, tensors: dict[str, Tensor], config: Mapping[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     atomic_write(folder / WEIGHTS, save(tensors, metadata={"format": "pt"}))
     atomic_write(folder / CONFIG, (json.dumps(config, indent=2) + "\n").encode())

@@ -1,4 +1,4 @@
-"""Training an EAGLE-3 head on its target's distributions, unrolled as it drafts (training-time test)."""
+"""Training a head on its target's distributions; an EAGLE-3 head unrolled as it drafts (training-time test)."""
 
 import io
 import math
@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,7 @@ CHECKS = 10  # of the held-out loss, in a training
 
 class Recipe(NamedTuple):
     minutes: float
-    unrolled: int = 4  # steps
+    unrolled: int = 4  # steps; of a one-forward head: depths
     batch: int = 8  # windows
     window: int = 256  # tokens
     rate: float = 1e-2  # of Muon; cosine
@@ -116,16 +116,26 @@ class Teacher:
         return total / sum(DEPTH_WEIGHT**step for step in range(steps)), torch.stack(agreement)
 
 
+class Teaches(Protocol):
+    """A teacher: of EAGLE-3 heads `Teacher`, of one-forward heads `BlockTeacher`."""
+
+    def __call__(self, tokens: Tensor) -> Any: ...
+    def loss(self, head: Any, lesson: Any, steps: int) -> tuple[Tensor, Tensor]: ...
+
+
 class Training:
     """A training that can be saved and resumed. `tokens`, `held_out`: flat texts."""
 
-    def __init__(self, head: Head, teacher: Teacher, tokens: Tensor, held_out: Tensor, recipe: Recipe):
+    def __init__(self, head: nn.Module, teacher: Teaches, tokens: Tensor, held_out: Tensor, recipe: Recipe):
         self.head, self.teacher, self.tokens, self.recipe = head, teacher, tokens, recipe
         count = min(len(held_out) // recipe.window, 12 * recipe.batch)
         starts = torch.linspace(0, len(held_out) - recipe.window, count).long()
         self.held_out = held_out[starts[:, None] + torch.arange(recipe.window)]
-        matrices = [p for name, p in head.named_parameters() if p.ndim == 2 and "lm_head" not in name]
-        others = [p for name, p in head.named_parameters() if p.ndim != 2 or "lm_head" in name]
+        inner = {
+            name: p.ndim == 2 and "lm_head" not in name and "markov" not in name for name, p in head.named_parameters()
+        }
+        matrices = [p for name, p in head.named_parameters() if inner[name]]
+        others = [p for name, p in head.named_parameters() if not inner[name]]
         self.optimizers: list[torch.optim.Optimizer] = [
             torch.optim.Muon(matrices, lr=1.0, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
             torch.optim.AdamW(others, lr=1.0, betas=(0.9, 0.95), weight_decay=0.0),

@@ -1,0 +1,98 @@
+"""What a target teaches a one-forward head: its distributions at the K places behind many roots of a text."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vllm_adaptive_tree.heads.dspark import BlockHead
+
+DEPTH_WEIGHT = 0.8  # of the loss at a depth, relative to the depth before
+MARGINAL = 0.5  # weight of the loss without the bias: the backbone alone serves as a DFlash head
+SPACING = 8  # tokens between the roots of a window
+SMOOTHING = 20.0  # pairs that a token is believed to have had beside those counted
+
+
+class BlockLesson(NamedTuple):
+    """P roots in each of B windows; depth j is the token j behind a root."""
+
+    probs: Tensor  # [B, P, K, V]: what the target gives the token at each depth
+    before: Tensor  # [B, P, K]: the token before it
+    auxiliary: Tensor  # [B, T, A * H]
+    embedded: Tensor  # [B, P, 1 + K, H]: of the roots and the masks
+    roots: Tensor  # [P]: positions
+
+
+class BlockTeacher:
+    """A frozen Llama-like target of transformers, and what a head takes from it.
+
+    Args:
+        layers: whose inputs the head reads.
+        depth, mask: as in `Block`.
+    """
+
+    def __init__(self, target: Any, layers: Sequence[int], depth: int, mask: int):
+        self.target = target.eval().requires_grad_(requires_grad=False)
+        self.layers, self.depth, self.mask = tuple(layers), depth, mask
+
+    def __call__(self, tokens: Tensor, roots: Tensor | None = None) -> BlockLesson:
+        """The lesson of `tokens` [B, T], by default at every eighth token with K behind it."""
+        if roots is None:
+            roots = torch.arange(1, tokens.shape[1] - self.depth, SPACING)
+        behind = roots[:, None] + torch.arange(self.depth)  # [P, K]: the token before each depth
+        with torch.no_grad():
+            out = self.target.model(tokens, use_cache=False, output_hidden_states=True)
+            states = out.last_hidden_state[:, behind]
+            probs = F.linear(states, self.target.lm_head.weight).float().softmax(-1)
+            auxiliary = torch.cat([out.hidden_states[layer] for layer in self.layers], -1)
+            masks = torch.full((*tokens[:, roots].shape, self.depth), self.mask)
+            read = torch.cat([tokens[:, roots, None], masks], -1)
+            return BlockLesson(probs, tokens[:, behind], auxiliary, self.target.model.embed_tokens(read), roots)
+
+    def initialise(self, head: BlockHead, tokens: Tensor) -> None:
+        """Begin as the target's last layers over its last auxiliary state, with a bias for the pairs in `tokens`."""
+        width, mine = head.norm.weight.shape[0], list(head.layers)
+        with torch.no_grad():
+            for layer, theirs in zip(mine, self.target.model.layers[-len(mine) :], strict=True):
+                layer.load_state_dict(theirs.state_dict(), strict=False)  # it has no q_norm and k_norm
+            head.norm.weight.copy_(self.target.model.norm.weight)
+            head.fc.weight.zero_()
+            head.fc.weight[:, -width:].copy_(torch.eye(width))
+            one, two = low_rank(pointwise(tokens, self.target.config.vocab_size), head.block.rank)
+            head.markov_head.markov_w1.weight.copy_(one)
+            head.markov_head.markov_w2.weight.copy_(two)
+
+    def loss(self, head: BlockHead, lesson: BlockLesson, steps: int) -> tuple[Tensor, Tensor]:
+        """Cross-entropy with the target's distributions, with the bias and without; and agreement by depth [K].
+
+        Agreement is of the most probable token, with the bias, behind the text's own tokens.
+        """
+        normed = head(lesson.auxiliary, lesson.embedded, lesson.roots)
+        marginal = F.linear(normed, self.target.lm_head.weight).float()
+        total, agreement = torch.zeros(()), []
+        for depth in range(steps):
+            probs = lesson.probs[:, :, depth].flatten(0, 1)
+            alone = marginal[:, :, depth].flatten(0, 1)
+            biased = alone + head.markov_head(lesson.before[:, :, depth].flatten()).float()
+            loss = F.cross_entropy(biased, probs) + MARGINAL * F.cross_entropy(alone, probs)
+            total = total + DEPTH_WEIGHT**depth * loss / (1 + MARGINAL)
+            agreement.append((biased.argmax(-1) == probs.argmax(-1)).float().mean())
+        return total / sum(DEPTH_WEIGHT**depth for depth in range(steps)), torch.stack(agreement)
+
+
+def pointwise(tokens: Tensor, vocabulary: int) -> Tensor:
+    """[V, V]: log of how much more often a token follows another than it occurs, smoothed."""
+    pairs = torch.bincount(tokens[:-1] * vocabulary + tokens[1:], minlength=vocabulary**2).view(vocabulary, -1).float()
+    share = (pairs.sum(0) + 1) / (pairs.sum() + vocabulary)
+    behind = (pairs + SMOOTHING * share) / (pairs.sum(1, keepdim=True) + SMOOTHING)
+    return (behind / share).log()
+
+
+def low_rank(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """The factors [V, rank] of the nearest matrix of this rank: the first times the second's transpose."""
+    torch.manual_seed(0)
+    left, values, right = torch.svd_lowrank(matrix, rank + 16, niter=4)
+    root = values[:rank].sqrt()
+    return left[:, :rank] * root, right[:, :rank] * root
