@@ -4,8 +4,8 @@ same, and rules keep the target's law.
 The model that says the same is a `ToyLM`: one row for every history, -inf throughout where the draft has ended.
 """
 
-from collections.abc import Callable
-from itertools import product
+from collections.abc import Callable, Sequence
+from itertools import combinations, product
 from typing import Any, NamedTuple
 
 import pytest
@@ -22,7 +22,7 @@ from vllm_adaptive_tree.proposers.opt_tree import OptTree
 from vllm_adaptive_tree.trees import Shape
 
 from .test_dead_rows import PROPOSERS
-from .test_pairs import CHOSEN, DYSPEC, EXACT, LEGAL, bias, static
+from .test_pairs import CHOSEN, DYSPEC, EXACT, LEGAL, bias, static, stopping
 
 VOCABULARY, LEVELS, REQUESTS, NODES = 3, 2, 4, 7
 
@@ -208,17 +208,28 @@ def test_what_is_no_number_is_one():
     assert tree.depth.amax(1).tolist() == [LEVELS, 1, LEVELS, LEVELS]
 
 
-@pytest.mark.parametrize("draft", ["by depth", "by parent"])
-def test_opt_tree_is_exact(draft):
-    """The n most probable paths of all that the forward allows, by brute force (arXiv 2604.12989)."""
-    kind = DRAFTS[draft]()
+@pytest.mark.parametrize("nodes", [1, 3, 5])
+@pytest.mark.parametrize("draft", LATTICES)
+def test_opt_tree_is_exact(draft, nodes):
+    """No tree of as many nodes has a larger expected acceptance, of all that there are (arXiv 2604.12989)."""
+    kind = LATTICES[draft]()
     models = kind.models(LEVELS)
-    for nodes in (1, 3, 6, 9):
-        trees = grown(grow(OptTree(max_depth=LEVELS, threshold=0.0), models, nodes=nodes, drafter=kind))
-        for model, paths in zip(models, trees, strict=True):
-            every = [path for length in (1, 2) for path in product(range(VOCABULARY), repeat=length)]
-            every.sort(key=model.probability, reverse=True)
-            assert set(paths) == set(every[:nodes])
+    found = grown(grow(OptTree(max_depth=LEVELS, threshold=0.0), models, nodes=nodes, drafter=kind))
+    all_paths = [path for length in (1, 2) for path in product(range(VOCABULARY), repeat=length)]
+    for model, paths in zip(models, found, strict=True):
+        every = [path for path in all_paths if model.probability(path) > 0]  # NaN behind what is no candidate
+        assert expected(model, paths) == pytest.approx(
+            max(expected(model, tree) for tree in combinations(every, nodes) if is_tree(tree)), abs=1e-12
+        )
+
+
+def expected(model: ToyLM, paths: Sequence[tuple[int, ...]]) -> float:
+    """Tokens accepted of a tree if the target is like the draft."""
+    return sum(model.probability(path) for path in paths)
+
+
+def is_tree(paths: Sequence[tuple[int, ...]]) -> bool:
+    return all(len(path) == 1 or path[:-1] in paths for path in paths)
 
 
 def test_a_look_up_s_law_is_the_share_of_its_weight():
@@ -254,9 +265,38 @@ def test_dyspec_keeps_the_law(draft, name, rule):
 
 
 @EVERY
+@pytest.mark.parametrize("rule", ["target_only", "traversal"])
 @pytest.mark.parametrize("name", CHOSEN)
-def test_chosen_children_keep_the_law(draft, name):
-    assert bias(CHOSEN[name](), "target_only", nodes=5, pairs=pairs(draft, 3)).max() < EXACT
+def test_chosen_children_keep_the_law(draft, name, rule):
+    assert bias(CHOSEN[name](), rule, nodes=5, pairs=pairs(draft, 3)).max() < EXACT
+
+
+@pytest.mark.parametrize("draft", LATTICES)
+@pytest.mark.parametrize(("kind", "rule"), LEGAL)
+def test_mcsd_keeps_the_law(draft, kind, rule):
+    assert bias(stopping(kind), rule, nodes=4, pairs=pairs(draft, 3)).max() < EXACT
+
+
+@pytest.mark.parametrize("draft", ["candidates by depth", "pairs"])
+def test_what_is_no_candidate_has_no_probability(draft):
+    kind = LATTICES[draft]()
+    rows, state = kind.catch_up()
+    tokens = CANDIDATES[:, 0]
+    below, _ = kind.grow(tokens, torch.zeros_like(tokens), state)
+    for logits, candidates in ((rows.logits, CANDIDATES[:, :1]), (below.logits, CANDIDATES[:, 1:].expand(-1, 2, -1))):
+        probs = logits.softmax(2)
+        assert probs.scatter(2, candidates, 0).eq(0).all()
+        torch.testing.assert_close(probs.gather(2, candidates).sum(2), torch.ones_like(probs[..., 0]))
+
+
+def test_behind_what_is_no_candidate_there_is_nothing():
+    """The target itself may have put it there; that is no fault."""
+    kind = by_pair()
+    rows, state = kind.catch_up()
+    other = torch.tensor([1, 2, 0, 1])[:, None]
+    assert (CANDIDATES[:, 0] != other).all()
+    rows, _ = kind.grow(torch.cat([CANDIDATES[:, 0], other], 1), torch.zeros(REQUESTS, 3, dtype=torch.int64), state)
+    assert rows.dead.tolist() == [[False, False, True]] * REQUESTS
 
 
 class Shared(ForkingRandom):

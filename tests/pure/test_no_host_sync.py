@@ -18,7 +18,7 @@ from tests.oracles.growth import grow_trees
 from tests.oracles.models import ToyLM
 from vllm_adaptive_tree.acceptance import RULES, Children, Kind, traversal, walk
 from vllm_adaptive_tree.budget import best
-from vllm_adaptive_tree.drafters import Frontier, Rows
+from vllm_adaptive_tree.drafters import ByDepth, ByPair, ByParent, Frontier, Rows
 from vllm_adaptive_tree.proposers import Proposal, Proposer, Request, StaticTree, draft_tree
 from vllm_adaptive_tree.proposers.c2t import C2T, C2TOptions
 from vllm_adaptive_tree.proposers.dyspec import DySpec
@@ -204,6 +204,27 @@ def test_proposers(name, device):
     columns = [*proposal.tree, proposal.read, proposal.num_planned]
     assert [(column.shape[1], column.device.type) for column in columns] == [(NODES, device)] * 5 + [
         (NODES + 1, device)
+    ]
+
+
+@DEVICES
+@pytest.mark.parametrize("kind", ["depth", "parent", "candidates", "pairs"])
+def test_lattices(kind, device):
+    bias = torch.randn(VOCABULARY, VOCABULARY).to(device)
+    logits, scores = torch.randn(REQUESTS, 3, VOCABULARY).to(device), torch.randn(REQUESTS, 3, 4, 4).to(device)
+    candidates = torch.arange(4).expand(REQUESTS, 3, 4).to(device)
+    tokens, roots = torch.ones(REQUESTS, 2, dtype=torch.int64).to(device), torch.arange(REQUESTS).to(device)
+    drafter, given = {
+        "depth": (ByDepth(), (logits,)),
+        "parent": (ByParent(bias.__getitem__), (logits, None, roots)),
+        "candidates": (ByParent(bias.__getitem__, VOCABULARY), (logits[..., :4], candidates, roots)),
+        "pairs": (ByPair(VOCABULARY), (scores, candidates)),
+    }[kind]
+    with NoHostSync():
+        rows, state = drafter.begin(*given)
+        found = [rows, *(drafter.grow(tokens, tokens - 1, state)[0] for _ in range(2))]
+    assert [(rows.logits.shape, rows.logits.device.type) for rows in found] == [
+        ((REQUESTS, width, VOCABULARY), device) for width in (1, 2, 2)
     ]
 
 
