@@ -8,8 +8,7 @@ grows the trees. A step accepts what a tree has of the continuation. That is `ta
 tokens were drawn before. It measures acceptance, not speed.
 
 Marginals are the backbone's own logits, which the training teaches as well; conditionals have the bias by the token
-before. The share of the root's children is the same kind's: marginals do not look at the root's token but through the
-block.
+before, at the root too.
 """
 
 import argparse
@@ -156,7 +155,7 @@ def accepted(tree: TreeBatch, future: Tensor) -> Tensor:
 
 def best(tree: TreeBatch, nodes: int) -> Tensor:
     """The tree of fewer nodes: OPT-Tree's are the most probable paths, so it is part of a larger one."""
-    order = tree.log_weight.argsort(1, descending=True, stable=True)[:, :nodes]
+    order = tree.log_weight.argsort(stable=True, dim=1, descending=True)[:, :nodes]
     return torch.zeros_like(tree.valid).scatter(1, order, value=True) & tree.valid
 
 

@@ -117,6 +117,34 @@ def test_a_draft_vocabulary(arguments: list[str], tmp_path: Path) -> None:
     assert json.loads((tmp_path / "head" / "config.json").read_text())["draft_vocab_size"] == 20
 
 
+def test_a_one_forward_head(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments[arguments.index("--minutes") + 1] = "0.1"
+    kind = ["--kind", "dspark", "--steps-unrolled", "3", "--layers", "1", "--markov-rank", "8"]
+    assert main([*arguments, *kind]) == 2
+    assert "reads what layers give, not the embeddings; begin with 1" in capsys.readouterr().err
+    arguments[arguments.index("--auxiliary-layers") + 1] = "1"
+    assert main([*arguments, *kind]) == 0
+    weights = load_file(tmp_path / "head" / "model.safetensors")
+    assert weights["markov_head.markov_w1.weight"].shape == (96, 8)
+    config = json.loads((tmp_path / "head" / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3DSparkModel"]
+    assert (config["block_size"], config["num_hidden_layers"]) == (4, 1)
+    assert config["dflash_config"]["target_layer_ids"] == [0, 1, 2], "vLLM counts from the first layer's output"
+    record = json.loads((tmp_path / "head" / "training.json").read_text())
+    assert (record["kind"], record["rank"], record["unrolled"]) == ("dspark", 8, 3)
+    assert len(record["held_out_agreement_by_depth"]) == 3
+
+
+@pytest.mark.parametrize(
+    "options", [["--layers", "2"], ["--markov-rank", "8"], ["--kind", "dspark", "--draft-vocab", "20"]]
+)
+def test_options_of_the_other_kind(
+    arguments: list[str], options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*arguments, *options]) == 2
+    assert f"{options[-2]} means nothing for --kind" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -16,7 +16,7 @@ COMMANDS = {
     "doctor": "what is installed here; with --gpu, whether trees are right on this GPU",
     "enlarge": "a model of the same function and a larger cost, for measuring",
     "train-gate": "train C2T's classifier or MCSD's decision models for a pair",
-    "train-head": "train an EAGLE-3 head for a small target",
+    "train-head": "train an EAGLE-3 or DSpark head for a small target",
     "view": "a page with the recorded trees of an engine",
 }
 EXTRAS = {  # package -> what brings it, where a command needs it and it is missing

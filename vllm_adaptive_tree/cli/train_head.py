@@ -96,6 +96,8 @@ def _train(options: argparse.Namespace) -> None:
 
     size = Dimensions.of(config)
     layers = auxiliary_layers(config["num_hidden_layers"], options.auxiliary_layers)
+    if options.kind == "dspark" and layers[0] == 0:
+        raise ValueError("--auxiliary-layers 0: a dspark head reads what layers give, not the embeddings; begin with 1")
     tokens, held_out = _tokens(options)
     print(f"{len(tokens):,} tokens to train on, {len(held_out):,} held out", flush=True)
     ids = options.draft_vocab and checkpoint.most_frequent(tokens, size.vocabulary, options.draft_vocab)

@@ -1,1 +1,1 @@
-"""EAGLE-3 heads for small targets: the module, its training, and vLLM's checkpoint format."""
+"""EAGLE-3 and one-forward heads for small targets: modules, their training, and vLLM's checkpoint formats."""
