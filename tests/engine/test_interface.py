@@ -100,6 +100,12 @@ def test_a_plain_draft_is_a_plain_draft_whatever_its_path(name: str, tmp_path: P
             ["'spechub'", "hub_pair", "auto, target_only, traversal", "allow_lossy"],
         ),
         ({"rejection_sample_method": "best"}, ["rejection_sample_method", "'best'", "target_only", "traversal"]),
+        (
+            {"rejection_sample_method": "synthetic"},
+            ["rejection_sample_method", "'synthetic' is vLLM's rule for chains"],
+        ),
+        ({"synthetic_acceptance_length": 2.0}, ["synthetic_acceptance_length", "'draft_model'", "load"]),
+        ({"synthetic_acceptance_rates": [0.8, 0.5]}, ["synthetic_acceptance_rates", "'draft_model'"]),
         ({"prompt_lookup_max": 3}, ["prompt_lookup_max", "belongs into 'tree'"]),
         ({"use_local_argmax_reduction": True}, ["use_local_argmax_reduction", "remove it", "revision"]),
         ({"attention_backend": "CPU_ATTN"}, ["attention_backend", "remove it"]),
