@@ -249,6 +249,11 @@ def test_refused_arguments(arguments: dict[str, Any], words: list[str]) -> None:
     assert all(word in str(error.value) for word in words)
 
 
+def test_an_engine_that_pools_is_refused() -> None:
+    with pytest.raises(ValueError, match="cannot be served with a tree method: runner 'pooling'"):
+        build(tree(25), runner="pooling")
+
+
 @pytest.mark.parametrize("connector", sorted(KVConnectorFactory._registry))
 def test_connectors_are_refused_by_name(connector: str) -> None:
     """Each of vLLM's."""
