@@ -109,6 +109,11 @@ class TreeOptions:
             if key not in OUR_KEYS + VLLM_KEYS:
                 if key == "parallel_drafting":
                     raise ValueError(f"speculative_config[{key!r}] asks for a draft of one forward; {served()}")
+                if key.startswith("synthetic_acceptance_"):
+                    raise ValueError(
+                        f"speculative_config[{key!r}]: a tree method accepts what its target says, also under a test's "
+                        "load; remove the key, or use it with a chain ('draft_model')"
+                    )
                 if key in ("draft", "lookup", *_keys_of_drafts()):
                     raise ValueError(f"speculative_config[{key!r}] belongs into 'tree': move it there")
                 raise ValueError(

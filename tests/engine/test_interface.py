@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 
 from tests.engine.engines import DRAFT, PROMPTS, TARGET, Engines, generate, runner_of, tree
@@ -99,6 +100,12 @@ def test_a_plain_draft_is_a_plain_draft_whatever_its_path(name: str, tmp_path: P
             ["'spechub'", "hub_pair", "auto, target_only, traversal", "allow_lossy"],
         ),
         ({"rejection_sample_method": "best"}, ["rejection_sample_method", "'best'", "target_only", "traversal"]),
+        (
+            {"rejection_sample_method": "synthetic"},
+            ["rejection_sample_method", "'synthetic' is vLLM's rule for chains"],
+        ),
+        ({"synthetic_acceptance_length": 2.0}, ["synthetic_acceptance_length", "'draft_model'", "load"]),
+        ({"synthetic_acceptance_rates": [0.8, 0.5]}, ["synthetic_acceptance_rates", "'draft_model'"]),
         ({"prompt_lookup_max": 3}, ["prompt_lookup_max", "belongs into 'tree'"]),
         ({"use_local_argmax_reduction": True}, ["use_local_argmax_reduction", "remove it", "revision"]),
         ({"attention_backend": "CPU_ATTN"}, ["attention_backend", "remove it"]),
@@ -227,7 +234,8 @@ def test_an_illegal_pair_that_is_asked_for_runs_and_is_logged(spec: Any, monkeyp
         ({"cudagraph_metrics": True}, ["cudagraph_metrics", "remove it"]),
         ({"kv_cache_dtype": "fp8"}, ["kv_cache_dtype"]),
         ({"worker_cls": "some.Worker"}, ["worker_cls"]),
-        ({"kv_transfer_config": KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")}, ["kv_transfer"]),
+        ({"kv_offloading_size": 1.0}, ["kv_offloading_size=1.0", "native", "committed", "remove it"]),
+        ({"kv_offloading_size": 1.0, "kv_offloading_backend": "lmcache"}, ["kv_offloading_size", "lmcache"]),
         (
             {"logits_processors": ["tests.engine.processors:Counting"]},
             ["processors:Counting", "Adapter"],
@@ -239,6 +247,19 @@ def test_refused_arguments(arguments: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ValueError, match=words[0]) as error:
         build(tree(25), **arguments)
     assert all(word in str(error.value) for word in words)
+
+
+def test_an_engine_that_pools_is_refused() -> None:
+    with pytest.raises(ValueError, match="cannot be served with a tree method: runner 'pooling'"):
+        build(tree(25), runner="pooling")
+
+
+@pytest.mark.parametrize("connector", sorted(KVConnectorFactory._registry))
+def test_connectors_are_refused_by_name(connector: str) -> None:
+    """Each of vLLM's."""
+    config = KVTransferConfig(kv_connector=connector, kv_role="kv_both")
+    with pytest.raises(ValueError, match=rf"kv_transfer_config with kv_connector='{connector}' is not supported"):
+        build(tree(25), kv_transfer_config=config)
 
 
 def test_ranks_of_experts_are_refused() -> None:

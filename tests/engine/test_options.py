@@ -3,8 +3,12 @@
 The others: `tests/pure/test_options.py`.
 """
 
+import errno
 import importlib
+import itertools
 import json
+import os
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +19,7 @@ import torch
 from vllm import SamplingParams
 
 from tests.engine.engines import DRAFT, PROMPTS, V2, Engines, generate, runner_of, set_costs, tree
+from vllm_adaptive_tree import files
 from vllm_adaptive_tree.bench.projection import read_hardware
 from vllm_adaptive_tree.budget import Costs
 from vllm_adaptive_tree.engine.common import cost_profile, startup
@@ -261,6 +266,49 @@ def test_a_file_that_cannot_be_written_later(llm: Any, file: Path, monkeypatch: 
     file.unlink()
     generate(llm, PROMPTS[:1], SamplingParams(temperature=0, max_tokens=3))
     assert file.exists()
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EDQUOT])
+def test_a_full_disk(tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a quota, or a file system that was mounted anew without writing: the old profile stays whole, nothing is left
+    beside it, the warning says why, and once there is room it is written again."""
+    kept, said = CostProfile(tmp_path / "costs.json", {}), list[str]()
+    kept.collect = lambda: {"learnt": len(said)}
+    kept.write()
+    before = kept.path.read_bytes()
+
+    def full(handle: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cost_profile.logger, "warning", lambda line, *args: said.append(line % args))
+        patch.setattr(files.os, "fsync", full)
+        for _ in range(3):
+            kept.due = 0.0
+            kept.tick()
+    (line,) = said
+    assert str(kept.path) in line
+    assert os.strerror(code) in line
+    assert [one.read_bytes() for one in tmp_path.iterdir()] == [before]
+    kept.write()
+    assert kept.path.read_bytes() != before
+
+
+def test_a_clock_that_jumps(llm: Any, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time of day, back and forth by a day at every look: the same tokens, the profile when it is due, and no
+    duration below 0."""
+    wanted = [list(one.token_ids) for one in generate(llm, PROMPTS[:4], GREEDY)]
+    kept, jumps = runner_of(llm).profile, itertools.cycle((-86_400, 86_400, 0))
+    day = time.time
+    monkeypatch.setattr(time, "time", lambda: day() + next(jumps))
+    kept.due = time.monotonic() + 3600
+    written = file.stat().st_mtime_ns if file.exists() else 0
+    assert [list(one.token_ids) for one in generate(llm, PROMPTS[:4], GREEDY)] == wanted
+    assert (file.stat().st_mtime_ns if file.exists() else 0) == written, "it is not due"
+    seconds = [one for one in llm.get_metrics() if one.name == "vllm:adaptive_tree_phase_seconds"]
+    assert seconds
+    assert all(0 <= one.sum < 3600 for one in seconds)
+    kept.due = 0.0
 
 
 def test_what_is_written_while_an_engine_decodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

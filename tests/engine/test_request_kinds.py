@@ -11,7 +11,7 @@ from vllm.lora.request import LoRARequest
 from vllm.tokenizers import cached_get_tokenizer
 
 from tests.engine.adapters import RANK, adapter
-from tests.engine.engines import PROMPTS, TARGET, V2, Engines, assert_identical, generate, metric, tree
+from tests.engine.engines import PROMPTS, TARGET, V2, Engines, assert_identical, generate, metric, runner_of, tree
 from tests.engine.heads import eagle3
 
 TOKENS = 32
@@ -92,6 +92,12 @@ def test_adapters_and_processors(
     assert_identical(adapted, outputs(llm, adapters))
     if budget is None:
         assert metric(llm, "spec_decode_num_accepted_tokens") > 0
+    if V2:  # as its start-up check does
+        drafts = metric(llm, "spec_decode_num_drafts")
+        runner_of(llm).switch_off()
+        assert_identical(adapted, outputs(llm, adapters))
+        assert metric(llm, "spec_decode_num_drafts") - drafts <= 2 * len(PROMPTS), "of the steps before, counted late"
+        assert metric(llm, "adaptive_tree_fallbacks") > 0
 
 
 def embedded(llm: Any) -> list[Any]:
@@ -120,10 +126,11 @@ def of_embeddings(own_tokenizer: None, engines: Engines) -> list[Any]:
 
 @pytest.mark.parametrize("draft", ["model", "eagle3", "ngram"])
 def test_embeddings(engines: Engines, of_embeddings: list[Any], draft: str, tmp_path: Any) -> None:
-    """A draft reads token 0 in their place."""
+    """A draft reads token 0 in their place, and so do penalties, whatever stood in the row of the batch before."""
     config = tree(12, threshold=0.2)
     if draft != "model":
         config["model"] = eagle3(tmp_path / "head") if draft == "eagle3" else draft
     llm = engines.start(config, **EMBEDDINGS)
+    generate(llm, PROMPTS[::-1], params(processed=False))
     assert_identical(of_embeddings, generate(llm, embedded(llm), params(processed=False)))
     assert metric(llm, "spec_decode_num_accepted_tokens") > 0

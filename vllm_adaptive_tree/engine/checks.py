@@ -14,7 +14,6 @@ UNSUPPORTED_ARGUMENTS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("pipeline_parallel_size", (1,), "use tensor_parallel_size instead"),
     ("decode_context_parallel_size", (1,), "remove it"),
     ("prefill_context_parallel_size", (1,), "remove it"),
-    ("kv_transfer_config", (None,), "remove it: connectors save K/V before the accepted path is committed"),
     ("ec_transfer_config", (None,), "remove it"),
     ("worker_cls", ("auto",), "remove it: the tree method brings its own worker"),
     ("spec_method", (None,), "give 'method' inside --speculative-config"),
@@ -31,8 +30,24 @@ def check_arguments(args: Any) -> None:
         value = getattr(args, name, allowed[0])
         if value not in allowed:
             raise ValueError(f"{name}={value!r} is not supported with a tree method; {remedy}")
+    if (connector := _connector(args)) is not None:
+        raise ValueError(
+            f"{connector} is not supported with a tree method: connectors take K/V before the accepted path is "
+            "committed; remove it, or use a chain ('draft_model')"
+        )
     if not isinstance(args.additional_config, dict):
         raise ValueError("additional_config must be a mapping with a tree method: its options travel in it")
+
+
+def _connector(args: Any) -> str | None:
+    """What moves K/V out of vLLM's cache or into it; `kv_offloading_size` becomes a connector."""
+    if args.kv_offloading_size is not None:
+        return f"kv_offloading_size={args.kv_offloading_size!r} (kv_offloading_backend {args.kv_offloading_backend!r})"
+    given = args.kv_transfer_config
+    if given is None:
+        return None
+    name = given.get("kv_connector") if isinstance(given, dict) else given.kv_connector
+    return f"kv_transfer_config with kv_connector={name!r}"
 
 
 def check_config(config: Any, options: TreeOptions) -> None:

@@ -123,9 +123,14 @@ class TreeModelRunner(CPUModelRunner):
         if self.lookup is not None:
             self.lookup.forget(finished)
         updated, batch = super()._update_states(scheduler_output), self.input_batch
-        for row in batch.req_prompt_embeds:  # else the tokens of the row's last request stand in their place
+        stale = False
+        for row in batch.req_prompt_embeds:  # the tokens of the row's last request stand in their place
             prompt = slice(batch.num_prompt_tokens[row])
-            batch.token_ids_cpu[row, prompt][~batch.is_token_ids[row, prompt]] = 0
+            tokens, places = batch.token_ids_cpu[row, prompt], ~batch.is_token_ids[row, prompt]
+            stale |= bool(tokens[places].any())
+            tokens[places] = 0
+        if stale:  # penalties have read them
+            batch.sampling_metadata = batch._make_sampling_metadata()
         return updated
 
     # -- verify: the trees of this step, their positions, their mask
