@@ -5,6 +5,7 @@ README.md. So the site is whole by itself, pages read the same in the repository
 """
 
 import re
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from posixpath import normpath, relpath
 from typing import Any
@@ -48,7 +49,12 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 def outside(page: str, markdown: str, *, inside: bool) -> list[str]:
     """Paths in the repository, outside docs/, that a page links to. `inside`: whether the page is in docs/."""
     links: list[str] = []
-    _beside_fences(markdown, lambda text: str(links.extend(link[1] for link in LINK.finditer(text))))
+
+    def collected(text: str) -> str:
+        links.extend(link[1] for link in LINK.finditer(text))
+        return text
+
+    _beside_fences(markdown, collected)
     found = [target(page, link, inside=inside) for link in links]
     return [path for path in found if path is not None and not (ROOT / "docs" / path).is_file()]
 
@@ -67,7 +73,7 @@ def target(page: str, link: str, *, inside: bool) -> str | None:
     return path.removeprefix("docs/") if (ROOT / path).is_file() else None
 
 
-def _beside_fences(markdown: str, change: Any) -> str:
+def _beside_fences(markdown: str, change: Callable[[str], str]) -> str:
     """`change` of all text outside fenced blocks."""
     found, end = [], 0
     for fence in FENCE.finditer(markdown):
