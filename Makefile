@@ -3,6 +3,9 @@
 # make test        ruff, mypy, import contracts, pytest with the coverage of the pure rooms; then, alone, tests on Ray
 # make test-next   the engine tests on the newest supported vLLM; SHORT=1: a cut of them
 # make gpu-check   everything that a GPU can say, in 25 minutes; WHEELS=DIR: without network; REHEARSE=1: tiny, on a CPU
+# make docs        the site, strictly: build/site
+# make bench-short the shortest run of the benchmark that gives ratios, on the bundled pair
+# make release-check TAG=v0.2.0    whether a tag may be released
 # They create .venv with everything pinned; a machine without a GPU gets vLLM's CPU build.
 
 PYTHON ?= python3
@@ -10,7 +13,7 @@ BIN := .venv/bin
 READY := .venv/ready
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: demo demo-ray test test-next setup clean
+.PHONY: demo demo-ray test test-next docs bench-short setup clean
 
 demo: setup
 	$(BIN)/vllm-adaptive-tree demo
@@ -29,6 +32,18 @@ test: setup
 
 test-next: setup
 	$(BIN)/python -m tests.next $(if $(SHORT),--short)
+
+docs: setup
+	$(BIN)/pip install --quiet --no-deps -r requirements/docs.txt
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+bench-short: setup
+	$(BIN)/vllm-adaptive-tree bench --enlarge-to 0.5B --dtype bfloat16 --eager --chains 3 --concurrency 1 --sampled '' \
+		--server '' --requests-per-slot 1 --max-tokens 32 --out $(or $(OUT),build/bench)
+
+.PHONY: release-check
+release-check:
+	$(PYTHON) -m tools.release $(TAG)
 
 .PHONY: gpu-check
 gpu-check: $(if $(WHEELS),,setup)

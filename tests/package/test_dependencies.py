@@ -169,9 +169,9 @@ def test_pythons() -> None:
 
 
 def test_requirements_pin_what_is_declared() -> None:
-    """`make setup` installs the pins alone: they hold all that the rooms and the tests need."""
+    """`make setup` and `make docs` install the pins alone: they hold all that rooms, tests and the site need."""
     pinned = set()
-    for file in ("cpu.txt", "dev.txt", "ray.txt"):
+    for file in ("cpu.txt", "dev.txt", "docs.txt", "ray.txt"):
         lines = (ROOT / "requirements" / file).read_text().splitlines()
         pinned |= {canonicalize_name(line.split("==")[0]) for line in lines if "==" in line}
     left_out = {"torchvision", "vllm-adaptive-tree-demo-pair"}  # what --no-deps is for; what a checkout holds itself

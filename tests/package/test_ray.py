@@ -33,14 +33,14 @@ def resolved(required: Iterable[str], pinned: dict[str, str], folder: Path) -> d
     constraints = folder / "constraints.txt"
     constraints.write_text("".join(f"{name}=={version}\n" for name, version in pinned.items()))
     command = [Path(sys.executable).parent / "uv", "pip", "compile", "--quiet", "--no-header", "--no-annotate"]
-    command += ["--python", sys.executable, "--constraint", constraints, *_index(), "-"]
+    command += ["--python", sys.executable, "--constraint", constraints, *index(), "-"]
     done = subprocess.run(command, input="\n".join(required), capture_output=True, text=True, cwd=folder)
     assert done.returncode == 0, done.stderr
     lines = (line.partition(";")[0].strip() for line in done.stdout.splitlines())
     return dict(line.split("==") for line in lines if "==" in line)
 
 
-def _index() -> list[str]:
+def index() -> list[str]:
     """pip's, where it has been told one."""
     listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True)
     found = re.findall(r"^\S+\.index-url='(.+)'$", listed.stdout, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""The wheels, installed in a fresh environment as README says, serve the bundled pair outside the checkout."""
+"""The wheels, installed in a fresh environment as the docs say, serve the bundled pair outside the checkout."""
 
 import contextlib
 import json
@@ -20,10 +20,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.package.declared import ROOT, project
+from tests.package.declared import ROOT
+from tests.package.test_ray import index
 from vllm_adaptive_tree.version import __version__
+from vllm_adaptive_tree.versions import is_supported
 
-README = (ROOT / "README.md").read_text()
+README, INSTALL, START = ((ROOT / name).read_text() for name in ("README.md", "docs/install.md", "docs/index.md"))
 MB = 1e6
 
 
@@ -39,9 +41,9 @@ class Installed(NamedTuple):
 
 
 def documented(title: str) -> list[str]:
-    """The commands of README's first block of shell behind `title`."""
-    found = re.search(rf"^\*\*{title}\*\*.*?^```bash\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
-    assert found, f"README has no block behind {title}"
+    """The commands of the first block of shell behind `title`, in docs/install.md."""
+    found = re.search(rf"^\*\*{title}\*\*.*?^```bash\n(.*?)^```", INSTALL, re.MULTILINE | re.DOTALL)
+    assert found, f"docs/install.md has no block behind {title}"
     return found[1].replace("\\\n", " ").splitlines()
 
 
@@ -54,7 +56,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=left_out)
     for name in ("LICENSE", "Makefile", "README.md", "pyproject.toml"):
         shutil.copy(ROOT / name, folder)
-    assert "`make wheels`" in README
+    assert all("`make wheels`" in page for page in (README, INSTALL))
     built = _run(["make", "wheels"], folder, Path(sys.executable).parent)
     assert built.returncode == 0, built.stdout
     return folder
@@ -65,7 +67,7 @@ def installed(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, with_pip=True)
     [install, _] = documented("On a CPU")
-    [index] = set(re.findall(r"--extra-index-url \S+(?=`)", README))
+    [index] = set(re.findall(r"--extra-index-url \S+(?=`)", INSTALL))
     try:
         for command in (install, f"{install} {index}"):
             done = _run(["bash", "-c", command], checkout, folder / "bin")
@@ -110,7 +112,7 @@ def test_no_requirement_is_missing(installed: Installed) -> None:
 
 
 def test_one_completion(installed: Installed) -> None:
-    """Greedy, with OPT-Tree on the bundled pair: the text of the target alone, which is the one that README shows."""
+    """Greedy, with OPT-Tree on the bundled pair: the text of the target alone, as docs/index.md shows it."""
     pair = json.loads(
         installed.run(
             "python",
@@ -119,8 +121,8 @@ def test_one_completion(installed: Installed) -> None:
         )
     )
     assert Path(pair).is_relative_to(installed.binaries.parent)
-    request = re.search(r"localhost:8000/v1/completions.*?-d '(.*?)'", README, re.DOTALL)
-    shown = re.search(r'^\{"id":"cmpl-.*?"text":"(.*?)","finish_reason"', README, re.MULTILINE)
+    request = re.search(r"localhost:8000/v1/completions.*?-d '(.*?)'", START, re.DOTALL)
+    shown = re.search(r'^\{"id":"cmpl-.*?"text":"(.*?)","finish_reason"', START, re.MULTILINE)
     assert request
     assert shown
     with serving(installed, pair) as url:
@@ -135,7 +137,7 @@ def test_one_completion(installed: Installed) -> None:
 
 @contextlib.contextmanager
 def serving(installed: Installed, pair: str) -> Iterator[str]:
-    """README's own `vllm-adaptive-tree serve`, with the bundled pair in the place of TARGET and DRAFT."""
+    """The documented `vllm-adaptive-tree serve`, with the bundled pair in the place of TARGET and DRAFT."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -181,12 +183,27 @@ def alone(target: str, prompt: str, tokens: int) -> str:
     return str(tokenizer.decode(ids))
 
 
-def test_the_gpu_command_asks_for_a_supported_vllm() -> None:
+def test_readme_has_the_same_commands() -> None:
+    """Its table: a row for a CPU, for a GPU, and for a checkout, which `.ci/run` tries."""
+    rows = re.findall(r"^\| .+? \| `(.+?)` \| `.+?` \|$", README, re.MULTILINE)
+    assert rows == [documented("On a CPU")[0], documented("On an NVIDIA GPU")[0], "make demo"]
+    assert "\nmake demo\n" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_the_gpu_command_resolves(checkout: Path) -> None:
+    """By uv, from the index's metadata, with the wheels that were built: nothing is installed."""
     [install, _] = documented("On an NVIDIA GPU")
-    assert shlex.split(install)[-1] == "vllm-adaptive-tree[cuda]"
-    assert any(
-        line.startswith("vllm>") or line.startswith("vllm=") for line in project()["optional-dependencies"]["cuda"]
+    pip, verb, *arguments = shlex.split(install)
+    assert (pip, verb) == ("pip", "install")
+    command = [str(Path(sys.executable).parent / "uv"), "pip", "compile", "--quiet", "--no-header", *index()]
+    required = subprocess.run(
+        [*command, *arguments[:-1], "-"], input=arguments[-1], cwd=checkout, capture_output=True, text=True
     )
+    assert required.returncode == 0, required.stderr
+    found = dict(re.findall(r"^([\w-]+)==(\S+)", required.stdout, re.MULTILINE))
+    assert found["vllm-adaptive-tree"] == __version__
+    assert is_supported(found["vllm"])
+    assert any(name.startswith("nvidia-") for name in found)
 
 
 def _contents(wheel: Path) -> set[str]:

@@ -1,4 +1,4 @@
-"""Target-initialised trees (Lu et al., arXiv 2409.10744): first-layer candidates sampled from the target itself."""
+"""Target-initialised trees (Lu et al., arXiv 2409.10644): first-layer candidates sampled from the target itself."""
 
 from collections.abc import Callable
 

@@ -33,7 +33,8 @@ def traversal(
     Args:
         p_rows: (node [R], active [R] bool) -> target distribution [R, V] at that node (-1: the root).
         q_rows: node [R] -> draft distribution [R, V] its children were drawn from, and how many were planned [R].
-        levels, most: upper bounds of the depth and of the children planned for a node.
+        levels: upper bound of the depth.
+        most: upper bound of the children planned for a node.
         among: [R] bool, the requests to verify; the output of the others is undefined.
         proceed: called with `active`; returning false ends the loop early.
     """

@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     c2t.set_defaults(train=_c2t)
 
-    mcsd = gates.add_parser("mcsd", help="MCSD's decision models (arXiv 2409.10744)")
+    mcsd = gates.add_parser("mcsd", help="MCSD's decision models (arXiv 2409.10644)")
     collecting.add_arguments(mcsd, what="the gate (safetensors)")
     mcsd.add_argument(
         "--type", choices=("type1", "type2"), default="type2", help="what it reads, as `stop` (default: %(default)s)"

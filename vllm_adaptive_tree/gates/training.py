@@ -139,7 +139,7 @@ def train_mcsd(
     seeds: Sequence[int] = (0,),
     watch: Watch = ignore,
 ) -> Trained:
-    """Train a decision model of MCSD (arXiv 2409.10744); arguments as for `train_c2t`.
+    """Train a decision model of MCSD (arXiv 2409.10644); arguments as for `train_c2t`.
 
     `balance`: use as many positives as negatives, also held out; not for soft labels.
     """

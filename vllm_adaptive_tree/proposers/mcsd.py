@@ -1,4 +1,4 @@
-"""Target-initialised multi-candidate decoding (Lu et al., arXiv 2409.10744): k-configs and forks that stop early."""
+"""Target-initialised multi-candidate decoding (Lu et al., arXiv 2409.10644): k-configs and forks that stop early."""
 
 from dataclasses import dataclass
 from pathlib import Path

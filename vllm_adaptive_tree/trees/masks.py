@@ -57,7 +57,7 @@ def jumps(parent: Tensor) -> Iterator[Tensor]:
 class SlicedMask:
     """The tree mask over the nodes that the draft reads: the root and the inner nodes, parents before children.
 
-    Built once per shape, and sliced level by level (arXiv 2409.10744): the leading square that ends with a level is the
+    Built once per shape, and sliced level by level (arXiv 2409.10644): the leading square that ends with a level is the
     mask of the tree truncated after that level.
     """
 

@@ -1,0 +1,67 @@
+"""What a release needs, and files for the public that call the same `make` targets."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tools.release import problems
+from vllm_adaptive_tree.versions import window
+
+ROOT = Path(__file__).parents[2]
+MAKEFILE = (ROOT / "Makefile").read_text()
+RELEASING = (ROOT / "RELEASING.md").read_text()
+
+
+def test_what_keeps_a_tag_from_being_released() -> None:
+    table = f"\n| 3.1 | {window()} |\n"
+    assert problems("v3.1.0", "3.1.0", "# Changelog\n\n## 3.1.0\n", table) == []
+    found = problems("v3.1.0", "3.2.0", "## 3.2 (unreleased)\n## 3.2.0rc1\n", table)
+    assert [next(word for word in ("tag", "CHANGELOG", "RELEASING") if word in one) for one in found] == [
+        "tag",
+        "CHANGELOG",
+        "RELEASING",
+    ]
+
+
+def test_the_table_ends_with_the_window() -> None:
+    rows = re.findall(r"^\| (\d+\.\d+)( \(not released yet\))? \| (.+?) \|$", RELEASING, re.MULTILINE)
+    assert rows[-1][2] == window()
+    assert [bool(waits) for _, waits, _ in rows[:-1]] == [False] * (len(rows) - 1)
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    assert all(re.search(rf"^## {re.escape(release)}\b", changelog, re.MULTILINE) for release, _, _ in rows)
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / ".github" / "workflows").glob("*.yml")), ids=lambda file: file.name)
+def test_workflows_call_make(file: Path) -> None:
+    jobs = yaml.safe_load(file.read_text())["jobs"].values()
+    lines = [step["run"] for job in jobs for step in job["steps"] if "run" in step]
+    lines += [line for job in jobs for line in job.get("strategy", {}).get("matrix", {}).get("run", [])]
+    called = [line for line in lines if line != "${{ matrix.run }}"]
+    assert called
+    for line in called:
+        make, target, *_ = line.split()
+        assert make == "make"
+        assert re.search(rf"^{target}:", MAKEFILE, re.MULTILINE), line
+
+
+def test_the_public_check_is_the_whole_one() -> None:
+    """`.ci/run`, line by line."""
+    own = re.findall(r"\bmake .+", (ROOT / ".ci" / "run").read_text())
+    public = yaml.safe_load((ROOT / ".github" / "workflows" / "check.yml").read_text())
+    assert public["jobs"]["check"]["strategy"]["matrix"]["run"] == own
+
+
+def test_the_citation_names_the_five_papers() -> None:
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())["references"]
+    ids = [one["identifiers"][0]["value"].removeprefix("arXiv:") for one in cited]
+    assert ids == ["2406.17276", "2409.10644", "2410.11744", "2411.05289", "2502.13652"]
+    assert all(one["url"].endswith(paper) for one, paper in zip(cited, ids, strict=True))
+    page = (ROOT / "examples" / "papers" / "README.md").read_text()
+    assert all(f"[{paper}](https://arxiv.org/abs/{paper})" in page for paper in ids)
+
+
+@pytest.mark.parametrize("file", [*(ROOT / ".github").rglob("*.yml")], ids=lambda file: file.name)
+def test_templates_parse(file: Path) -> None:
+    assert isinstance(yaml.safe_load(file.read_text()), dict)

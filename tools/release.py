@@ -1,0 +1,42 @@
+"""Whether a tag may be released: `python -m tools.release v0.2.0`.
+
+Ends with 1, and says why, if the tag is not the version of the package, if the changelog has no section for it, or if
+`RELEASING.md` does not say which vLLM it supports.
+"""
+
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from vllm_adaptive_tree.version import __version__
+from vllm_adaptive_tree.versions import window
+
+ROOT = Path(__file__).parents[1]
+
+
+def problems(tag: str, version: str, changelog: str, releasing: str) -> list[str]:
+    """What keeps `tag` from being released; `version` is the package's, the others are texts of files."""
+    found = []
+    if tag != f"v{version}":
+        found.append(
+            f"the tag is {tag}, and vllm_adaptive_tree/version.py says {version}: the tag has to be v{version}"
+        )
+    if not re.search(rf"^## {re.escape(version)}$", changelog, re.MULTILINE):
+        found.append(f"CHANGELOG.md has no section '## {version}'")
+    minor = ".".join(version.split(".")[:2])
+    if f"\n| {minor} | {window()} |\n" not in releasing:
+        found.append(f"the table of RELEASING.md has no row '| {minor} | {window()} |'")
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    [tag] = sys.argv[1:] if arguments is None else arguments
+    texts = ((ROOT / name).read_text() for name in ("CHANGELOG.md", "RELEASING.md"))
+    found = problems(tag, __version__, *texts)
+    print("\n".join(found) or f"{tag} may be released, for vLLM {window()}")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
