@@ -32,15 +32,24 @@ API_SERVER = ["vllm.entrypoints.openai.api_server", "--model", TARGET]  # what s
 
 
 @contextlib.contextmanager
-def serving(module: list[str], **environment: str) -> Iterator[str]:
-    """A server of its own process group; yields its address once it is healthy."""
+def started(
+    module: list[str], environment: dict[str, str], log: Path | None = None
+) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """A server of its own process group, whose output goes to `log`; yields its address once it is healthy."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", *module, "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
     command += ["--enforce-eager", "--max-model-len", "512", "--served-model-name", "demo"]
     command += ["--speculative-config", json.dumps(tree(12))]
-    server = subprocess.Popen(command, env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", **environment})
+    with contextlib.ExitStack() as files:
+        written = None if log is None else files.enter_context(log.open("wb"))
+        server = subprocess.Popen(
+            command,
+            env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", **environment},
+            stdout=written,
+            stderr=None if written is None else subprocess.STDOUT,
+        )
     try:
         url = f"http://127.0.0.1:{port}"
         for _ in range(1200):
@@ -48,12 +57,19 @@ def serving(module: list[str], **environment: str) -> Iterator[str]:
             with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
                 break
             time.sleep(0.5)
-        with urllib.request.urlopen(f"{url}/version", timeout=30) as answer:
-            assert json.load(answer) == {"version": vllm.__version__}
-        yield url
+        yield url, server
     finally:
         server.terminate()
         server.wait(30)
+
+
+@contextlib.contextmanager
+def serving(module: list[str], **environment: str) -> Iterator[str]:
+    """The address of a server."""
+    with started(module, environment) as (url, _):
+        with urllib.request.urlopen(f"{url}/version", timeout=30) as answer:
+            assert json.load(answer) == {"version": vllm.__version__}
+        yield url
 
 
 def metric(url: str, name: str, label: str = "") -> float:
