@@ -83,7 +83,8 @@ def identical(
     assert_identical([plain[i].outputs[0] for i in same], [ours[i] for i in same])
     assert max(max(tree.depths, default=0) for tree in spy.trees) <= DEPTH, "the checkpoint's block, not the nodes"
     if tree["budget"] is None:
-        assert metric(llm, "spec_decode_num_accepted_tokens") > sum(one.max_tokens for one in kept) / 3
+        some = 0 if head.endswith(("reduced", "candidates")) else sum(one.max_tokens for one in kept) / 3
+        assert metric(llm, "spec_decode_num_accepted_tokens") > some
     return spy.batches
 
 
