@@ -206,7 +206,7 @@ def test_other_drafts(engines: Engines, name: str, tmp_path: Path, monkeypatch: 
     if name.startswith("a model"):
         draft = DRAFT
     elif name.startswith("a conditional"):
-        draft, text = dspark(tmp_path / "head"), PROMPT
+        draft, text = dspark(tmp_path / "head", scale=0.35), PROMPT
     elif name.startswith("head"):
         three_of_four = torch.arange(VOCABULARY)[torch.arange(VOCABULARY) % 4 != 3]
         draft, text = eagle3(tmp_path / "head", vocabulary=three_of_four), PROMPT
