@@ -30,12 +30,11 @@ TEXT_DEPTH = 16
 """Least default of `max_depth` for drafts without a checkpoint: copies are long."""
 
 UNSERVED = {
-    "medusa": "Medusa heads",
     "mlp_speculator": "an MLP speculator",
     "xpress": "an XPress head",
     "peagle": "a P-EAGLE head",
-    "dflash": "a DFlash head",
-    "dspark": "a DSpark head",
+    "dflash2": "a DFlash2 head",
+    "lilicorr": "a LiLiCorr head",
 }
 """Kinds of drafts that other software serves and this release does not, and what to call them."""
 
@@ -77,6 +76,8 @@ class TreeOptions:
     """The draft, if it has no checkpoint."""
     lookup: TextDraft | None = None
     """Continuations to merge into the trees of the draft."""
+    levels: int | None = None
+    """Levels that a draft of one forward predicts: its checkpoint's, whatever the number of nodes; None: any."""
 
     def __post_init__(self) -> None:
         nodes, rule = self.num_speculative_tokens, self.rejection_sample_method
@@ -108,7 +109,9 @@ class TreeOptions:
         for key in given:
             if key not in OUR_KEYS + VLLM_KEYS:
                 if key == "parallel_drafting":
-                    raise ValueError(f"speculative_config[{key!r}] asks for a draft of one forward; {served()}")
+                    raise ValueError(
+                        f"speculative_config[{key!r}] asks for a P-EAGLE or PARD draft, not served yet; {served()}"
+                    )
                 if key.startswith("synthetic_acceptance_"):
                     raise ValueError(
                         f"speculative_config[{key!r}]: a tree method accepts what its target says, also under a test's "
@@ -172,7 +175,8 @@ def is_tree_method(speculative_config: Any) -> bool:
 def served() -> str:
     """The end of an error about a draft."""
     return (
-        "this release drafts with an independent model, an EAGLE or EAGLE-3 head, the target's MTP layers, or 'model': "
+        "this release drafts with an independent model, an EAGLE or EAGLE-3 head, the target's MTP layers, Medusa "
+        "heads, a DFlash or DSpark head, or 'model': "
         f"{' or '.join(map(repr, DRAFTERS.names()))}"
     )
 

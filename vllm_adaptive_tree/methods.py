@@ -30,6 +30,8 @@ def resolve(options: TreeOptions) -> Pair:
             legal rules), or a file cannot be used.
     """
     proposer = PROPOSERS.load(options.proposer).build(options.tree, nodes=options.num_speculative_tokens)
+    if options.levels is not None:
+        proposer.max_depth = min(proposer.max_depth, options.levels)
     name = options.rejection_sample_method
     rules = RULES | _registered_rules(options)
     legal = [name for name, rule in rules.items() if serves(rule, proposer.kinds, proposer.max_children)]

@@ -49,6 +49,68 @@ def eagle3(folder: Path, *, reduced: bool = False, vocabulary: Tensor | None = N
     return _written(folder, config, weights)
 
 
+def medusa(folder: Path, *, heads: int = 5) -> str:
+    """In vLLM's format, with one output matrix for all heads."""
+    weights = {f"blocks.{at}.layers.0.weight": _random(30 + at, HIDDEN, HIDDEN) for at in range(heads)}
+    config = {
+        "model_type": "medusa",
+        "architectures": ["MedusaModel"],
+        "hidden_size": HIDDEN,
+        "vocab_size": VOCABULARY,
+        "medusa_num_heads": heads,
+        "medusa_num_layers": 1,
+        "original_lm_head": True,
+    }
+    return _written(folder, config, {**weights, "lm_heads.0.weight": _random(40, VOCABULARY, HIDDEN)})
+
+
+AUXILIARY = 3, 6
+"""How many of the target's layers lie below the states that a DFlash or DSpark head of these reads."""
+DEPTH = 5
+"""Tokens that it predicts."""
+
+
+DFLASH: dict[str, Any] = {
+    **CONFIG,
+    "model_type": "qwen3",
+    "architectures": ["DFlashDraftModel"],
+    "num_hidden_layers": 2,
+    "tie_word_embeddings": False,
+    "block_size": 1 + DEPTH,
+    "dflash_config": {"mask_token_id": 0, "target_layer_ids": [one - 1 for one in AUXILIARY]},
+}
+
+
+def dflash(folder: Path, *, vocabulary: Tensor | None = None, **changes: Any) -> str:
+    """Two layers; of a reduced vocabulary, or with other keys."""
+    return _written(folder, {**DFLASH, **changes}, _block(vocabulary), vocabulary)
+
+
+def dspark(folder: Path, *, vocabulary: Tensor | None = None, scale: float = 0.5, **changes: Any) -> str:
+    """The same layers, the root's row predicts too, and a bias by the parent token, whose standard deviation is four
+    times the square of `scale`."""
+    size = VOCABULARY if vocabulary is None else len(vocabulary)
+    markov = {
+        "markov_head.markov_w1.weight": scale / 0.05 * _random(50, VOCABULARY, 16),
+        "markov_head.markov_w2.weight": scale / 0.05 * _random(51, size, 16),
+    }
+    config = {**DFLASH, "architectures": ["Qwen3DSparkModel"], "markov_rank": 16, "block_size": DEPTH, **changes}
+    return _written(folder, config, {**_block(vocabulary), **markov}, vocabulary)
+
+
+def _block(vocabulary: Tensor | None) -> dict[str, Tensor]:
+    weights = {"fc.weight": _random(52, HIDDEN, len(AUXILIARY) * HIDDEN)}
+    for name in ("hidden_norm", "norm"):
+        weights[f"{name}.weight"] = torch.ones(HIDDEN)
+    for at in range(2):
+        weights |= _layer(f"layers.{at}", HIDDEN)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            weights[f"layers.{at}.{name}.weight"] = torch.ones(HIDDEN)
+        for name in "qk":
+            weights[f"layers.{at}.self_attn.{name}_norm.weight"] = torch.ones(CONFIG["head_dim"])
+    return weights if vocabulary is None else {**weights, "lm_head.weight": _random(53, len(vocabulary), HIDDEN)}
+
+
 def _config() -> dict[str, Any]:
     return {**CONFIG, "num_hidden_layers": 1, "tie_word_embeddings": False}
 
@@ -70,7 +132,10 @@ def _random(seed: int, *shape: int) -> Tensor:
     return 0.05 * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def _written(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> str:
+def _written(folder: Path, config: dict[str, Any], weights: dict[str, Tensor], vocabulary: Tensor | None = None) -> str:
+    if vocabulary is not None:
+        config = {**config, "draft_vocab_size": len(vocabulary)}
+        weights = {**weights, "d2t": vocabulary - torch.arange(len(vocabulary))}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     save_file(weights, folder / "model.safetensors")

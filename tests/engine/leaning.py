@@ -27,12 +27,12 @@ def lean(runner: Any, bonus: Bonus, change: Callable[[Any, str, Any], None] = se
         lean_roots(rows, [(request.prompt_token_ids, root) for request, root in trees])
         return rows, state
 
-    def rooted(target: Any) -> Any:
-        found, states = begin(target), runner.req_states
-        requests = target.batch.idx_mapping_np.tolist()
-        prompts = [states.all_token_ids.gpu[one, : states.prompt_len.np[one]].tolist() for one in requests]
-        lean_roots(found.rows, list(zip(prompts, found.position.tolist(), strict=True)))
-        return found
+    def rooted(requests: int) -> tuple[Rows, Any]:
+        (rows, state), inputs, states = begin(requests), drafter.inputs, runner.req_states
+        of = inputs.request[:requests].tolist()
+        prompts = [states.all_token_ids.gpu[one, : states.prompt_len.np[one]].tolist() for one in of]
+        lean_roots(rows, list(zip(prompts, inputs.position[:requests].tolist(), strict=True)))
+        return rows, state
 
     def lean_roots(rows: Rows, trees: list[tuple[Prompt, int]]) -> None:
         roots[:] = trees

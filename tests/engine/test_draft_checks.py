@@ -8,6 +8,8 @@ import pytest
 
 from tests.engine import heads
 from tests.engine.checkpoints import (
+    DFLASH_TENSORS,
+    DSPARK_TENSORS,
     EAGLE3,
     EAGLE3_TENSORS,
     EAGLE_TENSORS,
@@ -28,6 +30,9 @@ LAYERS = CONFIG["num_hidden_layers"]
 IDS = "eagle_aux_hidden_state_layer_ids"
 D2T = {**EAGLE3_TENSORS, "d2t": (512,)}
 MIMO = {**CONFIG, "architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "num_nextn_predict_layers": 1}
+
+MEDUSA = {"model_type": "medusa", "hidden_size": HIDDEN, "vocab_size": VOCABULARY, "medusa_num_heads": 1}
+DFLASH = heads.DFLASH | {"dflash_config": {"mask_token_id": 0, "target_layer_ids": [2, 5]}}
 
 UNFIT: dict[str, tuple[dict[str, Any], Shapes, list[str]]] = {
     "hidden size of an EAGLE head": (
@@ -86,9 +91,97 @@ UNFIT: dict[str, tuple[dict[str, Any], Shapes, list[str]]] = {
         ["an EAGLE head of architecture 'EagleQwen2ForCausalLM'", "does not have"],
     ),
     "no architecture": (
-        {**SILENT, "architectures": None},
+        {**SILENT, "architectures": []},
         EAGLE_TENSORS,
         ["does not have", "correct 'architectures'"],
+    ),
+    "no block size": ({**DFLASH, "block_size": None}, DFLASH_TENSORS, ["how many tokens", "block_size None"]),
+    "a block of the root alone": ({**DFLASH, "block_size": 1}, DFLASH_TENSORS, ["block_size 1 ", "set block_size"]),
+    "no mask token": (
+        {**DFLASH, "dflash_config": {"target_layer_ids": [2, 5]}},
+        DFLASH_TENSORS,
+        ["mask_token_id None"],
+    ),
+    "a mask token of another tokenizer": (
+        {**DFLASH, "dflash_config": {"target_layer_ids": [2, 5], "mask_token_id": 151669}},
+        DFLASH_TENSORS,
+        ["mask_token_id 151669", f"of {VOCABULARY} tokens"],
+    ),
+    "no layer ids": (
+        {**DFLASH, "dflash_config": {"mask_token_id": 0}},
+        DFLASH_TENSORS,
+        ["which layers of the target", "set target_layer_ids"],
+    ),
+    "layer ids of another target": (
+        {**DFLASH, "dflash_config": {"mask_token_id": 0, "target_layer_ids": [2, 16]}},
+        DFLASH_TENSORS,
+        ["[3, 17]", "target_layer_ids", f"at most {LAYERS}"],
+    ),
+    "width of a DFlash head": (
+        DFLASH,
+        {**DFLASH_TENSORS, "fc.weight": (HIDDEN, 5 * HIDDEN)},
+        ["joins inputs of 1280", "2 layers [3, 6] of this target have 512"],
+    ),
+    "hidden size of a DFlash head": (
+        {**DFLASH, "hidden_size": 128},
+        {**DFLASH_TENSORS, "fc.weight": (128, 256)},
+        ["hidden states of 128", f"the target's have {HIDDEN}"],
+    ),
+    "vocabulary of a DFlash head": ({**DFLASH, "vocab_size": 2000}, DFLASH_TENSORS, ["vocabulary of 2000"]),
+    "a reduced vocabulary of a DFlash head without d2t": (
+        {**DFLASH, "draft_vocab_size": 512},
+        DFLASH_TENSORS,
+        [f"512 of {VOCABULARY} tokens", "no tensor 'd2t'"],
+    ),
+    "a reduced vocabulary of a DFlash head without its output": (
+        {**DFLASH, "draft_vocab_size": 512},
+        {**DFLASH_TENSORS, "d2t": (512,)},
+        [f"512 of {VOCABULARY} tokens", "no tensor 'lm_head.weight'"],
+    ),
+    "windows": (
+        {**DFLASH, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64},
+        DFLASH_TENSORS,
+        ["a DFlash head with sliding-window attention", "not served yet"],
+    ),
+    "windows of all layers": (
+        {**DFLASH, "dflash_config": {**DFLASH["dflash_config"], "use_swa": True, "swa_window_size": 64}},
+        DFLASH_TENSORS,
+        ["a DFlash head with sliding-window attention", "not served yet"],
+    ),
+    "sinks": (
+        {**DFLASH, "dflash_config": {**DFLASH["dflash_config"], "attention_sink_bias": True}},
+        DFLASH_TENSORS,
+        ["attention sinks", "not served yet"],
+    ),
+    "a DFlash head of another family": (
+        {**DFLASH, "architectures": ["DFlashLagunaForCausalLM"]},
+        DFLASH_TENSORS,
+        ["'DFlashDraftModel'", "'DFlashLagunaForCausalLM'"],
+    ),
+    "a DSpark head of another family": (
+        {**DFLASH, "architectures": ["Gemma4DSparkModel"], "markov_rank": 16},
+        DSPARK_TENSORS,
+        ["'Gemma4DSparkModel'", "'Qwen3DSparkModel'"],
+    ),
+    "another Markov head": (
+        {**DFLASH, "architectures": ["Qwen3DSparkModel"], "markov_rank": 16, "markov_head_type": "gated"},
+        DSPARK_TENSORS,
+        ["a Markov head of type 'gated'", "not served yet"],
+    ),
+    "a Medusa head of another target": (
+        {**MEDUSA, "hidden_size": 128},
+        {"blocks.0.layers.0.weight": (128, 128)},
+        ["hidden states of 128", f"the target's have {HIDDEN}"],
+    ),
+    "vocabulary of Medusa heads": (
+        {**MEDUSA, "vocab_size": None},
+        {"blocks.0.layers.0.weight": (HIDDEN, HIDDEN), "lm_heads.0.weight": (2000, HIDDEN)},
+        ["vocabulary of 2000"],
+    ),
+    "fewer Medusa heads than it says": (
+        {**MEDUSA, "medusa_num_heads": 3},
+        {"blocks.0.layers.0.weight": (HIDDEN, HIDDEN)},
+        ["has 3 Medusa heads", "[0] by its tensors"],
     ),
     "a family that speculators knows and vLLM does not": (
         speculators("eagle3", transformer_layer_config={**ONE_LAYER, "model_type": "gemma"}),
@@ -102,7 +195,7 @@ UNFIT: dict[str, tuple[dict[str, Any], Shapes, list[str]]] = {
 def test_a_head_of_another_target(which: str, tmp_path: Path) -> None:
     config, tensors, words = UNFIT[which]
     with pytest.raises(ValueError, match=r"speculative_config\['model'\]: ") as error:
-        build(written(tmp_path / "draft", config, tensors))
+        build(written(tmp_path / "draft", {key: one for key, one in config.items() if one is not None}, tensors))
     assert all(word in str(error.value) for word in words), error.value
 
 

@@ -2,6 +2,7 @@
 words. No engine starts: the configuration is built, as for one."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from tests.engine import heads
 from tests.engine.checkpoints import (
     DFLASH,
     DFLASH_TENSORS,
+    DSPARK_TENSORS,
     EAGLE3,
     EAGLE3_TENSORS,
     EAGLE_TENSORS,
@@ -54,6 +56,28 @@ KINDS: dict[str, tuple[Make, str]] = {
         lambda folder: written(folder, SILENT, {"fc.weight": (HIDDEN, 3 * HIDDEN)}),
         "eagle3",
     ),
+    "Medusa": (heads.medusa, "medusa"),
+    "Medusa's own files": (
+        lambda folder: written(
+            folder,
+            {"medusa_num_heads": 2, "medusa_num_layers": 1, "hidden_size": HIDDEN},
+            {"0.0.linear.weight": (HIDDEN, HIDDEN), "1.0.linear.weight": (HIDDEN, HIDDEN)},
+        ),
+        "medusa",
+    ),
+    "DFlash": (heads.dflash, "dflash"),
+    "DFlash of speculators": (
+        lambda folder: written(folder, speculators("dflash", block_size=8), DFLASH_TENSORS),
+        "dflash",
+    ),
+    "DSpark": (heads.dspark, "dspark"),
+    "DSpark under its other name": (lambda folder: heads.dspark(folder, architectures=["DSparkDraftModel"]), "dspark"),
+    "DSpark of speculators": (
+        lambda folder: written(
+            folder, speculators("dspark", block_size=8, markov_rank=16, markov_head_type="vanilla"), DSPARK_TENSORS
+        ),
+        "dspark",
+    ),
     "EAGLE-3 of speculators": (
         lambda folder: written(
             folder, speculators("eagle3"), {"fc.weight": (HIDDEN, 3 * HIDDEN), "layers.0.hidden_norm.weight": (HIDDEN,)}
@@ -72,11 +96,34 @@ def test_what_a_checkpoint_is_taken_for(which: str, said: bool, name: str, tmp_p
     config = build(draft, kind if said else None)
     spec = config.speculative_config
     assert tree_options(config).draft == kind
-    assert spec.method == {"model": "draft_model"}.get(kind, kind)
+    assert spec.method == {"model": "draft_model", "dflash": "eagle3", "dspark": "eagle3"}.get(kind, kind)
     assert spec.model == spec.draft_model_config.model == draft
-    assert (spec.num_speculative_tokens, config.num_lookahead_tokens) == (60, 60), "the scheduler reserves for nodes"
-    assert config.num_prefill_lookahead_tokens == (0 if kind == "model" else 1)
+    reserved = 0 if kind == "medusa" else 60
+    assert (spec.num_speculative_tokens, config.num_lookahead_tokens) == (60, reserved), "the scheduler's are nodes"
+    assert config.num_prefill_lookahead_tokens == (0 if kind in ("model", "medusa") else 1)
     assert spec.max_num_new_slots_for_drafting == (1 if kind == "model" else 0)
+
+
+@pytest.mark.parametrize(
+    ("make", "levels"),
+    [
+        (heads.medusa, 5),
+        (partial(heads.medusa, heads=3), 3),
+        (heads.dflash, heads.DEPTH),
+        (partial(heads.dflash, block_size=16), 15),
+        (heads.dspark, heads.DEPTH),
+        (partial(heads.dspark, sample_from_anchor=False), heads.DEPTH - 1),
+        (lambda folder: written(folder, speculators("dspark", block_size=8, markov_rank=16), DSPARK_TENSORS), 7),
+        (heads.eagle3, None),
+    ],
+)
+def test_levels_are_the_checkpoint_s(make: Make, levels: int | None, tmp_path: Path) -> None:
+    """And the heads that vLLM builds, whatever the number of nodes."""
+    config = build(make(tmp_path / "draft"))
+    assert tree_options(config).levels == levels
+    head = config.speculative_config.draft_model_config.hf_config
+    if make is not heads.eagle3 and head.model_type == "medusa":
+        assert head.num_heads == levels
 
 
 REFUSED: dict[str, tuple[dict[str, Any], Shapes, list[str]]] = {
@@ -91,39 +138,21 @@ REFUSED: dict[str, tuple[dict[str, Any], Shapes, list[str]]] = {
         ["a P-EAGLE head", "'mask_hidden'"],
     ),
     "P-EAGLE of speculators": (speculators("peagle"), {}, ["a P-EAGLE head", "speculators_model_type 'peagle'"]),
-    "Medusa": (
-        {"model_type": "medusa", "architectures": ["MedusaModel"], "hidden_size": HIDDEN, "vocab_size": VOCABULARY},
-        {"blocks.0.layers.0.weight": (HIDDEN, HIDDEN), "lm_heads.0.weight": (VOCABULARY, HIDDEN)},
-        ["Medusa heads", "model_type 'medusa'"],
+    "DFlash2": (
+        {**ONE_LAYER, **DFLASH, "architectures": ["DFlash2DraftModel"]},
+        DFLASH_TENSORS,
+        ["a DFlash2 head", "'DFlash2DraftModel'"],
     ),
-    "Medusa's own files": (
-        {"medusa_num_heads": 2, "medusa_num_layers": 1},
-        {"0.0.linear.weight": (HIDDEN, HIDDEN)},
-        ["Medusa heads", "medusa_num_heads"],
-    ),
-    "Medusa by its tensors": (SILENT, {"0.0.linear.weight": (HIDDEN, HIDDEN)}, ["Medusa heads", "'0.0.linear.weight'"]),
-    "DFlash": (
+    "DFlash2 by its tensors": (
         {**ONE_LAYER, **DFLASH, "architectures": ["DFlashDraftModel"]},
-        DFLASH_TENSORS,
-        ["a DFlash head", "'DFlashDraftModel'"],
+        {**DFLASH_TENSORS, "candidate_selector.predecessor.weight": (VOCABULARY, 16)},
+        ["a DFlash2 head", "candidate_selector"],
     ),
-    "DFlash that says it is a Qwen3": (
-        {**ONE_LAYER, **DFLASH, "architectures": ["Qwen3ForCausalLM"]},
-        DFLASH_TENSORS,
-        ["a DFlash head", "dflash_config"],
-    ),
-    "DFlash by its tensors": (SILENT, DFLASH_TENSORS, ["a DFlash head", "'hidden_norm.weight'"]),
-    "DFlash2 of speculators": (speculators("dflash2"), DFLASH_TENSORS, ["a DFlash head", "'dflash2'"]),
-    "LiLiCorr": ({**ONE_LAYER, "architectures": ["LiLiCorrDraftModel"]}, {}, ["a DFlash head", "'LiLiCorrDraftModel'"]),
-    "DSpark": (
-        {**ONE_LAYER, "model_type": "qwen3", "architectures": ["Qwen3DSparkModel"], "block_size": 5},
-        {**DFLASH_TENSORS, "markov_head.markov_w1.weight": (VOCABULARY, 16)},
-        ["a DSpark head", "'Qwen3DSparkModel'"],
-    ),
-    "DSpark by its tensors": (
-        SILENT,
-        {**DFLASH_TENSORS, "markov_head.markov_w1.weight": (VOCABULARY, 16)},
-        ["a DSpark head", "markov_w1"],
+    "DFlash2 of speculators": (speculators("dflash2"), DFLASH_TENSORS, ["a DFlash2 head", "'dflash2'"]),
+    "LiLiCorr": (
+        {**ONE_LAYER, "architectures": ["LiLiCorrDraftModel"]},
+        {},
+        ["a LiLiCorr head", "'LiLiCorrDraftModel'"],
     ),
     "an MLP speculator": (
         {"model_type": "mlp_speculator", "architectures": ["MLPSpeculatorPreTrainedModel"]},
@@ -153,6 +182,19 @@ def test_kinds_that_are_not_served(which: str, said: str | None, name: str, tmp_
 CONTRADICTIONS: dict[str, tuple[dict[str, Any], Shapes, str | None, list[str]]] = {
     "said eagle, tensors of eagle3": (SILENT, EAGLE3_TENSORS, "eagle", ["'eagle'", "EAGLE-3 head", "midlayer"]),
     "said eagle3, tensors of eagle": (SILENT, EAGLE_TENSORS, "eagle3", ["'eagle3'", "EAGLE head", "[256, 512]"]),
+    "said eagle3, tensors of medusa": (
+        SILENT,
+        {"0.0.linear.weight": (HIDDEN, HIDDEN)},
+        "eagle3",
+        ["'eagle3'", "Medusa heads", "'0.0.linear.weight'"],
+    ),
+    "said dflash, tensors of dspark": (SILENT, DSPARK_TENSORS, "dflash", ["'dflash'", "a DSpark head", "markov_w1"]),
+    "config of dflash, tensors of dspark": (
+        {**ONE_LAYER, **DFLASH, "architectures": ["DFlashDraftModel"]},
+        DSPARK_TENSORS,
+        None,
+        ["'DFlashDraftModel'", "a DSpark head", "markov_w1", "correct the config.json"],
+    ),
     "said model, tensors of eagle": (SILENT, EAGLE_TENSORS, "model", ["'model'", "EAGLE head", "fc.weight"]),
     "said eagle, tensors of a model": (CONFIG, WHOLE, "eagle", ["'eagle'", "independent model", "token embedding"]),
     "said eagle, architecture of eagle3": (EAGLE3, {}, "eagle", ["'eagle'", "EAGLE-3 head", "LlamaForCausalLMEagle3"]),

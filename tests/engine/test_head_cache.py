@@ -27,7 +27,8 @@ HITS, ACCEPTED = "prefix_cache_hits", "spec_decode_num_accepted_tokens"
 
 
 class Reference:
-    """The head's keys and values, [2, tokens - 1, Hkv, D]: its layer is its first, so they need no attention."""
+    """The keys and values of an EAGLE-3 head, [2, tokens - 1, Hkv, D]: its layer is its first, so they need no
+    attention."""
 
     def __init__(self, folder: str):
         self.target = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32)
@@ -47,6 +48,27 @@ class Reference:
         cos, sin = LlamaRotaryEmbedding(self.target.config)(read[None], torch.arange(len(read))[None])
         key = key.transpose(0, 1)[None]
         return torch.stack([apply_rotary_pos_emb(key, key, cos, sin)[0][0].transpose(0, 1), value])
+
+
+class BlockReference(Reference):
+    """Those of a DFlash head, [2, tokens - 1, layers * Hkv, D]: no layer needs attention for them, and no token."""
+
+    @torch.inference_mode()
+    def keys_values(self, text: list[int]) -> Tensor:
+        ids, weights = torch.tensor([text]), self.weights
+        states = self.target(ids, output_hidden_states=True).hidden_states
+        read = _normed(torch.cat([states[layer][0, :-1] for layer in heads.AUXILIARY], -1) @ weights["fc.weight"].T)
+        key, value = (
+            torch.cat([read @ weights[f"layers.{at}.self_attn.{name}_proj.weight"].T for at in range(2)], 1)
+            for name in "kv"
+        )
+        key, value = (one.unflatten(1, (-1, heads.CONFIG["head_dim"])) for one in (key, value))
+        cos, sin = LlamaRotaryEmbedding(self.target.config)(read[None], torch.arange(len(read))[None])
+        key = _normed(key).transpose(0, 1)[None]
+        return torch.stack([apply_rotary_pos_emb(key, key, cos, sin)[0][0].transpose(0, 1), value])
+
+
+REFERENCES = {"eagle3": Reference, "dflash": BlockReference}
 
 
 def _normed(states: Tensor) -> Tensor:
@@ -78,16 +100,15 @@ class CacheSpy:
     def look(self, item: CatchUp) -> None:
         runner, drafter = self.runner, self.runner.drafter
         name, end = runner.input_batch.req_ids[item.row], item.start + len(item.tokens)
-        (layer_name,) = drafter.layers
-        layer = runner.compilation_config.static_forward_context[layer_name]
+        layers = [runner.compilation_config.static_forward_context[one] for one in sorted(drafter.layers)]
         pages = drafter.block_table.block_table.cpu[[item.row], : -(-end // drafter.block_table.block_size)]
-        paged = torch.cat(layer.impl.gather(layer, layer.kv_cache, pages))[:, :, :end]
-        self.seen.setdefault(name, []).append(paged.transpose(1, 2).clone())
+        gathered = [torch.cat(layer.impl.gather(layer, layer.kv_cache, pages))[:, :, :end] for layer in layers]
+        self.seen.setdefault(name, []).append(torch.cat(gathered, 1).transpose(1, 2).clone())
         self.texts[name] = runner.input_batch.token_ids_cpu[item.row, : end + 1].tolist()
         contexts = drafter.contexts
         if contexts.layers and contexts.length[item.row]:
-            here = contexts.layers[layer_name][:, item.row, contexts.room :][:, : contexts.length[item.row]]
-            self.seen[name].append(here.clone())
+            kept = [contexts.layers[layer.layer_name][:, item.row, contexts.room :] for layer in layers]
+            self.seen[name].append(torch.cat([one[:, : contexts.length[item.row]] for one in kept], 2))
             self.kept += 1
 
     def check(self) -> None:
@@ -100,18 +121,23 @@ class CacheSpy:
         self.seen, self.texts = {}, {}
 
 
-@pytest.fixture(scope="module")
-def head(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return heads.eagle3(tmp_path_factory.mktemp("head"))
+@pytest.fixture(scope="module", params=REFERENCES)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def reference(head: str) -> Reference:
-    return Reference(head)
+def head(kind: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return {"eagle3": heads.eagle3, "dflash": heads.dflash}[kind](tmp_path_factory.mktemp("head"))
+
+
+@pytest.fixture(scope="module")
+def reference(kind: str, head: str) -> Reference:
+    return REFERENCES[kind](head)
 
 
 def start(engines: Engines, head: str, **config: Any) -> Any:
-    tree = {"draft": "eagle3", "budget": None, "threshold": 0}
+    tree = {"budget": None, "threshold": 0}
     return engines.start(
         {"method": "opt_tree", "model": head, "num_speculative_tokens": 12, "tree": tree, **config},
         max_model_len=320,

@@ -14,7 +14,7 @@ import torch
 from vllm import SamplingParams
 
 from tests.engine.engines import DRAFT, PROMPTS, TARGET, V2, Engines, runner_of
-from tests.engine.heads import VOCABULARY, eagle3
+from tests.engine.heads import VOCABULARY, dspark, eagle3
 from tests.engine.leaning import Bonus, lean
 from vllm_adaptive_tree.engine.v1 import runner as runner_v1
 
@@ -57,6 +57,8 @@ DRAFTS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         {"draft": "eagle3", "shape": [2, 2, 1]},
         PLAIN,
     ),
+    "a conditional head, rrsw": ("dyspec", "rrsw", {"draft": "dspark"}, PLAIN),
+    "a conditional head, traversal": ("static_tree", "traversal", {"draft": "dspark", "shape": [2, 2, 1]}, PLAIN),
     "ngram, rrsw": ("dyspec", "rrsw", {}, PLAIN),
     "ngram, traversal": ("static_tree", "traversal", {"shape": [2, 2, 1]}, PLAIN),
     "a model and ngram, target_only": ("opt_tree", "target_only", {"lookup": "ngram", "threshold": 0}, PLAIN),
@@ -203,6 +205,8 @@ def test_other_drafts(engines: Engines, name: str, tmp_path: Path, monkeypatch: 
     draft, text = "ngram", "".join(PROMPT + more for more in COPIED) + PROMPT
     if name.startswith("a model"):
         draft = DRAFT
+    elif name.startswith("a conditional"):
+        draft, text = dspark(tmp_path / "head", scale=0.35), PROMPT
     elif name.startswith("head"):
         three_of_four = torch.arange(VOCABULARY)[torch.arange(VOCABULARY) % 4 != 3]
         draft, text = eagle3(tmp_path / "head", vocabulary=three_of_four), PROMPT

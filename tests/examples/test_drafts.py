@@ -7,12 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.engine.heads import dspark
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
+SCRIPTS = [["offline.py"], ["head.py"], ["one_forward.py", "HEAD"], ["look_up.py", "ngram"], ["merged.py"]]
 
 
-@pytest.mark.parametrize("script", [["offline.py"], ["head.py"], ["look_up.py", "ngram"], ["merged.py"]])
-def test_it_runs(script: list[str]) -> None:
-    command = [sys.executable, str(EXAMPLES / script[0]), *script[1:]]
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_it_runs(script: list[str], tmp_path: Path) -> None:
+    arguments = [dspark(tmp_path / "head") if one == "HEAD" else one for one in script[1:]]
+    command = [sys.executable, str(EXAMPLES / script[0]), *arguments]
     settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         command, env={**os.environ, **settings}, capture_output=True, text=True, timeout=300, check=False

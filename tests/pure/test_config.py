@@ -261,14 +261,17 @@ def test_mtp_layers_may_be_the_target_s():
     [
         (
             {"tree": {"draft": "beagle"}},
-            r"\['draft'\] must be one of model, eagle, eagle3, mtp, ngram, suffix, got 'beagle'",
+            r"\['draft'\] must be one of model, eagle, eagle3, mtp, medusa, dflash, dspark, ngram, suffix, got",
         ),
         ({"tree": {"draft": ["eagle"]}}, r"\['draft'\] must be one of .*, got \['eagle'\]"),
         ({"tree": {"draft": "ngram"}}, r"'ngram', which has no checkpoint: give 'model' as 'ngram' too, not 'draft'"),
-        ({"tree": {"draft": "medusa"}}, r"\['draft'\] asks for Medusa heads, not served yet; .* EAGLE-3 head"),
-        ({"tree": {"draft": "dflash"}}, r"\['draft'\] asks for a DFlash head, not served yet; .* 'ngram'"),
-        ({"model": "medusa"}, r"\['model'\] asks for Medusa heads, not served yet; .* 'ngram' or 'suffix'"),
-        ({"parallel_drafting": True}, r"\['parallel_drafting'\] asks for a draft of one forward; this release drafts"),
+        ({"tree": {"draft": "peagle"}}, r"\['draft'\] asks for a P-EAGLE head, not served yet; .* EAGLE-3 head"),
+        ({"tree": {"draft": "dflash2"}}, r"\['draft'\] asks for a DFlash2 head, not served yet; .* 'ngram'"),
+        ({"model": "peagle"}, r"\['model'\] asks for a P-EAGLE head, not served yet; .* 'ngram' or 'suffix'"),
+        (
+            {"parallel_drafting": True},
+            r"\['parallel_drafting'\] asks for a P-EAGLE or PARD draft, not served yet; this release drafts",
+        ),
     ],
 )
 def test_drafts_that_are_not_served(change, message):

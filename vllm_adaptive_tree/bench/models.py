@@ -14,14 +14,18 @@ MULTIPLE = 64  # of the intermediate size, as kernels expect
 
 def chain(target: str, draft: str, tokens: int) -> dict[str, Any]:
     """The `speculative_config` of vLLM's own speculation with the same draft, `tokens` at a time."""
-    from vllm_adaptive_tree.drafters import DRAFTERS
+    from vllm_adaptive_tree.drafters import DRAFTERS, ONE_FORWARD
     from vllm_adaptive_tree.engine.checkpoint import Checkpoint
     from vllm_adaptive_tree.engine.draft_kind import VLLM_METHODS, kind_of
+    from vllm_adaptive_tree.engine.one_forward import levels_of
 
     if draft in DRAFTERS.names() and not Path(draft).is_dir():
         lookup = {"prompt_lookup_min": 1, "prompt_lookup_max": 4} if draft == "ngram" else {}  # as ours
         return {"method": draft, "num_speculative_tokens": tokens, **lookup}
-    kind = kind_of(Checkpoint.read(draft, None, trust_remote_code=False), said=None, target=target)
+    checkpoint = Checkpoint.read(draft, None, trust_remote_code=False)
+    kind = kind_of(checkpoint, said=None, target=target)
+    if kind in ONE_FORWARD:
+        tokens = min(tokens, levels_of(checkpoint, kind))
     return {"method": VLLM_METHODS[kind], "model": draft, "num_speculative_tokens": tokens}
 
 

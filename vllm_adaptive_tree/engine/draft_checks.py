@@ -5,11 +5,14 @@ from itertools import pairwise
 from typing import Any, get_args
 
 from vllm_adaptive_tree.config import served
-from vllm_adaptive_tree.drafters import CHECKPOINTS
+from vllm_adaptive_tree.drafters import CHECKPOINTS, ONE_FORWARD
+from vllm_adaptive_tree.engine import one_forward
 from vllm_adaptive_tree.engine.checkpoint import Checkpoint, written_config
-from vllm_adaptive_tree.engine.draft_kind import NAMES, VLLM_METHODS
+from vllm_adaptive_tree.engine.draft_kind import BUILT_AS, NAMES
 from vllm_adaptive_tree.methods import Pair
 
+AUXILIARY = ("eagle3", *one_forward.CLASSES)
+"""Heads that read states of the target's layers."""
 REFUSED_MTP = {
     "gemma4_mtp": "Gemma 4's assistant, which shares the target's K/V",
     "step3p5_mtp": "Step 3.5's MTP modules, which vLLM drafts with in a way of its own",
@@ -45,10 +48,10 @@ def check_method(pair: Pair, kind: str) -> None:
             f"speculative_config['tree']['init_width'] above 1 needs an independent model, and the draft is {kind!r}; "
             "use init_width 1"
         )
-    if kind not in CHECKPOINTS and pair.proposer.hidden_size is not None:
+    if (kind not in CHECKPOINTS or kind in ONE_FORWARD) and pair.proposer.hidden_size is not None:
         raise ValueError(
-            f"speculative_config['tree']['stop'] 'type1' reads the draft's hidden states, and {kind!r} has none; use "
-            "stop 'type2'"
+            f"speculative_config['tree']['stop'] 'type1' reads the draft's hidden states, and {kind!r} has none of its "
+            "nodes; use stop 'type2'"
         )
 
 
@@ -63,11 +66,14 @@ def check_draft(args: Any, draft: Checkpoint, kind: str, keys: dict[str, Any]) -
     from vllm.transformers_utils.config import get_config
 
     try:
-        config = get_config(draft.model, args.trust_remote_code, revision=keys.get("revision"))
+        overrides = {"hf_overrides_kw": {"model_type": "medusa"}} if kind == "medusa" else {}
+        config = get_config(draft.model, args.trust_remote_code, revision=keys.get("revision"), **overrides)
     except Exception as error:
         raise _unreadable(draft.model, error) from error
     target = get_config(args.model, args.trust_remote_code, revision=args.revision)
     sizes = [part.get_text_config().vocab_size for part in (config, target)]
+    if kind == "medusa":
+        _check_medusa(draft, sizes)
     if sizes[0] != sizes[1]:
         raise draft.refused(
             f"has a vocabulary of {sizes[0]} tokens and the target one of {sizes[1]}; use a draft trained with the "
@@ -75,6 +81,8 @@ def check_draft(args: Any, draft: Checkpoint, kind: str, keys: dict[str, Any]) -
         )
     if kind == "mtp":
         _check_mtp(draft, config)
+    elif kind in one_forward.CLASSES:
+        _check_block_head(draft, kind, sizes[0])
     elif kind != "model":
         _check_architecture(draft, kind, config)
     _check_ranks(draft, config.get_text_config(), args.tensor_parallel_size, keys)
@@ -96,13 +104,62 @@ def _check_mtp(draft: Checkpoint, config: Any) -> None:
         raise draft.refused(f"has {modules} MTP modules, one for each depth, not served yet; {served()}")
 
 
+def _check_medusa(draft: Checkpoint, sizes: list[int]) -> None:
+    """`sizes`: vocabularies of its config and of the target; the former is vLLM's default if the file has none."""
+    from vllm import envs
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu() or envs.VLLM_USE_V2_MODEL_RUNNER:
+        raise draft.refused(
+            "has Medusa heads, which vLLM runs on Model Runner V1 alone, on CPUs; use another draft, or unset "
+            "VLLM_USE_V2_MODEL_RUNNER on a CPU"
+        )
+    if "vocab_size" not in draft.config:
+        rows = [shape[0] for name, shape in (draft.tensors or {}).items() if "lm_head" in name and shape]
+        sizes[0] = rows[0] if rows else sizes[1]
+
+
+def _check_block_head(draft: Checkpoint, kind: str, vocabulary: int) -> None:
+    """What vLLM does not check of a DFlash or DSpark head, checks too late, or cannot do with trees."""
+    from vllm.platforms import current_platform
+
+    config = draft.config
+    own = {**config, **(config.get("dflash_config") or {})}
+    if not current_platform.is_cpu():
+        raise draft.refused(f"is {NAMES[kind]}, not served on GPUs yet; use an EAGLE-3 head or an independent model")
+    said, known = config.get("architectures") or ["none"], {one_forward.CLASSES[kind]}
+    if kind == "dspark" and config.get("model_type") == "qwen3":
+        known.add(one_forward.DENSE_DSPARK)
+    if "speculators_model_type" not in config and not known & set(said):
+        raise draft.refused(
+            f"is {NAMES[kind]} of architecture {', '.join(map(repr, said))}, not served yet; this release serves "
+            f"{one_forward.CLASSES[kind]!r}"
+        )
+    mask = one_forward.mask_token(config)
+    if not isinstance(mask, int) or not 0 <= mask < vocabulary:
+        raise draft.refused(
+            f"names no token for the positions that it predicts (mask_token_id {mask!r} in its config.json, of "
+            f"{vocabulary} tokens); set mask_token_id to the one that it was trained with"
+        )
+    for refused, what in (
+        ("sliding_attention" in (config.get("layer_types") or ()) or own.get("use_swa"), "sliding-window attention"),
+        (own.get("attention_sink_bias") or own.get("add_swa_attention_sink_bias"), "attention sinks"),
+        (own.get("use_aux_hidden_state") is False, "no auxiliary states of the target (use_aux_hidden_state false)"),
+        (kind == "dflash" and own.get("sample_from_anchor"), "predictions from the root's row (sample_from_anchor)"),
+        (own.get("markov_head_type", "vanilla") != "vanilla", f"a Markov head of type {own.get('markov_head_type')!r}"),
+        (kind == "dspark" and not own.get("markov_rank"), "no markov_rank"),
+    ):
+        if refused:
+            raise draft.refused(f"is {NAMES[kind]} with {what}, not served yet; {served()}")
+
+
 def _check_architecture(draft: Checkpoint, kind: str, config: Any) -> None:
     """vLLM has a class of its own for the heads of every family of targets."""
     from vllm.model_executor.models import ModelRegistry
     from vllm.transformers_utils.configs.eagle import EAGLEConfig
     from vllm.transformers_utils.configs.speculators import SpeculatorsConfig
 
-    if not isinstance(config, EAGLEConfig | SpeculatorsConfig):
+    if kind != "medusa" and not isinstance(config, EAGLEConfig | SpeculatorsConfig):
         config = EAGLEConfig(config, method=kind, model_type="eagle")
     if not set(config.architectures) & ModelRegistry.get_supported_archs():
         raise draft.refused(
@@ -133,25 +190,26 @@ def _check_ranks(draft: Checkpoint, text: Any, ranks: int, keys: dict[str, Any])
             )
 
 
-def check_fit(config: Any, draft: Checkpoint, kind: str) -> None:
-    """Refuse a draft that vLLM takes for another kind, and a head of another target. `config`: the built VllmConfig."""
+def check_fit(config: Any, draft: Checkpoint, kind: str, levels: int | None = None) -> None:
+    """Refuse a draft that vLLM takes for another kind, and a head of another target. `config`: the built VllmConfig;
+    `levels`: that a head of one forward predicts."""
     spec, target = config.speculative_config, config.model_config
-    if spec.method != VLLM_METHODS[kind]:
+    if spec.method != BUILT_AS[kind]:
         raise draft.refused(f"is {NAMES[kind]}, and vLLM can load it as {spec.method!r} only; use another draft")
     if kind == "model":
         return
     head, size = spec.draft_model_config.hf_config, target.get_hidden_size()
     key, own = "hidden_size", spec.draft_model_config.get_hidden_size()
-    if kind == "eagle3" and getattr(head, "target_hidden_size", None):
+    if kind in AUXILIARY and getattr(head, "target_hidden_size", None):
         key, own = "target_hidden_size", head.target_hidden_size
     if own != size:
         raise draft.refused(
             f"reads hidden states of {own} ({key}), and the target's have {size}; use a head trained for this target"
         )
     states, what = 2, "a token's embedding and one hidden state"
-    if kind == "eagle3":
-        _check_vocabulary(draft, head, target.get_vocab_size())
-        ids = _check_auxiliary(draft, head, target)
+    if kind in AUXILIARY:
+        _check_vocabulary(draft, head, target.get_vocab_size(), kind)
+        ids = _check_auxiliary(draft, head, target, kind)
         states, what = len(ids), f"the auxiliary states of {len(ids)} layers {list(ids)}"
     shape = (draft.tensors or {}).get("fc.weight")
     if kind != "mtp" and states and shape is not None and shape[-1] != states * size:
@@ -159,9 +217,15 @@ def check_fit(config: Any, draft: Checkpoint, kind: str) -> None:
             f"joins inputs of {shape[-1]} (fc.weight), and {what} of this target have {states * size}; use a head "
             "trained for this target"
         )
+    if kind in one_forward.CLASSES and config.use_v2_model_runner and spec.num_speculative_tokens <= (levels or 0):
+        raise ValueError(
+            f"speculative_config['num_speculative_tokens']={spec.num_speculative_tokens} is too small on Model Runner "
+            f"V2 for a head that predicts {levels} tokens at once, each with a slot of the cache; give at least "
+            f"{1 + (levels or 0)}"
+        )
 
 
-def _check_vocabulary(draft: Checkpoint, head: Any, vocabulary: int) -> None:
+def _check_vocabulary(draft: Checkpoint, head: Any, vocabulary: int, kind: str) -> None:
     reduced = getattr(head, "draft_vocab_size", None) or vocabulary
     if reduced > vocabulary:
         raise draft.refused(
@@ -175,6 +239,11 @@ def _check_vocabulary(draft: Checkpoint, head: Any, vocabulary: int) -> None:
             f"drafts from {reduced} of {vocabulary} tokens (draft_vocab_size), and has no tensor 'd2t' that says "
             "which; use a complete checkpoint"
         )
+    if reduced < vocabulary and kind in one_forward.CLASSES and "lm_head.weight" not in draft.tensors:
+        raise draft.refused(
+            f"drafts from {reduced} of {vocabulary} tokens (draft_vocab_size), and has no tensor 'lm_head.weight' of "
+            "its own; use a complete checkpoint"
+        )
     if reduced == vocabulary and "d2t" in draft.tensors:
         raise draft.refused(
             f"drafts from all {vocabulary} tokens (draft_vocab_size), and has a tensor 'd2t', which vLLM then cannot "
@@ -182,7 +251,7 @@ def _check_vocabulary(draft: Checkpoint, head: Any, vocabulary: int) -> None:
         )
 
 
-def _check_auxiliary(draft: Checkpoint, head: Any, target: Any) -> tuple[int, ...]:
+def _check_auxiliary(draft: Checkpoint, head: Any, target: Any, kind: str) -> tuple[int, ...]:
     """How many of the target's layers lie below each auxiliary state; none for a head that reads the last state."""
     from vllm.model_executor.models.interfaces import supports_eagle3
 
@@ -192,11 +261,17 @@ def _check_auxiliary(draft: Checkpoint, head: Any, target: Any) -> tuple[int, ..
     cls, _ = target.registry.resolve_model_cls(target.architectures, target)
     if not supports_eagle3(cls):
         raise draft.refused(
-            f"is an EAGLE-3 head, and the target ({cls.__name__}) gives no auxiliary hidden states in this vLLM; use "
+            f"is {NAMES[kind]}, and the target ({cls.__name__}) gives no auxiliary hidden states in this vLLM; use "
             "an EAGLE head, an independent model, or 'ngram'"
         )
     layers, key = target.get_total_num_hidden_layers(), "eagle_aux_hidden_state_layer_ids"
     own = getattr(head, key, None) or of_eagle.get(key)
+    if kind in one_forward.CLASSES:
+        key, own = "target_layer_ids, counted from 1", one_forward.states_of(draft.config)
+        if not own:
+            raise draft.refused(
+                f"does not say which layers of the target {NAMES[kind]} reads; set target_layer_ids in its config.json"
+            )
     ids = tuple(own or (2, layers // 2, layers - 3))  # as vLLM has it
     if any(one >= other for one, other in pairwise(ids)) or ids[0] < 0 or ids[-1] > layers:
         raise draft.refused(

@@ -17,13 +17,18 @@ NAMES = {
     "eagle": "an EAGLE head",
     "eagle3": "an EAGLE-3 head",
     "mtp": "an MTP module",
+    "medusa": "Medusa heads",
+    "dflash": "a DFlash head",
+    "dspark": "a DSpark head",
     **UNSERVED,
 }
-VLLM_METHODS = {"model": "draft_model", "eagle": "eagle", "eagle3": "eagle3", "mtp": "mtp"}
+VLLM_METHODS = {kind: kind for kind in CHECKPOINTS} | {"model": "draft_model"}
 """Kind -> vLLM's method."""
+BUILT_AS = VLLM_METHODS | {"dspark": "dflash"}
+"""The same while a configuration is built: Model Runner V1 refuses "dspark"."""
 OTHER = "a draft head of a kind that is not known here"
 
-SPECULATORS = {name: name for name in ("eagle3", "peagle", "dflash", "dspark", "xpress")} | {"dflash2": "dflash"}
+SPECULATORS = {name: name for name in ("eagle3", "peagle", "dflash", "dflash2", "dspark", "xpress")}
 """`speculators_model_type` -> kind; vLLM loads no others in that format."""
 MODEL_TYPES = {"medusa": "medusa", "mlp_speculator": "mlp_speculator"}
 ARCHITECTURES = (  # the first that is found in a name
@@ -32,7 +37,9 @@ ARCHITECTURES = (  # the first that is found in a name
     ("(?i)xpress", "xpress"),
     ("(?i)peagle", "peagle"),
     ("(?i)dspark", "dspark"),
-    ("(?i)dflash|lilicorr|museglimmerassistant", "dflash"),
+    ("(?i)dflash2", "dflash2"),
+    ("(?i)lilicorr", "lilicorr"),
+    ("(?i)dflash|museglimmerassistant", "dflash"),
     ("(?i)eagle3", "eagle3"),
     ("^Eagle[A-Z]", "eagle"),  # Eagle2_5_VL is a model
     ("MTP", "mtp"),
@@ -48,8 +55,9 @@ KEYS = {
 MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 """How many MTP modules a target's own checkpoint has."""
 TENSORS = (  # the first that is found among the names, without prefix
-    (r"medusa_heads?\.|lm_heads\.|\d+\.", "medusa"),
+    (r"medusa_heads?\.|lm_heads\.|blocks\.\d+\.layers\.|\d+\.", "medusa"),
     (r"speculator\.", "mlp_speculator"),
+    (r"candidate_selector\.", "dflash2"),
     (r"markov_head\.", "dspark"),
     (r"mask_hidden$", "peagle"),
     (r"midlayer\.|layers\.\d+\.hidden_norm\.", "eagle3"),

@@ -12,10 +12,12 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from vllm_adaptive_tree.config import TreeOptions
-from vllm_adaptive_tree.engine import checks, draft_checks, gpu_arguments
+from vllm_adaptive_tree.drafters import ONE_FORWARD
+from vllm_adaptive_tree.engine import checks, draft_checks, gpu_arguments, one_forward
+from vllm_adaptive_tree.engine.checkpoint import Checkpoint
 from vllm_adaptive_tree.engine.common.cost_profile import check_folder
 from vllm_adaptive_tree.engine.common.node_quota import schedule
-from vllm_adaptive_tree.engine.draft_kind import NAMES, VLLM_METHODS, kind_of
+from vllm_adaptive_tree.engine.draft_kind import BUILT_AS, NAMES, kind_of
 from vllm_adaptive_tree.engine.mark import installed
 from vllm_adaptive_tree.engine.names import CONFIG_KEY, MARK
 from vllm_adaptive_tree.methods import fitting, resolve
@@ -56,6 +58,8 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
         draft = draft_checks.read_draft(args, vllm_keys["model"], vllm_keys.get("revision"))
         options = replace(options, draft=kind_of(draft, said=options.draft, target=args.model))
         draft_checks.check_draft(args, draft, str(options.draft), vllm_keys)
+        if options.draft in ONE_FORWARD:
+            options = replace(options, levels=one_forward.levels_of(draft, str(options.draft)))
     draft_checks.check_method(pair, str(options.draft))
 
     args = copy.copy(args)
@@ -64,11 +68,11 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
         gpu_arguments.set_backend(args)
         gpu_arguments.set_graphs(args, options.num_speculative_tokens)
     args.additional_config = {**args.additional_config, CONFIG_KEY: options.to_json()}
-    with _path(options, vllm_keys) as path:
+    with _path(options, draft, vllm_keys) as path:
         args.speculative_config = {
             **vllm_keys,
             "model": path,
-            "method": VLLM_METHODS.get(str(options.draft), WITHOUT_CHECKPOINT),
+            "method": BUILT_AS.get(str(options.draft), WITHOUT_CHECKPOINT),
             "num_speculative_tokens": options.num_speculative_tokens,
             # One size for every batch of Model Runner V1, which allocates slots itself; with a schedule vLLM pads no
             # resumed or cached request with draft tokens -1.
@@ -85,7 +89,9 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
     if not current_platform.is_cpu():
         gpu_arguments.check_dtype(config)
     if draft is not None:
-        draft_checks.check_fit(config, draft, str(options.draft))
+        draft_checks.check_fit(config, draft, str(options.draft), options.levels)
+        if options.levels is not None:
+            one_forward.settle(config.speculative_config, draft, str(options.draft), options.levels)
     if config.use_v2_model_runner:
         scheduler = config.scheduler_config
         config.speculative_config.num_speculative_tokens_per_batch_size = schedule(
@@ -118,9 +124,13 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
     return config
 
 
-def _path(options: TreeOptions, vllm_keys: dict[str, Any]) -> contextlib.AbstractContextManager[str]:
+def _path(
+    options: TreeOptions, draft: Checkpoint | None, vllm_keys: dict[str, Any]
+) -> contextlib.AbstractContextManager[str]:
     """What vLLM is told to load. It judges some kinds by the path, whatever `method` says."""
-    if options.draft in ("model", "mtp"):
+    if draft is not None and options.draft == "dspark":
+        return one_forward.built_as_dflash(draft)
+    if options.draft in ("model", "mtp", "medusa"):
         return _neutral_path(vllm_keys["model"], vllm_keys.get("revision"))
     return contextlib.nullcontext(vllm_keys["model"] if options.text is None else "ngram")
 

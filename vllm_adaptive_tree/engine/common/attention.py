@@ -1,5 +1,6 @@
 """Tree attention in vLLM's attention layers: what replaces their implementation, and the metadata of a draft level."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -61,10 +62,22 @@ class DraftKeys(TreeMetadata):
             above = self.seen.gather(1, parent[:, :, None].expand(requests, width, columns))
             self.seen = torch.cat([pad(self.seen, (0, width)), torch.cat([above, own], 2)], 1)
         self.level += 1
-        nodes = columns + width
+        self._see(self.seen[:, before:])
+
+    def open_block(self, width: int, *, causal: bool) -> None:
+        """Prepare a forward over W rows a request after the context, all of which see each other, or those before them;
+        there are no levels below."""
+        block = torch.ones(width, width, dtype=torch.bool, device=self.seen.device)
+        self.seen = (block.tril() if causal else block).expand(len(self.seen), width, width)
+        self.shape, self.places = self.seen.shape[:2], None
+        self._see(self.seen)
+
+    def _see(self, seen: Tensor) -> None:
+        """`seen` [R, W, S]: the nodes that each row of the next forward sees, beside its context."""
+        width, nodes = seen.shape[1:]
         if nodes > self.room:
             self._widen(2 * nodes)
-        tree = torch.where(pad(self.seen[:, before:], (0, self.room - nodes)), 0.0, -torch.inf)
+        tree = torch.where(pad(seen, (0, self.room - nodes)), 0.0, -torch.inf)
         self.bias = torch.cat([tree, self.context_bias.expand(-1, width, -1)], 2)  # [R, W, room + width]
 
     def attend(
@@ -104,7 +117,12 @@ class FiniteCache:
     """Goes before the implementation of a draft's layer: a NaN in the K/V of a dead row must not stay in a block, where
     it would spoil what the next owner of the block reads, masked or not."""
 
+    written: Callable[[str, Tensor, Tensor], None] | None = None
+    """Also gets what is written outside of a forward: the layer's name, key and value [T, Hkv, D]."""
+
     def do_kv_cache_update(self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
+        if self.written is not None:
+            self.written(layer.layer_name, key, value)
         super().do_kv_cache_update(layer, finite(key), finite(value), kv_cache, slots)  # type: ignore[misc]
 
 

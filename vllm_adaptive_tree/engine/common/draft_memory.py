@@ -29,6 +29,7 @@ class LevelBuffers(NamedTuple):
         hidden: int | None,
         kept: bool,
         rows: int | None = None,
+        depths: int = 0,
     ) -> "LevelBuffers":
         """
         Args:
@@ -40,10 +41,12 @@ class LevelBuffers(NamedTuple):
             hidden: H of a head, None for a draft that passes nothing on.
             kept: whether a rule reads the draft's distribution.
             rows: of a level of all requests; None: as many columns as nodes.
+            depths: K of a head of one forward, whose logits [R, K, V] stay while a tree grows.
         """
         rows = requests * nodes if rows is None else rows
         slots = requests + rows * (min(depth, nodes) - 1)
-        return cls(slots * (hidden or 0) * size, (slots if kept else rows) * vocabulary * size)
+        logits = (slots if kept else rows) + requests * depths
+        return cls(slots * (hidden or 0) * size, logits * vocabulary * size)
 
 
 class DraftMemory(NamedTuple):

@@ -10,6 +10,7 @@ from vllm_adaptive_tree.acceptance import RULES
 from vllm_adaptive_tree.budget import Costs, DraftTemperature, Planner
 from vllm_adaptive_tree.budget.reading import member
 from vllm_adaptive_tree.config import TreeOptions
+from vllm_adaptive_tree.drafters import ONE_FORWARD
 from vllm_adaptive_tree.engine.common.cost_profile import LEARNT, CostProfile, digest, key_of
 from vllm_adaptive_tree.engine.common.draft_memory import DraftMemory, LevelBuffers, own_weights, readable
 from vllm_adaptive_tree.engine.common.ranks import object_from_rank_0, objects_of_all
@@ -92,9 +93,10 @@ def draft_memory(runner: Any, layers: Collection[str], draft: Any, *, rows: int 
         depth=runner.pair.proposer.max_depth,
         vocabulary=config.model_config.get_vocab_size(),
         size=config.model_config.dtype.itemsize if options.text is None else torch.float32.itemsize,
-        hidden=None if draft is None or options.draft == "model" else spec.get_hidden_size(),
+        hidden=None if draft is None or options.draft in ("model", *ONE_FORWARD) else spec.get_hidden_size(),
         kept=runner.pair.rule is not RULES["target_only"],
         rows=rows,
+        depths=options.levels or 0,
     )
     specs = [config.compilation_config.static_forward_context[name].get_kv_cache_spec(config) for name in layers]
     kv = sum(one.page_size_bytes // one.block_size for one in specs)

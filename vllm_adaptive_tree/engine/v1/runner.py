@@ -29,11 +29,13 @@ from vllm_adaptive_tree.engine.common.structured_outputs import masks_of
 from vllm_adaptive_tree.engine.patches import swapped
 from vllm_adaptive_tree.engine.v1 import scratch
 from vllm_adaptive_tree.engine.v1.acceptance import Requests, accept, held
+from vllm_adaptive_tree.engine.v1.block_drafter import BlockDrafter
 from vllm_adaptive_tree.engine.v1.budget import HostBudget
 from vllm_adaptive_tree.engine.v1.clock import PhaseClock
 from vllm_adaptive_tree.engine.v1.drafting_step import DraftingStep
 from vllm_adaptive_tree.engine.v1.drafts import Draft
 from vllm_adaptive_tree.engine.v1.head_drafter import HeadDrafter
+from vllm_adaptive_tree.engine.v1.medusa_drafter import MedusaDrafter
 from vllm_adaptive_tree.engine.v1.model_drafter import ModelDrafter
 from vllm_adaptive_tree.engine.v1.recorder import Recorder
 from vllm_adaptive_tree.engine.v1.scheduling import affordable, scheduled_draft, without_tree
@@ -45,13 +47,17 @@ from vllm_adaptive_tree.engine.v1.thinking_budget import ThinkingBudgets
 from vllm_adaptive_tree.engine.v1.verification import NO_TREE, Verification
 from vllm_adaptive_tree.methods import offering, resolve
 
+HEADS = {"dflash": BlockDrafter, "dspark": BlockDrafter}
+"""Kinds of drafts that are EAGLE-3 heads to vLLM's scheduler."""
+
 
 class TreeModelRunner(CPUModelRunner):
     def __init__(self, vllm_config: Any, device: torch.device):
         check_ranks(vllm_config)
         with (
             swapped(gpu_model_runner, "DraftModelProposer", ModelDrafter),
-            swapped(gpu_model_runner, "EagleProposer", HeadDrafter),
+            swapped(gpu_model_runner, "EagleProposer", HEADS.get(str(tree_options(vllm_config).draft), HeadDrafter)),
+            swapped(gpu_model_runner, "MedusaProposer", MedusaDrafter),
             swapped(gpu_model_runner, "create_custom_proposer", HostTextDrafter),
             swapped(gpu_model_runner, "build_logitsprocs", _all_processors),
         ):

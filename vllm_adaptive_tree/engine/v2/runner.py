@@ -24,6 +24,7 @@ from vllm_adaptive_tree.engine.patches import swapped
 from vllm_adaptive_tree.engine.v2 import verification
 from vllm_adaptive_tree.engine.v2.adapters import Adapters
 from vllm_adaptive_tree.engine.v2.attention import DenseTrees, KernelTrees, PagedTreeAttention
+from vllm_adaptive_tree.engine.v2.block_speculator import BlockSpeculator
 from vllm_adaptive_tree.engine.v2.budget import SETTLED, DeviceBudget
 from vllm_adaptive_tree.engine.v2.device import compiles
 from vllm_adaptive_tree.engine.v2.draft_backlog import DraftBacklog
@@ -51,6 +52,8 @@ SPECULATORS: dict[str, Any] = {
     "eagle": HeadSpeculator,
     "eagle3": HeadSpeculator,
     "mtp": HeadSpeculator,
+    "dflash": BlockSpeculator,
+    "dspark": BlockSpeculator,
 }
 """By the kind of the draft; any other is without a checkpoint."""
 IN_FLIGHT = 2

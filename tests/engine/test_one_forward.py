@@ -1,0 +1,113 @@
+"""Trees of heads that predict all depths in one forward: the same tokens, whatever they say."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm import SamplingParams
+
+from tests.engine import heads
+from tests.engine.engines import PROMPTS, V2, Engines, TreeSpy, assert_identical, generate, metric, runner_of
+from tests.engine.heads import DEPTH, VOCABULARY
+from tests.engine.leaning import lean, second_best
+from tests.engine.test_methods import METHODS, RULES, folder
+
+__all__ = ["folder"]  # a fixture
+
+BATCH, NODES = (PROMPTS[:3], 10) if V2 else (PROMPTS[:8], 20)  # the interpreter is slow
+THREE_OF_FOUR = torch.arange(VOCABULARY)[torch.arange(VOCABULARY) % 4 != 3]
+
+HEADS: dict[str, Callable[[Path], str]] = {
+    "medusa": heads.medusa,
+    "dflash": heads.dflash,
+    "dflash causal": partial(heads.dflash, dflash_config={**heads.DFLASH["dflash_config"], "causal": True}),
+    "dflash reduced": partial(heads.dflash, vocabulary=THREE_OF_FOUR),
+    "dspark": heads.dspark,
+    "dspark fill-in": partial(heads.dspark, sample_from_anchor=False, block_size=1 + DEPTH),
+    "dspark candidates": partial(heads.dspark, dspark_draft_topk=64),
+    "dspark reduced": partial(heads.dspark, vocabulary=THREE_OF_FOUR),
+}
+CASES = [
+    ("dflash", "opt_tree", "auto", {"threshold": 0}),
+    ("dflash", "dyspec", "rrsw", {}),
+    ("dspark", "opt_tree", "auto", {"threshold": 0}),
+    ("dspark", "dyspec", "rrsw", {}),
+    *([] if V2 else [("medusa", "opt_tree", "auto", {"threshold": 0})]),
+]
+SLOW = [
+    *((head, *METHODS[name][:1], "auto", METHODS[name][1]) for head in ("dflash", "dspark") for name in METHODS),
+    *((head, method, rule, options) for head in ("dflash", "dspark") for rule, (method, options, _) in RULES.items()),
+    *((head, "opt_tree", "auto", {"threshold": 0}) for head in HEADS if head not in ("dflash", "dspark", "medusa")),
+    *((head, "static_tree", "traversal", {"shape": [3, 2, 1, 1]}) for head in HEADS),
+    ("dflash", "opt_tree", "auto", {"budget": "auto"}),
+    ("dspark", "opt_tree", "auto", {"lookup": "ngram"}),
+]
+SLOW = [case for case in SLOW if case[3].get("stop") != "type1" and not (V2 and case[0] == "medusa")]
+
+
+def parameters() -> list[SamplingParams]:
+    """Greedy and seeded in turn; they end one after the other."""
+    laws: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 0.8, "seed": 5}]
+    return [
+        SamplingParams(max_tokens=34 - 2 * i, ignore_eos=True, logprobs=2, **laws[i % 4 == 3])
+        for i in range(len(BATCH))
+    ]
+
+
+@pytest.fixture(scope="module")
+def plain(engines: Engines) -> list[Any]:
+    return engines.start().generate(BATCH, parameters(), use_tqdm=False)
+
+
+def identical(
+    engines: Engines,
+    plain: list[Any],
+    folder: Path,
+    case: tuple[str, str, str, dict[str, Any]],
+    patch: pytest.MonkeyPatch,
+) -> list[Any]:
+    """The trees; the head agrees with what is known of the target, so that deep nodes are accepted."""
+    head, method, rule, options = case
+    options = {key: str(folder / value) if key in ("gate", "vector") else value for key, value in options.items()}
+    spec = {"method": method, "model": HEADS[head](folder / head), "num_speculative_tokens": NODES}
+    tree = {"budget": None, **options}
+    llm = engines.start({**spec, "rejection_sample_method": rule, "tree": tree})
+    known = [(output.prompt_token_ids, output.outputs[0].token_ids) for output in plain]
+    lean(runner_of(llm), second_best(known, VOCABULARY), patch.setattr)
+    spy, kept = TreeSpy(llm, patch), parameters()
+    same = [i for i, one in enumerate(kept) if one.temperature == 0 or rule in ("auto", "target_only")]
+    ours = generate(llm, BATCH, kept)
+    assert_identical([plain[i].outputs[0] for i in same], [ours[i] for i in same])
+    assert max(max(tree.depths, default=0) for tree in spy.trees) <= DEPTH, "the checkpoint's block, not the nodes"
+    if tree["budget"] is None:
+        some = 0 if head.endswith(("reduced", "candidates")) else sum(one.max_tokens for one in kept) / 3
+        assert metric(llm, "spec_decode_num_accepted_tokens") > some
+    return spy.batches
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(case[:3]))
+def test_greedy_and_seeded(
+    engines: Engines,
+    plain: list[Any],
+    folder: Path,
+    case: tuple[str, str, str, dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    batches = identical(engines, plain, folder, case, monkeypatch)
+    assert any(len({tree.parents for tree in batch}) > 1 for batch in batches), "trees of one batch are too alike"
+    assert any(DEPTH in tree.depths and len(tree.branches()) > 2 for batch in batches for tree in batch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SLOW, ids=lambda case: f"{' '.join(case[:3])} {case[3]}")
+def test_every_method(
+    engines: Engines,
+    plain: list[Any],
+    folder: Path,
+    case: tuple[str, str, str, dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    identical(engines, plain, folder, case, monkeypatch)

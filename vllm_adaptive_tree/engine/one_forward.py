@@ -1,0 +1,119 @@
+"""Heads of one forward in vLLM's configuration.
+
+vLLM takes `num_speculative_tokens` for the number of tokens that such a head predicts, and builds Medusa heads, query
+rows and slots by it. Here it is the node budget, and what a head predicts is its checkpoint's.
+"""
+
+import contextlib
+import copy
+import json
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from vllm_adaptive_tree.engine.checkpoint import Checkpoint
+
+CLASSES = {"dflash": "DFlashDraftModel", "dspark": "Qwen3DSparkModel"}
+"""vLLM's architecture of the heads with layers that are served."""
+DENSE_DSPARK = "DSparkDraftModel"
+"""Another name of it, where `model_type` is qwen3; of DeepSeek's models it is another head."""
+HEADS = 5
+"""Of a Medusa checkpoint that does not say how many; vLLM's default."""
+
+
+def levels_of(draft: Checkpoint, kind: str) -> int:
+    """Levels of a tree that the checkpoint predicts.
+
+    Raises:
+        ValueError: it does not say so, or its tensors say otherwise.
+    """
+    return _medusa_heads(draft) if kind == "medusa" else _block(draft, kind)
+
+
+def _medusa_heads(draft: Checkpoint) -> int:
+    said = [value for key, value in draft.config.items() if "num" in key and "heads" in key]  # as vLLM reads it
+    heads = said[-1] if said else HEADS
+    found = {int(match[1]) for name in draft.tensors or () if (match := re.match(r"(?:\D*\.)?(\d+)\.", name))}
+    if found and found != set(range(heads)):
+        raise draft.refused(
+            f"has {heads} Medusa heads by its config.json ({'medusa_num_heads' if said else 'a default'}), and "
+            f"{sorted(found)} by its tensors; correct medusa_num_heads in its config.json"
+        )
+    return int(heads)
+
+
+def _block(draft: Checkpoint, kind: str) -> int:
+    config = draft.config
+    own = {**config, **(config.get("dflash_config") or {})}
+    size = own.get("block_size", own.get("dspark_block_size"))
+    if not isinstance(size, int) or size < 1 + (kind == "dflash"):
+        raise draft.refused(
+            f"does not say how many tokens it predicts at once (block_size {size!r} in its config.json); set "
+            "block_size to the one that it was trained with"
+        )
+    return size if kind == "dspark" and samples_anchor(config) else size - 1
+
+
+def samples_anchor(config: Mapping[str, Any]) -> bool:
+    """Whether the row of the root predicts the token after it, in a DSpark head's config.json: without it that row
+    predicts nothing, as in DFlash."""
+    return bool(config.get("sample_from_anchor", "speculators_model_type" not in config))
+
+
+def mask_token(config: Mapping[str, Any]) -> Any:
+    """The token that stands at the positions to predict; None: the config.json does not say."""
+    own = {**config, **(config.get("dflash_config") or {})}
+    return own.get("mask_token_id", own.get("dspark_noise_token_id"))
+
+
+def states_of(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """How many of the target's layers lie below each state that a head with layers reads; empty: it does not say."""
+    if ids := config.get("eagle_aux_hidden_state_layer_ids") or config.get("aux_hidden_state_layer_ids"):
+        return tuple(ids)
+    own = {**config, **(config.get("dflash_config") or {})}
+    return tuple(1 + layer for layer in own.get("target_layer_ids") or own.get("dspark_target_layer_ids") or ())
+
+
+@contextlib.contextmanager
+def built_as_dflash(draft: Checkpoint) -> Iterator[str]:
+    """A path under which vLLM builds the configuration of a DSpark head, on both model runners: as of the DFlash head
+    that it has inside."""
+    if "speculators_model_type" in draft.config:
+        yield draft.model
+        return
+    layers = [one - 1 for one in states_of(draft.config)]
+    own = {"mask_token_id": mask_token(draft.config), "target_layer_ids": layers}
+    own |= draft.config.get("dflash_config") or {}
+    config = {**draft.config, "architectures": [CLASSES["dflash"]], "dflash_config": own}
+    with tempfile.TemporaryDirectory(prefix="draft") as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        yield folder
+
+
+def settle(spec: Any, draft: Checkpoint, kind: str, levels: int) -> None:
+    """What vLLM's scheduler and loaders shall know of a head, once the configuration is built.
+
+    To the scheduler it is an EAGLE-3 head, which has the same states and cache, but no slots besides the nodes'; as
+    with one its RoPE reaches the end of the target's context. `spec`: vLLM's SpeculativeConfig.
+    """
+    head = spec.draft_model_config.hf_config
+    if kind == "medusa":
+        head.num_lookahead_tokens = levels
+        return
+    if kind == "dspark":
+        head.architectures = [CLASSES[kind]]
+        head.sample_from_anchor = samples_anchor(draft.config)
+        spec.update_arch_()
+    head.max_position_embeddings = max(head.max_position_embeddings, spec.target_model_config.max_model_len)
+    head.eagle_aux_hidden_state_layer_ids = list(states_of(draft.config))
+    spec.method, spec.parallel_drafting = "eagle3", False
+
+
+def as_vllm_drafts(config: Any, kind: str, levels: int) -> Any:
+    """A VllmConfig for vLLM's own class of such heads. `kind`: "dflash" or "dspark"."""
+    own = copy.copy(config)
+    spec = own.speculative_config = copy.copy(config.speculative_config)
+    spec.method, spec.parallel_drafting, spec.num_speculative_tokens = kind, True, levels
+    return own

@@ -1,0 +1,131 @@
+"""DFlash and DSpark heads: one forward over a block, the root and a mask token for each of the positions after it.
+
+The head's K/V of a position comes from the target's states there, without a forward, and is written in every step:
+those states are gone after it. The block's own K/V never enters the cache.
+"""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.forward_context import set_forward_context
+from vllm.v1.spec_decode.dflash import DFlashProposer
+
+from vllm_adaptive_tree.drafters import ByParent, Rows
+from vllm_adaptive_tree.engine.common.attention import DraftKeys
+from vllm_adaptive_tree.engine.common.startup import tree_options
+from vllm_adaptive_tree.engine.one_forward import as_vllm_drafts
+from vllm_adaptive_tree.engine.v1.catch_up import CatchUp
+from vllm_adaptive_tree.engine.v1.contexts import KeptContexts
+from vllm_adaptive_tree.engine.v1.one_forward import OneForwardDrafter
+from vllm_adaptive_tree.trees import SlicedMask
+
+
+class BlockDrafter(OneForwardDrafter, DFlashProposer):
+    def __init__(self, vllm_config: Any, device: torch.device, runner: Any = None):
+        options = tree_options(vllm_config)
+        assert options.levels is not None
+        # vLLM's DSpark class is Model Runner V2's; the layers, the cache and the block are those of DFlash.
+        super().__init__(as_vllm_drafts(vllm_config, "dflash", options.levels), device, runner)
+        self.begin_drafting(vllm_config)
+        self.markov = options.draft == "dspark"
+        self.contexts = KeptContexts()
+        self.places: Tensor | None = None
+
+    def load_model(self, target_model: Any) -> None:
+        super().load_model(target_model)
+        self.anchored = self.markov and self.draft_model_config.hf_config.sample_from_anchor
+        """Whether the root's row predicts the token after it, and each row the next; else each its own."""
+        self.most: int | None = None
+        """How many of its tokens a DSpark head predicts at each depth; None: all."""
+        if self.markov:
+            self.most = getattr(self.draft_model_config.hf_config, "dspark_draft_topk", None)
+            self.rows = ByParent(self.bias, self.vocabulary)
+
+    @property
+    def layers(self) -> Collection[str]:
+        layers: Collection[str] = self._draft_attn_layer_names
+        return layers
+
+    def begin_cache(self, blocks: int) -> None:
+        context = self.vllm_config.compilation_config.static_forward_context
+        for name in self.layers:
+            context[name].impl.written = self._written
+
+    def forget(self, requests: Collection[str]) -> None:
+        self.contexts.forget(requests)
+
+    def due(self, news: list[CatchUp], room: int, drafting: bool) -> list[CatchUp]:
+        return news if drafting else [item._replace(root=None) for item in news]
+
+    def catch_up(
+        self, items: list[CatchUp], states: Sequence[Tensor] | None, mask: SlicedMask | None
+    ) -> tuple[Rows, Any | None]:
+        """As `V1Drafter.catch_up`."""
+        if not items or states is None:
+            return Rows(torch.empty(0)), None
+        self._write(items, states)
+        rooted = [item for item in items if item.root is not None]
+        if not rooted:
+            return Rows(torch.empty(0)), None
+        tokens = torch.tensor([item.tokens[-1] for item in rooted])
+        logits = self._block([item.row for item in rooted], [item.start + len(item.tokens) for item in rooted], tokens)
+        if self.most is None:
+            return self.rows.begin(logits, roots=tokens)
+        best = logits.topk(self.most)
+        return self.rows.begin(best.values, best.indices, tokens)
+
+    def bias(self, tokens: Tensor) -> Tensor:
+        """Of a Markov head: what is added to the logits [R, W, V] of the children of `tokens` [R, W]."""
+        found: Tensor = self.model.markov_bias(self.model.markov_embed(tokens.flatten()))
+        moved: Tensor | None = self.model.draft_id_to_target_id
+        if moved is not None:
+            places = torch.arange(len(moved)) + moved
+            found = found.new_zeros(len(found), self.vocabulary).index_copy_(1, places, found)
+        return found.unflatten(0, tokens.shape)
+
+    def _write(self, items: list[CatchUp], states: Sequence[Tensor]) -> None:
+        """The head's K/V of the positions of `items`, to the cache and to the contexts that are kept."""
+        lengths = [len(item.tokens) for item in items]
+        spans = [(item.row, item.start, item.start + length) for item, length in zip(items, lengths, strict=True)]
+        position = np.concatenate([np.arange(start, end) for _, start, end in spans])
+        row = np.repeat([item.row for item in items], lengths)
+        blocks, size = self.block_table.block_table, self.block_table.block_size
+        slots = blocks.np[row, position // size].astype(np.int64) * size + position % size
+        names = self.runner.input_batch.req_ids
+        self.contexts.follow([*names, *[None] * (1 + int(row.max()) - len(names))])
+        self.places = self.contexts.places(row, position, spans)
+        read = [state for item in items for state in item.states]
+        combined = self.model.combine_hidden_states(torch.cat([state[read] for state in states], -1))
+        self.model.precompute_and_store_context_kv(combined, torch.from_numpy(position), torch.from_numpy(slots))
+        self.places = None
+
+    def _written(self, layer: str, key: Tensor, value: Tensor) -> None:
+        if self.places is not None:
+            self.contexts.write(layer, self.places, key, value)
+
+    def _block(self, rows: list[int], ends: list[int], tokens: Tensor) -> Tensor:
+        """Logits [R, K, V] of the depths below the roots, `tokens` [R], of these rows of the batch, at the positions
+        `ends`."""
+        width = self.levels + (not self.anchored)
+        blocks, size = self.block_table.block_table, self.block_table.block_size
+        root = torch.tensor(ends)
+        table = blocks.cpu[rows, : -(-max(ends) // size)]
+        keys = DraftKeys(self.contexts.of(rows, ends, table), root)
+        keys.open_block(width, causal=self.dflash_causal)
+        block = torch.full((len(rows), width), self.parallel_drafting_token_id)
+        block[:, 0] = tokens
+        positions = (root[:, None] + torch.arange(width)).clamp(max=self.draft_model_config.max_model_len - 1)
+        metadata = dict.fromkeys(self.layers, keys)
+        with set_forward_context(metadata, self.vllm_config, num_tokens=block.numel(), slot_mapping={}):
+            hidden: Tensor = self.model(input_ids=block.flatten().int(), positions=positions.flatten())
+        predicting = hidden.unflatten(0, block.shape)[:, width - self.levels :]
+        logits: Tensor = self.model.compute_logits(predicting.flatten(0, 1))
+        return logits.unflatten(0, (len(rows), self.levels))
+
+    @property
+    def block_table(self) -> Any:
+        """vLLM's BlockTable of the cache group that holds the head's layers."""
+        return self.runner.input_batch.block_table[self.kv_cache_gid]

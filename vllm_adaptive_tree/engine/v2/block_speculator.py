@@ -1,0 +1,168 @@
+"""DFlash and DSpark heads on Model Runner V2: vLLM's own forward over the block, and trees of what it leaves."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
+from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
+from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
+
+from vllm_adaptive_tree.drafters import ByDepth, ByParent, Rows
+from vllm_adaptive_tree.drafters.one_forward import OneForward
+from vllm_adaptive_tree.engine.one_forward import as_vllm_drafts
+from vllm_adaptive_tree.engine.v2.drafting import TargetOutput, TreeDrafting
+
+
+class Block(DFlashSpeculator):
+    """Samples nothing: hidden states stay in a buffer that never moves."""
+
+    resting = False
+    """Whether only the head's K/V is written."""
+
+    def __init__(self, vllm_config: Any, device: torch.device):
+        super().__init__(vllm_config, device)
+        count = self.max_num_reqs * self.num_speculative_steps
+        self.predicting = torch.zeros(count, self.draft_model_config.get_hidden_size(), dtype=self.dtype, device=device)
+        """[R * K, H] of the last forward, by request, then depth."""
+
+    def _generate_draft(self, num_reqs: int, *rest: Any, **options: Any) -> None:
+        if self.resting:
+            return
+        count = num_reqs * self.num_speculative_steps
+        self.predicting[:count] = self._run_model(*rest, **options)[self.sample_indices[:count]]
+
+    @property
+    def tokens(self) -> Tensor:
+        """[most requests]: the roots of the last forward."""
+        return self.input_buffers.input_ids[:: self.num_query_per_req][: self.max_num_reqs]
+
+
+class MarkovBlock(Block, DSparkSpeculator):
+    pass
+
+
+BLOCKS: dict[str, type[Block]] = {"dflash": Block, "dspark": MarkovBlock}
+
+
+class BlockSpeculator(TreeDrafting, DraftModelSpeculator):
+    """It reads in every step: the target's states, which its K/V is made of, are gone after it. The rows of a block
+    write theirs to the slots after the root, where that of accepted tokens comes in the next step."""
+
+    draft_logits = None
+    draft_token_confidence_probs = None
+    enable_adaptive_verification = False
+    supports_mm_inputs = False
+    hidden_size = None
+
+    def __init__(self, vllm_config: Any, device: torch.device, runner: Any, req_states: Any):
+        kind, levels = str(runner.options.draft), runner.options.levels
+        self.block = BLOCKS[kind](as_vllm_drafts(vllm_config, kind, levels), device)
+        TreeDrafting.__init__(self, runner, req_states)
+        self.block_levels, self.vocabulary = levels, vllm_config.model_config.get_vocab_size()
+        self.limit = min(self.block.draft_model_config.max_model_len, self.block.max_model_len)
+        self.lattice: OneForward = ByDepth()
+        self.most: int | None = None
+        """How many of its tokens the head predicts at each depth; None: all."""
+        if kind == "dspark":
+            self.most = self.block._draft_topk
+            self.lattice = ByParent(self.bias, self.vocabulary)
+
+    def __getattr__(self, name: str) -> Any:
+        """What vLLM's runner asks of a speculator with a model."""
+        if name == "block":
+            raise AttributeError(name)
+        return getattr(self.block, name)
+
+    @property
+    def draft_attn_layer_names(self) -> Any:
+        return self.block.draft_attn_layer_names
+
+    @property
+    def num_query_per_req(self) -> int:
+        return self.block.num_query_per_req
+
+    def load_model(self, target_model: nn.Module) -> None:
+        self.block.load_model(target_model)
+
+    def load_draft_model(self, *args: Any) -> nn.Module:
+        return self.block.load_draft_model(*args)
+
+    def set_attn(self, *args: Any, **kwargs: Any) -> None:
+        self.block.set_attn(*args, **kwargs)
+
+    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+        super().init_cudagraph_manager(cudagraph_mode)
+        self.block.init_cudagraph_manager(cudagraph_mode)
+
+    def observe_verification(self, *args: Any, **kwargs: Any) -> None:
+        """vLLM's estimate of acceptance, which adaptive verification alone reads."""
+
+    def read(self, target: TargetOutput) -> None:
+        batch, auxiliary = target.batch, target.auxiliary
+        if self.accepted is not None:
+            step, (_, nodes) = self.accepted
+            step.write_linear(batch.positions)
+            path = step.path_rows(nodes, batch.num_tokens_after_padding)
+            auxiliary = [state[path] for state in auxiliary or ()]
+        self._propose(target, auxiliary)
+
+    def rest(self, target: TargetOutput) -> None:
+        self.block.resting = True
+        self.read(target)
+        self.block.resting = False
+
+    def dummy_run(self, target: TargetOutput, *, without_attention: bool) -> None:
+        self._propose(target, target.auxiliary, dummy_run=True, skip_attn_for_dummy_run=without_attention)
+
+    def _propose(self, target: TargetOutput, auxiliary: list[Tensor] | None, **options: Any) -> None:
+        batch = target.batch
+        if self.budget is not None:  # the host knows the sum of all rows alone, and vLLM sizes a kernel by the longest
+            batch = copy.copy(batch)
+            batch.num_scheduled_tokens = np.maximum(batch.num_scheduled_tokens, 1 + self.num_speculative_steps)
+        self.block.propose(
+            batch,
+            target.metadata,
+            target.slots,
+            target.hidden,
+            auxiliary,
+            target.num_sampled,
+            target.num_rejected,
+            target.last_sampled,
+            target.next_prompt_tokens,
+            self.block.temperature,
+            self.block.seeds,
+            **options,
+        )
+
+    def roots(self, requests: int) -> tuple[Rows, Any]:
+        hidden = self.block.predicting[: requests * self.block_levels]
+        logits = self.block.model.compute_logits(hidden).unflatten(0, (requests, self.block_levels))
+        tokens = self.block.tokens[:requests].long()
+        if self.most is None:
+            return self.lattice.begin(logits, roots=tokens)
+        best = logits.topk(self.most)
+        return self.lattice.begin(best.values, best.indices, tokens)
+
+    def grow(self, tokens: Tensor, parent: Tensor, state: Any) -> tuple[Rows, Any]:
+        self.forwards += 1
+        return self.lattice.grow(tokens, parent, state)
+
+    def bias(self, tokens: Tensor) -> Tensor:
+        """Of a Markov head: what is added to the logits [R, W, V] of the children of `tokens` [R, W]."""
+        model = self.block.model
+        found: Tensor = model.markov_bias(model.markov_embed(tokens.flatten()))
+        moved: Tensor | None = model.draft_id_to_target_id
+        if moved is not None:
+            places = torch.arange(len(moved), device=moved.device) + moved
+            found = found.new_zeros(len(found), self.vocabulary).index_copy_(1, places, found)
+        return found.unflatten(0, tokens.shape)
+
+    def measure(self, rows: int) -> Callable[[], Any]:
+        logits = torch.zeros(1, self.block_levels, self.vocabulary, device=self.device)
+        _, state = self.lattice.begin(logits)
+        tokens = torch.zeros(1, rows, dtype=torch.int64, device=self.device)
+        return lambda: self.lattice.grow(tokens, tokens, state)
