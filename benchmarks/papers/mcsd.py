@@ -1,4 +1,4 @@
-"""Target-initialised multi-candidate speculative decoding (Lu et al., arXiv 2409.10744)."""
+"""Target-initialised multi-candidate speculative decoding (Lu et al., arXiv 2409.10644)."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -92,7 +92,7 @@ def section(r: Results, figures: Path) -> Section:
                 shown=f"{lost.mean:+.3f} [{lost.low:+.3f}, {lost.high:+.3f}]",
             )
         )
-    return Section("Target-initialised MCSD (arXiv 2409.10744)", parts, claims)
+    return Section("Target-initialised MCSD (arXiv 2409.10644)", parts, claims)
 
 
 def _size(shape: list[int]) -> int:
