@@ -20,15 +20,22 @@ os.environ.update(
     VLLM_LOGGING_LEVEL="ERROR",
 )
 
+import functools
 from collections.abc import Iterator
 
 import pytest
 import vllm
+from vllm.platforms.cpu import CpuPlatform
 
 from tests.engine.engines import Engines
 
 # `python -m tests.next` tests another release than the installed one.
 assert vllm.__version__ == os.environ.get("TESTED_VLLM", vllm.__version__), f"this is vLLM {vllm.__version__}"
+
+# Each start of an engine walks all names of all modules. What the first has replaced is not found a second time.
+CpuPlatform.register_triton_kernel_overrides = staticmethod(
+    functools.cache(CpuPlatform.register_triton_kernel_overrides)
+)
 
 
 @pytest.fixture(scope="module")

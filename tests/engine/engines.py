@@ -8,6 +8,7 @@ import vllm_adaptive_tree
 from vllm_adaptive_tree.proposers import METHODS
 from vllm_adaptive_tree.trees import TokenTree
 
+CACHE = 256 << 20  # bytes
 V2 = os.environ.get("MODEL_RUNNER", "v1") != "v1"
 
 PAIR = Path(vllm_adaptive_tree.__file__).parent / "demo_pair"
@@ -51,6 +52,7 @@ class Engines:
             kept = {"cost_profile": None, **speculative_config.get("tree", {})}
             speculative_config = {**speculative_config, "tree": kept}
         defaults = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "block_size": 32}
+        defaults |= {"kv_cache_memory_bytes": CACHE}
         arguments = {"model": TARGET, **defaults, **arguments}
         self.llm = LLM(speculative_config=speculative_config, disable_log_stats=False, **arguments)
         return self.llm
@@ -60,6 +62,7 @@ class Engines:
             self.llm.llm_engine.engine_core.shutdown()
         self.llm = None
         gc.collect()
+        gc.freeze()  # what is left lives as long as the process; a start collects ten times
 
 
 def runner_of(llm: Any) -> Any:

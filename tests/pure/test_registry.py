@@ -185,12 +185,15 @@ def test_a_thing_of_another_sort_is_refused(register, what, lack):
 
 
 def installed(monkeypatch, **groups: dict[str, str]) -> None:
-    points = EntryPoints(
-        EntryPoint(name, path, group=f"vllm_adaptive_tree.{group}")
-        for group, named in groups.items()
-        for name, path in named.items()
-    )
-    monkeypatch.setattr(registry, "entry_points", lambda group: points.select(group=group))
+    found = {f"vllm_adaptive_tree.{group}": named for group, named in groups.items()}
+    monkeypatch.setattr(registry, "installed", lambda group: found.get(group, {}))
+
+
+def test_entry_points_are_read(monkeypatch):
+    point = EntryPoint("theirs", f"{HERE}:Mine", group="some.group")
+    monkeypatch.setattr(registry, "entry_points", lambda group: EntryPoints([point]).select(group=group))
+    assert registry.installed("some.group") == {"theirs": f"{HERE}:Mine"}
+    assert registry.installed("another.group") == {}
 
 
 def test_installed_packages_are_found(monkeypatch):

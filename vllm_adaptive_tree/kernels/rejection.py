@@ -36,6 +36,44 @@ def _subtract(p, p_scale, q, q_scale, x, vocabulary, BLOCK: tl.constexpr, WRITE:
     return tl.sum(mass, 0), tl.sum(rest, 0)
 
 
+@triton.jit
+def _test_child(
+    p,  # [V], overwritten with the residual, not normalised
+    q,  # [V]; unless REPLACED, a rejected token is zeroed
+    x,
+    u,  # uniform
+    mass,  # of p
+    rest,  # of q
+    vocabulary,
+    TINY: tl.constexpr,
+    ROUNDING: tl.constexpr,
+    REPLACED: tl.constexpr,  # whether children were drawn with replacement
+    BLOCK: tl.constexpr,
+):
+    """Whether the child x is accepted, and the masses after it."""
+    p_x = tl.load(p + x).to(tl.float64) / mass
+    q_x = tl.load(q + x).to(tl.float64) / rest
+    accepted = u < tl.where(q_x > 0, p_x / tl.where(q_x > 0, q_x, 1.0), tl.where(p_x > 0, 1.0, 0.0))
+    if accepted == 0:
+        p_scale, q_scale = (1 / mass).to(p.dtype.element_ty), (1 / rest).to(p.dtype.element_ty)
+        tl.debug_barrier()  # all threads have read p(x) and q(x)
+        if q_x > 0:
+            left, others = _subtract(p, p_scale, q, q_scale, x, vocabulary, BLOCK, True)
+            accepted = left <= ROUNDING  # p is q: the rejection was rounding error
+        else:  # x cannot come from q; if p is q, it is skipped
+            left, others = _subtract(p, p_scale, q, q_scale, x, vocabulary, BLOCK, False)
+            if left > ROUNDING:
+                left, others = _subtract(p, p_scale, q, q_scale, x, vocabulary, BLOCK, True)
+            else:
+                left = mass
+        mass = tl.maximum(left, TINY)
+        if not REPLACED:
+            tl.store(q + x, 0.0)
+            rest = tl.maximum(others, TINY)
+        tl.debug_barrier()
+    return accepted, mass, rest
+
+
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["children", "key"])
 def _test(
     accepted,  # [R]: -1 if all are rejected
@@ -62,29 +100,10 @@ def _test(
         x = tl.load(children + row * count + i)
         i += 1
         if x >= 0:
-            p_x = tl.load(p + x).to(tl.float64) / mass
-            q_x = tl.load(q + x).to(tl.float64) / rest
-            ratio = tl.where(q_x > 0, p_x / tl.where(q_x > 0, q_x, 1.0), tl.where(p_x > 0, 1.0, 0.0))
-            if uniform(stream, 2 * i) < ratio:
-                token = x
-            else:
-                p_scale, q_scale = (1 / mass).to(p.dtype.element_ty), (1 / rest).to(p.dtype.element_ty)
-                tl.debug_barrier()  # all threads have read p(x) and q(x)
-                if q_x > 0:
-                    left, others = _subtract(p, p_scale, q, q_scale, x, vocabulary, BLOCK, True)
-                    if left <= ROUNDING:  # p is q: the rejection was rounding error
-                        token = x
-                else:  # x cannot come from q; if p is q, it is skipped
-                    left, others = _subtract(p, p_scale, q, q_scale, x, vocabulary, BLOCK, False)
-                    if left > ROUNDING:
-                        left, others = _subtract(p, p_scale, q, q_scale, x, vocabulary, BLOCK, True)
-                    else:
-                        left = mass
-                mass = tl.maximum(left, TINY)
-                if not REPLACED:
-                    tl.store(q + x, 0.0)
-                    rest = tl.maximum(others, TINY)
-                tl.debug_barrier()
+            stays, mass, rest = _test_child(
+                p, q, x, uniform(stream, 2 * i), mass, rest, vocabulary, TINY, ROUNDING, REPLACED, BLOCK
+            )
+            token = tl.where(stays, x, token)
     tl.store(accepted + row, token)
 
 

@@ -15,7 +15,7 @@ from vllm_adaptive_tree.acceptance import Accepted
 from vllm_adaptive_tree.acceptance.legality import Draw
 from vllm_adaptive_tree.acceptance.rejection import rounding_mass
 from vllm_adaptive_tree.acceptance.rrs import rrs, rrsw
-from vllm_adaptive_tree.kernels.rejection import BLOCK, _subtract
+from vllm_adaptive_tree.kernels.rejection import BLOCK, _test_child
 from vllm_adaptive_tree.kernels.rng import mix, uniform
 from vllm_adaptive_tree.kernels.sampling import FusedRNG
 from vllm_adaptive_tree.kernels.traversal import _norm
@@ -103,29 +103,10 @@ def _reject(
         while (i < count) & (token < 0):
             i += 1
             x = tl.sum(tl.where(is_child & (number == i), token_of, 0), 0)
-            p_x = tl.load(p + x).to(tl.float64) / mass
-            q_x = tl.load(q + x).to(tl.float64) / rest
-            ratio = tl.where(q_x > 0, p_x / tl.where(q_x > 0, q_x, 1.0), tl.where(p_x > 0, 1.0, 0.0))
-            if uniform(stream, 2 * i) < ratio:
-                token = x
-            else:
-                p_scale, q_scale = (1 / mass).to(TYPE), (1 / rest).to(TYPE)
-                tl.debug_barrier()  # all threads have read p(x) and q(x)
-                if q_x > 0:
-                    left, others = _subtract(p, p_scale, q, q_scale, x, vocabulary, BLOCK, True)
-                    if left <= ROUNDING:  # p is q: the rejection was rounding error
-                        token = x
-                else:  # x cannot come from q; if p is q, it is skipped
-                    left, others = _subtract(p, p_scale, q, q_scale, x, vocabulary, BLOCK, False)
-                    if left > ROUNDING:
-                        left, others = _subtract(p, p_scale, q, q_scale, x, vocabulary, BLOCK, True)
-                    else:
-                        left = mass
-                mass = tl.maximum(left, TINY)
-                if not REPLACED:
-                    tl.store(q + x, 0.0)
-                    rest = tl.maximum(others, TINY)
-                tl.debug_barrier()
+            stays, mass, rest = _test_child(
+                p, q, x, uniform(stream, 2 * i), mass, rest, vocabulary, TINY, ROUNDING, REPLACED, BLOCK
+            )
+            token = tl.where(stays, x, token)
         going = (token >= 0).to(tl.int32)
         if token >= 0:
             child = tl.min(tl.where(is_child & (token_of == token), index, PADDED_NODES), 0).to(tl.int64)
