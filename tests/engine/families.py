@@ -93,6 +93,7 @@ FAMILIES: dict[str, Family] = {
         "fused projections, partial RoPE, head size 96",
         {"hidden_size": 192, "num_attention_heads": 2, "num_key_value_heads": 1, "partial_rotary_factor": 0.5},
     ),
+    "olmo": Family("OlmoConfig", "norms without weights", {}),
     "olmo2": Family("Olmo2Config", "norms after the blocks", {}),
     "gemma": Family(
         "GemmaConfig",
@@ -157,6 +158,9 @@ FAMILIES: dict[str, Family] = {
             "query_pre_attn_scalar": 64,
             "tie_word_embeddings": True,
         },
+    ),
+    "mistral": Family(
+        "MistralConfig", "head size 80, MHA", {"head_dim": 80, "num_key_value_heads": 4, "sliding_window": None}
     ),
     "mistral-window": Family("MistralConfig", "a window of 37 in every layer", {"sliding_window": 37}),
     "cohere2": Family(

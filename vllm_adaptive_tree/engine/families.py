@@ -35,10 +35,11 @@ FAMILIES = (
         "MistralForCausalLM",
         "Mistral, Ministral",
         "no window, or one in every layer",
-        ("mistral-window",),
+        ("mistral", "mistral-window"),
     ),
     Family("PhiForCausalLM", "Phi 1 and 2", "partial RoPE, biases; by vLLM's Transformers backend", ("phi",)),
     Family("Phi3ForCausalLM", "Phi 3 and 4", "fused projections, partial RoPE", ("phi3",)),
+    Family("OlmoForCausalLM", "OLMo", "norms without weights; by vLLM's Transformers backend", ("olmo",)),
     Family("Olmo2ForCausalLM", "OLMo 2", "norms after the blocks; by vLLM's Transformers backend", ("olmo2",)),
     Family("GemmaForCausalLM", "Gemma 1", "scaled, tied embeddings", ("gemma",)),
     Family("GraniteForCausalLM", "Granite 3", "multipliers", ("granite",)),
@@ -53,7 +54,6 @@ BY_CONFIG, BY_LAYER = "`test_what_is_refused_by_its_config`", "`test_targets_out
 REFUSALS = (
     Refusal("multi-head latent attention", "DeepSeek V2 and V3, Kimi", "a latent cache", BY_CONFIG),
     Refusal("hybrids with linear or state-space layers", "Qwen3-Next, Jamba", "a state for every branch", BY_CONFIG),
-    Refusal("multimodal targets, M-RoPE", "Qwen2.5-VL", "positions of nodes, what the draft reads", BY_CONFIG),
     Refusal("layers with ALiBi, of another class or backend", "Llama 4", "by the layer's name", BY_LAYER),
     Refusal(
         "windows, soft-caps or sinks in classes that are not above",
