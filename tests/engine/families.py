@@ -82,6 +82,11 @@ DYNAMIC = rope("dynamic", factor=4.0)
 
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaConfig", "RoPE scaling of Llama 3, head size 64, GQA", {"head_dim": 64, **LLAMA3}),
+    "llama-tied": Family(
+        "LlamaConfig",
+        "tied embeddings, head size 256, MQA",
+        {"head_dim": 256, "num_key_value_heads": 1, "tie_word_embeddings": True},
+    ),
     "llama-bias": Family(
         "LlamaConfig", "biases, dynamic RoPE scaling", {"attention_bias": True, "mlp_bias": True, **DYNAMIC}
     ),
@@ -95,6 +100,11 @@ FAMILIES: dict[str, Family] = {
     ),
     "olmo": Family("OlmoConfig", "norms without weights", {}),
     "olmo2": Family("Olmo2Config", "norms after the blocks", {}),
+    "olmo3": Family(
+        "Olmo3Config",
+        "windows of 40 in every other layer",
+        {"sliding_window": 40, "num_hidden_layers": 4, "layer_types": LAYERS},
+    ),
     "gemma": Family(
         "GemmaConfig",
         "scaled, tied embeddings, head size 256, MQA",
@@ -163,6 +173,11 @@ FAMILIES: dict[str, Family] = {
         "MistralConfig", "head size 80, MHA", {"head_dim": 80, "num_key_value_heads": 4, "sliding_window": None}
     ),
     "mistral-window": Family("MistralConfig", "a window of 37 in every layer", {"sliding_window": 37}),
+    "ministral": Family(
+        "MinistralConfig",
+        "windows of 64 in every other layer",
+        {"sliding_window": 64, "num_hidden_layers": 4, "layer_types": LAYERS, "head_dim": 32},
+    ),
     "cohere2": Family(
         "Cohere2Config",
         "windows of 48 with RoPE, full layers without",

@@ -26,14 +26,14 @@ FAMILIES = (
     Family(
         "LlamaForCausalLM",
         "Llama 2 and 3.x, SmolLM",
-        "RoPE scaling (llama3, dynamic), biases, GQA",
-        ("llama", "llama-bias", "llama-gptq", "llama-awq", "llama-fp8-kv"),
+        "RoPE scaling (llama3, dynamic), biases, tied embeddings, GQA, MQA",
+        ("llama", "llama-tied", "llama-bias", "llama-gptq", "llama-awq", "llama-fp8-kv"),
     ),
     Family("Qwen2ForCausalLM", "Qwen 2 and 2.5", "biases, YaRN", ("qwen2",)),
     Family("Qwen3ForCausalLM", "Qwen 3", "norms of queries and keys", ("qwen3",)),
     Family(
         "MistralForCausalLM",
-        "Mistral, Ministral",
+        "Mistral",
         "no window, or one in every layer",
         ("mistral", "mistral-window"),
     ),
@@ -41,6 +41,7 @@ FAMILIES = (
     Family("Phi3ForCausalLM", "Phi 3 and 4", "fused projections, partial RoPE", ("phi3",)),
     Family("OlmoForCausalLM", "OLMo", "norms without weights; by vLLM's Transformers backend", ("olmo",)),
     Family("Olmo2ForCausalLM", "OLMo 2", "norms after the blocks; by vLLM's Transformers backend", ("olmo2",)),
+    Family("Olmo3ForCausalLM", "OLMo 3", "windows in every other layer", ("olmo3",)),
     Family("GemmaForCausalLM", "Gemma 1", "scaled, tied embeddings", ("gemma",)),
     Family("GraniteForCausalLM", "Granite 3", "multipliers", ("granite",)),
     Family("Qwen3MoeForCausalLM", "Qwen3-30B-A3B", "experts", ("qwen3-moe",)),
@@ -48,6 +49,7 @@ FAMILIES = (
     Family("GptOssForCausalLM", "gpt-oss", "sinks, windows in every other layer, experts", ("gpt-oss",)),
     Family("Gemma2ForCausalLM", "Gemma 2", "windows in every other layer, soft-caps", ("gemma2",)),
     Family("Gemma3ForCausalLM", "Gemma 3, text", "windows in every other layer, two RoPE bases", ("gemma3",)),
+    Family("MinistralForCausalLM", "Ministral", "windows in every other layer", ("ministral",)),
     Family("Cohere2ForCausalLM", "Command R7B, Command A", "windows with RoPE, full layers without", ("cohere2",)),
 )
 BY_CONFIG, BY_LAYER = "`test_what_is_refused_by_its_config`", "`test_targets_outside_the_allow_list`"
