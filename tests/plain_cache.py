@@ -11,6 +11,9 @@ class PlainAttention:
 
     scale: float
     head_size: int
+    sliding_window: int
+    logits_soft_cap: float
+    sinks: Tensor | None
 
     def forward(
         self,
@@ -36,9 +39,18 @@ class PlainAttention:
             context = kv_cache[blocks].transpose(1, 2).flatten(0, 1)[:length].float()  # [length, Hkv, 2 * D]
             keys, values = context.repeat_interleave(query.shape[1] // context.shape[1], 1).split(self.head_size, -1)
             scores = torch.einsum("qhd,khd->hqk", query[own].float(), keys) * self.scale
-            last = torch.arange(length - rows, length)
-            scores.masked_fill_(torch.arange(length) > last[:, None], -torch.inf)
-            output[own] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).to(output.dtype)
+            if self.logits_soft_cap:
+                scores = self.logits_soft_cap * torch.tanh(scores / self.logits_soft_cap)
+            last, place = torch.arange(length - rows, length)[:, None], torch.arange(length)
+            hidden = place > last
+            if self.sliding_window > 0:
+                hidden |= place <= last - self.sliding_window
+            scores.masked_fill_(hidden, -torch.inf)
+            if self.sinks is not None:
+                sinks = self.sinks.float()[:, None, None].expand(-1, rows, 1)
+                scores = torch.cat([scores, sinks], -1)
+            weights = scores.softmax(-1)[:, :, :length]
+            output[own] = torch.einsum("hqk,khd->qhd", weights, values).to(output.dtype)
         return output
 
     def do_kv_cache_update(self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slots: Tensor) -> None:

@@ -118,6 +118,9 @@ def variants() -> Iterator[Variant]:
     yield _attend(96, 7, 128)
     yield _attend(128, 4, 128, dtype="fp16")
     yield _attend(128, 4, 128, context=False)
+    yield _attend(128, 4, 128, window=4096)
+    yield _attend(256, 2, 64, window=4096, soft_cap=True)  # Gemma 2
+    yield _attend(64, 8, 128, window=128, sinks=True)  # gpt-oss
     for own in (False, True):
         for lanes in (16, 64):
             yield _attend(256, 4, lanes, own=own)
@@ -129,22 +132,24 @@ def variants() -> Iterator[Variant]:
 
 def _attend(
     head_size: int, group: int, lanes: int, *, own: bool = False, context: bool = True, dtype: str = "bf16",
-    cache: str | None = None,
+    cache: str | None = None, window: int = 0, soft_cap: bool = False, sinks: bool = False,
 ) -> Variant:  # fmt: skip
     tiling = Tiling.of(group, head_size, TYPES[dtype].itemsize, max(lanes // group, 1))
     assert tiling.lanes == lanes
     kernel = triton_tree._attend
-    types = dict.fromkeys(("out", "context_out", "query", "own_key", "own_value"), f"*{dtype}")
+    types = dict.fromkeys(("out", "context_out", "query", "own_key", "own_value", "sinks"), f"*{dtype}")
     types |= dict.fromkeys(("key_cache", "value_cache"), f"*{cache or dtype}")
     types |= dict.fromkeys(("partial", "weight", "context_log"), "*fp32")
     types |= dict.fromkeys(("block_table", "row_start", "context", "work", "items", "merges"), "*i32")
-    types |= dict.fromkeys(("scale", "key_scale", "value_scale"), "fp32") | {"ancestors": "*i64"}
+    types |= dict.fromkeys(("scale", "key_scale", "value_scale", "soft_cap"), "fp32") | {"ancestors": "*i64"}
     shapes = {"KV_HEADS": 8, "GROUP": group, "HEAD_SIZE": head_size, "PADDED_HEAD": triton.next_power_of_2(head_size)}
     sizes = {"BLOCK_SIZE": 16, "LANES": lanes, "TILE": tiling.tile, "WORD": WORD}
-    kinds = {"OWN": own, "READ_CONTEXT": context, "LOG2_E": triton_tree.LOG2_E, "WIDEN": False}
+    kinds = {"WINDOW": window, "SOFT_CAP": soft_cap, "SINKS": sinks}
+    kinds |= {"OWN": own, "READ_CONTEXT": context, "LOG2_E": triton_tree.LOG2_E, "WIDEN": False}
     strides = ("_row", "_head", "_block", "_slot", "_request")
     aligned = tuple(name for name in kernel.arg_names if name.endswith(strides) and name != "context_log_head")
     notes = (dtype, f"{cache} cache" if cache else "", "own keys" if own else "", "" if context else "no context")
+    notes += f"window {window}" if window else "", "soft-cap" if soft_cap else "", "sinks" if sinks else ""
     name = f"attend {head_size} x {group}, {lanes} lanes, {', '.join(note for note in notes if note)}"
     return Variant(name, kernel, types, shapes | sizes | kinds, tiling.warps, aligned, 90 if cache else 80)
 

@@ -287,10 +287,7 @@ def test_a_draft_with_another_vocabulary(tmp_path: Path) -> None:
     assert "speculative_config['model']" in str(error.value)
 
 
-def test_targets_outside_the_allow_list(tmp_path: Path, engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 64}
-    with pytest.raises(ValueError, match="sliding-window"):
-        build(tree(8), target=edited(TARGET, tmp_path, **config))
+def test_targets_outside_the_allow_list(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = runner_of(engines.start())
     layer = next(iter(runner.compilation_config.static_forward_context.values()))
     checks.check_layer("layer.0", layer)
@@ -307,6 +304,8 @@ def test_targets_outside_the_allow_list(tmp_path: Path, engines: Engines, monkey
         with pytest.raises(ValueError, match=word) as error:
             checks.check_layer("layer.0", layer)
         assert "layer.0" in str(error.value)
+        if word != "ALiBi":
+            checks.check_layer("layer.0", layer, plain=False)
         setattr(layer.impl, attribute, before)
     monkeypatch.setattr(layer.impl, "sliding_window", (-1, -1))  # FlashAttention's form of none
     checks.check_layer("layer.0", layer)
@@ -315,6 +314,9 @@ def test_targets_outside_the_allow_list(tmp_path: Path, engines: Engines, monkey
         checks.check_packing("layer.0", type("Layer", (), {"isa": "neon"})())
     with pytest.raises(ValueError, match="Linear"):
         checks.check_layer("layer.0", type("Linear", (), {})())
+    checks.check_window("layer.0", 9, levels=8)
+    with pytest.raises(ValueError, match=r"layer.0.*window of 8 tokens.*at most 7"):
+        checks.check_window("layer.0", 8, levels=8)
 
 
 @pytest.mark.parametrize(

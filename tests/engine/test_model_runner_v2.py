@@ -20,11 +20,13 @@ SHORT = (
         "test_requests_leave.py",
         "test_drafts.py",
         "test_pairs.py",
+        "test_families.py",
     ],
     "(greedy_and_seeded and k-config) or (fixed_budget and opt_tree) or (waits and mcsd) or (kernels and traversal)"
     " or asynchronous or rests_reads or (go_on and eagle3) or depth_first or dyspec_fills or price_floor"
-    " or measured_once or (dead_rows and dyspec) or (old_name and model) or ngram-dyspec or (outgrow and model)",
-    17,
+    " or measured_once or (dead_rows and dyspec) or (old_name and model) or ngram-dyspec or (outgrow and model)"
+    " or (test_families and identity and (gemma2] or gpt-oss]))",
+    19,
 )
 LAWS = "follow and (auto or (dyspec and not top_p) or rrs] or spechub or greedy_multi_draft)"
 WHOLE = {
@@ -41,6 +43,7 @@ MORE = {
     "quantised weights": (["test_quantised.py"], "", 1),
     "two ranks": (["test_tensor_parallel.py"], "", 5),
     "pairs": (["test_pairs.py"], "shorter or outgrow", 3),
+    "classes of targets": (["test_families.py"], "identity or random or commit", 70),
     "parameters": (["test_sampling.py"], "", 81),
     "the doctor": (["test_self_check.py"], "doctors", 1),
 }

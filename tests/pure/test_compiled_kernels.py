@@ -67,6 +67,7 @@ def test_six_variants_of_attention_serve_a_model():
 
     mine = [v for v in variants() if v.kernel is triton_tree._attend and v.name.startswith("attend 128 x 4")]
     mine = [v for v in mine if v.types["query"] == v.types["key_cache"] == "*bf16" and v.constants["READ_CONTEXT"]]
+    mine = [v for v in mine if not v.constants["WINDOW"]]  # a model's layers have one more for each window
     assert len(mine) == 6
     changing = {name for v in mine for name, value in v.constants.items() if value != mine[0].constants[name]}
     assert changing == {"LANES", "OWN"}

@@ -88,9 +88,9 @@ class Batch(NamedTuple):
         on_device = (query.to(DEVICE, dtype), key, value, table.to(DEVICE), start.int().to(DEVICE), lengths)
         return cls(*on_device, ancestors.to(DEVICE), head_size**-0.5)
 
-    def expected(self) -> Tensor:
+    def expected(self, **law: Any) -> Tensor:
         query, key, value = (tensor.double() for tensor in self[:3])
-        return reference.tree_attention(query, key, value, *self[3:], torch.zeros_like(query))
+        return reference.tree_attention(query, key, value, *self[3:], torch.zeros_like(query), **law)
 
     def context_result(self) -> tuple[Tensor, Tensor]:
         """Attention to the contexts alone, and the log-sum-exp of its scores [H, rows]."""
@@ -116,12 +116,12 @@ class Batch(NamedTuple):
         plan = kernel().Plan(*shape, self.query.dtype, torch.device(DEVICE), processors=processors, tiles_per_split=1)
         return plan.update(self.row_start, self.context)
 
-    def error(self, processors: int | None = None, **options: Any) -> float:
+    def error(self, processors: int | None = None, law: dict[str, Any] | None = None, **options: Any) -> float:
         if processors is not None:
             options["plan"] = self.plan(processors)
-        found = kernel().tree_attention(*self, torch.zeros_like(self.query), **options)
+        found = kernel().tree_attention(*self, torch.zeros_like(self.query), **(law or {}), **options)
         assert found.dtype == self.query.dtype
-        return (found.double() - self.expected()).abs().max().item()
+        return (found.double() - self.expected(**(law or {}))).abs().max().item()
 
 
 class Level(Batch):
@@ -146,18 +146,18 @@ class Level(Batch):
         level.masks = (padded << torch.arange(WORD)).sum(3).to(DEVICE)
         return level
 
-    def error(self, offset: int, processors: int = 1, plan: Any = None) -> float:
+    def error(self, offset: int, processors: int = 1, plan: Any = None, **law: Any) -> float:
         """Of the level whose first slot is `offset`."""
         width = len(self.query) // len(self.context)
         bits = self.masks[:, offset : offset + width].flatten(0, 1)
         given = (*self[:6], bits, self.scale)
         own = kernel().OwnKeys(*self.own, offset)
         plan = self.plan(processors) if plan is None else plan
-        found = kernel().tree_attention(*given, torch.zeros_like(self.query), own=own, plan=plan)
+        found = kernel().tree_attention(*given, torch.zeros_like(self.query), own=own, plan=plan, **law)
         doubled = tuple(part.double() for part in self.own)
         query, key, value = (part.double() for part in self[:3])
         out = torch.zeros_like(query)
-        expected = reference.tree_attention(query, key, value, *given[3:], out, own=(*doubled, offset))
+        expected = reference.tree_attention(query, key, value, *given[3:], out, own=(*doubled, offset), **law)
         return (found.double() - expected).abs().max().item()
 
 
@@ -241,6 +241,42 @@ class TestKernels:
         off[1][0, 3] += 0.5
         assert batch.error(context_result=off) > 1e-3
 
+    @pytest.mark.parametrize("processors", [1, 6])
+    @pytest.mark.parametrize("kind", ["window", "soft-cap", "sinks", "all"])
+    def test_windows_soft_caps_and_sinks(self, kind, processors):
+        """Windows that begin before, at and behind a border of tiles, and one that is longer than the contexts."""
+        requests = [(137, FORK), (64, []), (5, None), (75, CHAIN), (0, []), (40, FORK[:4]), (9, FORK)]
+        batch = Batch.of(requests, heads=(4, 2))
+        laws = {
+            "window": {"window": 20},
+            "soft-cap": {"soft_cap": 0.8},
+            "sinks": {"sinks": torch.tensor([0.5, -2.0, 3.0, 0.0], device=DEVICE)},
+        }
+        laws["all"] = {**laws["window"], **laws["soft-cap"], **laws["sinks"]}
+        assert batch.error(processors, laws[kind]) < 2 * ERROR[torch.float32]
+        assert (batch.expected(**laws[kind]) - batch.expected()).abs().max() > 1e-2
+        if kind == "window":
+            for window in (8, 64, 65, 137, 500):
+                assert batch.error(processors, {"window": window}) < ERROR[torch.float32]
+
+    def test_a_window_of_a_large_tree(self):
+        """Its rows stand in several words, and their depths are counted over all of them."""
+        batch = Batch.of([(50, list(recursive_tree(150, 0).parents)), (90, list(range(-1, 69)))])
+        assert batch.error(8, {"window": 72}) < ERROR[torch.float32]
+
+    def test_blocks_before_a_window_are_not_read(self):
+        """vLLM gives them to others while the request goes on: its table then names block 0."""
+        batch, window = Batch.of([(100, FORK)]), 20
+        expected = batch.expected(window=window)
+        batch.block_table[0, : (100 + 1 - window) // 16] = 0
+        for cache in (batch.key_cache, batch.value_cache):
+            cache[0] = torch.nan
+        for processors in (1, 8):
+            found = kernel().tree_attention(
+                *batch, torch.zeros_like(batch.query), plan=batch.plan(processors), window=window
+            )
+            assert (found.double() - expected).abs().max() < ERROR[torch.float32]
+
     @pytest.mark.parametrize("processors", [1, 4])
     def test_padding_rows_stay(self, processors):
         batch = Batch.of([(9, FORK), (2, None)], padding=3)
@@ -283,6 +319,8 @@ class TestKernels:
         level = Level.of([0, 1, 15, 16, 17, 100], 3, 4, heads=heads, dtype=dtype)
         for offset in (0, 3, 9):
             assert level.error(offset) < ERROR[dtype]
+        law = {"window": 25, "soft_cap": 0.8, "sinks": torch.linspace(-1, 1, heads[0], device=DEVICE)}
+        assert level.error(9, **law) < 2 * ERROR[dtype]
 
     @pytest.mark.parametrize("head_size", [64, 96, 128, 256])
     def test_level_of_several_words(self, head_size):

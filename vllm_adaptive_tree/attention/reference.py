@@ -21,8 +21,13 @@ def tree_attention(
     out: Tensor,
     *,
     own: tuple[Tensor, Tensor, int] | None = None,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Row i of request r attends to all context[r] tokens and to its ancestors among the rows of its request.
+
+    Its position is context[r] plus the number of its ancestors, so two rows of one depth have the same.
 
     Args:
         query: [rows, H, D], the rows of all requests, concatenated.
@@ -37,6 +42,10 @@ def tree_attention(
         out: [rows, H, D]; rows after row_start[R] are left unchanged.
         own: K/V of nodes [R, S, Hkv, D] and an offset. Then nothing follows the contexts in the cache: row i of a
             request has slot offset + i there, and the bits count slots.
+        window: if not 0, a row sees the last so many positions on its path, its own included. With `own` it must be
+            longer than a tree is deep.
+        soft_cap: if not 0, scores are soft_cap * tanh(score / soft_cap).
+        sinks: [H], a score of each head that takes its part of the softmax and brings no value.
 
     Returns:
         out.
@@ -58,7 +67,16 @@ def tree_attention(
         row = torch.arange(slots, device=query.device)
         tree = (ancestors[start:end, row // WORD] >> row % WORD & 1).bool()  # [count, slots]
         seen = torch.cat((tree.new_ones(count, length), tree), dim=1)
+        if window:
+            place = length + tree.sum(1) - 1  # [count]
+            of_key = torch.cat([torch.arange(length, device=place.device), place if own is None else row + length])
+            seen &= (of_key > place[:, None] - window) | (of_key >= length) & (own is not None)
         scores = torch.einsum("qhd,khd->hqk", query[start:end], key) * scale
-        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        if soft_cap:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.to(scores)[:, None, None].expand(-1, count, 1)], -1)
+        weights = scores.softmax(-1)[:, :, : length + slots]
         out[start:end] = torch.einsum("hqk,khd->qhd", weights, value)
     return out

@@ -33,6 +33,17 @@ def _dot(a, b, WIDEN: tl.constexpr):
 
 
 @triton.jit
+def _bits_set(words):
+    """Of int64, counted in parallel (Warren, Hacker's Delight, 5-1)."""
+    words = words - ((words >> 1) & 0x5555555555555555)
+    words = (words & 0x3333333333333333) + ((words >> 2) & 0x3333333333333333)
+    words = (words + (words >> 4)) & 0x0F0F0F0F0F0F0F0F
+    words += words >> 8
+    words += words >> 16
+    return ((words + (words >> 32)) & 0x7F).to(tl.int32)
+
+
+@triton.jit
 def _fold(
     peak,  # [M] float32: largest score so far
     total,  # [M] float32: sum of 2 ** (score - peak)
@@ -47,14 +58,19 @@ def _fold(
     dim,  # [D]
     scale,
     value_scale,
+    soft_cap,
     HEAD_SIZE: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     """Add one tile of keys to the online softmax."""
     in_bounds = exists[:, None] & (dim < HEAD_SIZE)[None, :]
     key = tl.load(keys + key_at[:, None] + dim[None, :], mask=in_bounds, other=0.0).to(queries.dtype)
     value = tl.load(values + value_at[:, None] + dim[None, :], mask=in_bounds, other=0.0)
-    score = tl.where(seen, _dot(queries, tl.trans(key), WIDEN) * scale, float("-inf"))
+    score = _dot(queries, tl.trans(key), WIDEN) * scale
+    if SOFT_CAP:  # tanh x is 1 - 2 / (1 + e ** 2x); scores and cap are times log2(e)
+        score = soft_cap - 2.0 * soft_cap / (1.0 + tl.exp2(score * (2.0 * 1.4426950408889634 / soft_cap)))
+    score = tl.where(seen, score, float("-inf"))
     higher = tl.maximum(peak, tl.max(score, 1))
     base = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen no key yet
     fade = tl.exp2(peak - base)
@@ -92,6 +108,8 @@ def _attend(
     scale,  # times log2(e)
     key_scale,  # of the cache
     value_scale,
+    sinks,  # [H], if SINKS
+    soft_cap,  # times log2(e), if SOFT_CAP
     context_row,
     context_head,
     context_log_head,
@@ -119,6 +137,9 @@ def _attend(
     TILE: tl.constexpr,  # keys; divides WORD
     OWN: tl.constexpr,  # whether own rows stand in `own_key` and `own_value`, not in the cache
     READ_CONTEXT: tl.constexpr,
+    WINDOW: tl.constexpr,  # positions that a row sees, its own included; 0: all
+    SOFT_CAP: tl.constexpr,
+    SINKS: tl.constexpr,
     WORD: tl.constexpr,
     LOG2_E: tl.constexpr,
     WIDEN: tl.constexpr,
@@ -158,16 +179,31 @@ def _attend(
         peak = tl.full([LANES], float("-inf"), tl.float32)
         total = tl.zeros([LANES], tl.float32)
         sums = tl.zeros([LANES, PADDED_HEAD], tl.float32)
+        if SINKS:  # noqa: SIM102
+            if split == 0:
+                peak = tl.load(sinks + head, mask=live, other=0.0).to(tl.float32) * LOG2_E
+                total += 1.0
         if READ_CONTEXT:
-            for step in range(begin, tl.minimum(end, context_tiles)):
+            first_step = begin
+            if WINDOW:  # by position, whatever the place in the tree
+                left = tl.zeros([LANES], tl.int32) + (length - WINDOW)  # first position in each row's window
+                for word in range((own_rows + WORD - 1) // WORD):
+                    left += _bits_set(tl.load(words + word, mask=live, other=0))
+                lowest = tl.maximum(tl.min(tl.where(live, left, length), 0), 0)  # blocks before it may be another's
+                first_step = tl.maximum(begin, lowest // TILE)
+            for step in range(first_step, tl.minimum(end, context_tiles)):
                 position = step * TILE + column
                 exists = position < length
+                seen = exists[None, :]
+                if WINDOW:
+                    exists = exists & (position >= lowest)
+                    seen = exists[None, :] & (position[None, :] >= left[:, None])
                 block = tl.load(table + position // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
                 key_at = block * key_block + position % BLOCK_SIZE * key_slot
                 value_at = block * value_block + position % BLOCK_SIZE * value_slot
                 peak, total, sums = _fold(
-                    peak, total, sums, queries, exists[None, :], keys, values, key_at, value_at, exists, dim,
-                    scale * key_scale, value_scale, HEAD_SIZE, WIDEN,
+                    peak, total, sums, queries, seen, keys, values, key_at, value_at, exists, dim,
+                    scale * key_scale, value_scale, soft_cap, HEAD_SIZE, SOFT_CAP, WIDEN,
                 )  # fmt: skip
         elif (split == 0) & (length > 0):
             log = tl.load(context_log + head * context_log_head + flat, mask=live, other=float("-inf"))
@@ -185,7 +221,7 @@ def _attend(
                     key_at = own_at + place * own_slot
                     peak, total, sums = _fold(
                         peak, total, sums, queries, seen, own_key, own_value, key_at, key_at, exists, dim,
-                        scale, 1.0, HEAD_SIZE, WIDEN,
+                        scale, 1.0, soft_cap, HEAD_SIZE, SOFT_CAP, WIDEN,
                     )  # fmt: skip
                 else:
                     position = length + place
@@ -194,7 +230,7 @@ def _attend(
                     value_at = block * value_block + position % BLOCK_SIZE * value_slot
                     peak, total, sums = _fold(
                         peak, total, sums, queries, seen, keys, values, key_at, value_at, exists, dim,
-                        scale * key_scale, value_scale, HEAD_SIZE, WIDEN,
+                        scale * key_scale, value_scale, soft_cap, HEAD_SIZE, SOFT_CAP, WIDEN,
                     )  # fmt: skip
 
         norm = tl.where(total > 0, total, 1.0)
@@ -275,6 +311,9 @@ def tree_attention(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
     context_result: tuple[Tensor, Tensor] | None = None,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Like `reference.tree_attention`, accumulating in float32, without a host sync. A row that sees no key yields 0.
 
@@ -285,7 +324,9 @@ def tree_attention(
         own: where the rows' own K/V is; None: in the cache, after the context.
         key_scale, value_scale: what an 8-bit cache is to be multiplied with.
         context_result: another kernel's attention over the contexts, [rows, H, D], and its log-sum-exp, [H, rows]
-            float32; then only the requests' own rows are read here. Not with a `plan`.
+            float32; then only the requests' own rows are read here. Not with a `plan`, nor with what follows.
+        window: as in the reference, and longer than a tree is deep: all ancestors are inside it.
+        soft_cap, sinks: as in the reference.
     """
     rows, heads, head_size = query.shape
     _, block_size, kv_heads, _ = key_cache.shape
@@ -309,12 +350,14 @@ def tree_attention(
     assert len(plan.merges) >= rows
     own_key, own_value, offset = (key_cache, value_cache, 0) if own is None else own
     assert own_key.stride() == own_value.stride() or own is None
+    assert context_result is None or not (window or soft_cap or sinks is not None)
     context_out, context_log = (out, plan.weight) if context_result is None else context_result
     padded_head = triton.next_power_of_2(head_size)
     _attend[(plan.programs,)](
         *(out, plan.partial, plan.weight, context_out, context_log),
         *(query, key_cache, value_cache, own_key, own_value, block_table, row_start, context, ancestors),
         *(plan.work, plan.items, plan.merges, offset, scale * LOG2_E, key_scale, value_scale),
+        *(plan.weight if sinks is None else sinks, soft_cap * LOG2_E),
         *(*context_out.stride()[:2], context_log.stride(0), *out.stride()[:2], *query.stride()[:2]),
         *(*key_cache.stride()[:3], *value_cache.stride()[:3], *own_key.stride()[:3]),
         *(block_table.stride(0), ancestors.stride(0)),
@@ -327,6 +370,9 @@ def tree_attention(
         TILE=plan.tile,
         OWN=own is not None,
         READ_CONTEXT=context_result is None,
+        WINDOW=window,
+        SOFT_CAP=soft_cap != 0,
+        SINKS=sinks is not None,
         WORD=WORD,
         LOG2_E=LOG2_E,
         WIDEN=WIDEN,

@@ -5,8 +5,11 @@ from typing import Any
 
 from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.engine.cpu_cache import PACKINGS
+from vllm_adaptive_tree.engine.families import ALLOWED
 from vllm_adaptive_tree.proposers import Proposer
 
+FP8 = "fp8", "fp8_e4m3", "fp8_e5m2"
+"""K/V of 8 bits that vLLM's CPU kernel reads."""
 NO_WINDOW = None, -1, (-1, -1)
 """`sliding_window` of vLLM's implementations that have none, FlashAttention's the last."""
 UNSUPPORTED_ARGUMENTS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
@@ -73,8 +76,6 @@ def check_config(config: Any, options: TreeOptions) -> None:
         (target.use_mla, "multi-head latent attention (MLA)"),
         (target.is_hybrid, "hybrid models with state-space or linear layers"),
         (target.is_attention_free, "attention-free models"),
-        (target.get_sliding_window() is not None, "sliding-window attention"),
-        (getattr(target.hf_text_config, "attn_logit_softcapping", None) is not None, "a soft-cap on attention logits"),
     ):
         if refused:
             raise ValueError(
@@ -85,10 +86,14 @@ def check_config(config: Any, options: TreeOptions) -> None:
         ("kv_cache_dtype", config.cache_config.cache_dtype),
         ("speculative_config['kv_cache_dtype']", spec.kv_cache_dtype or "auto"),
     ):
-        if dtype not in ("auto", str(target.dtype).removeprefix("torch.")):
-            raise ValueError(
-                f"{name}={dtype!r} is not supported with a tree method; use 'auto' (the model's own dtype)"
-            )
+        if dtype in ("auto", str(target.dtype).removeprefix("torch.")):
+            continue
+        if dtype in FP8 and options.text is not None and current_platform.is_cpu() and not config.use_v2_model_runner:
+            continue
+        raise ValueError(
+            f"{name}={dtype!r} is not supported with a tree method; use 'auto' (the model's own dtype). {FP8[0]!r} is, "
+            "on a CPU and Model Runner V1, where the draft has no K/V of its own ('model': 'ngram' or 'suffix')"
+        )
     replicas = config.parallel_config.data_parallel_size
     for name, model in (("model", target), ("speculative_config['model']", spec.draft_model_config)):
         if replicas > 1 and model is not None and model.is_moe:
@@ -157,10 +162,28 @@ def attention_layers(config: Any) -> dict[str, Any]:
     return get_layers_from_vllm_config(config, AttentionLayerBase)
 
 
-def check_layer(name: str, layer: Any) -> None:
-    """Refuse an attention layer for which a tree mask would be wrong: only full causal attention with one scale.
+def is_named(model: Any) -> bool:
+    """Whether the class of a target is tested with its windows, soft-caps and sinks; `model`: vLLM's ModelConfig."""
+    return any(one in ALLOWED for one in model.architectures)
 
-    `layer` is one of `attention_layers`.
+
+def check_window(name: str, window: int, levels: int) -> None:
+    """Refuse a layer whose window may end inside a tree of so many `levels`; 0: it has none. Of Model Runner V2: its
+    mask has all ancestors of a node."""
+    if 0 < window <= levels:
+        raise ValueError(
+            f"model: layer {name!r} has a sliding window of {window} tokens, which ends inside trees of {levels} "
+            f"levels; set speculative_config['tree']['max_depth'] to at most {window - 1}"
+        )
+
+
+def check_layer(name: str, layer: Any, *, plain: bool = True) -> None:
+    """Refuse an attention layer for which a tree would be wrong.
+
+    Args:
+        layer: one of `attention_layers`.
+        plain: of a draft, or of a class without a test: full causal attention with one scale alone, no windows,
+            soft-caps or sinks.
     """
     from vllm.model_executor.layers.attention import Attention
     from vllm.platforms import current_platform
@@ -178,11 +201,11 @@ def check_layer(name: str, layer: Any) -> None:
     for refused, what in (
         (not isinstance(impl, backend), f"attention backend {type(impl).__name__}"),
         (layer.attn_type != AttentionType.DECODER, f"attention type {layer.attn_type}"),
-        (getattr(impl, "sliding_window", None) not in NO_WINDOW, "a sliding window"),
+        (plain and getattr(impl, "sliding_window", None) not in NO_WINDOW, "a sliding window"),
         (getattr(impl, "alibi_slopes", None) is not None, "ALiBi"),
-        (getattr(impl, "logits_soft_cap", 0) not in (0, None), "a soft-cap on its logits"),
-        (getattr(impl, "sinks", None) is not None, "attention sinks"),
-        (getattr(impl, "is_fp8_kv_cache", False), "a quantised KV cache"),
+        (plain and getattr(impl, "logits_soft_cap", 0) not in (0, None), "a soft-cap on its logits"),
+        (plain and getattr(impl, "sinks", None) is not None, "attention sinks"),
+        (plain and getattr(impl, "is_fp8_kv_cache", False), "a quantised KV cache"),
         (layer.kv_sharing_target_layer_name is not None, "the KV cache of another layer"),
         (layer.head_size != layer.head_size_v, "value heads of another size"),
     ):

@@ -1,7 +1,7 @@
 """Tree attention in vLLM's attention layers: what replaces their implementation, and the metadata of a draft level."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +11,23 @@ from vllm_adaptive_tree.attention.cpu import attend, context_bias
 from vllm_adaptive_tree.engine.common.contexts import Contexts, finite
 from vllm_adaptive_tree.engine.cpu_cache import gather_context
 from vllm_adaptive_tree.trees import SlicedMask
+
+
+class Law(NamedTuple):
+    """What a layer's attention is beside its scale; as `attention.reference` takes it."""
+
+    window: int = 0
+    soft_cap: float = 0.0
+    sinks: Tensor | None = None
+
+    @classmethod
+    def of(cls, impl: Any) -> "Law":
+        """`impl`: a layer's of vLLM, for CPUs or FlashAttention's, which counts the tokens before and after."""
+        window = getattr(impl, "sliding_window", None)
+        if isinstance(window, tuple):
+            window = -1 if window[0] < 0 else window[0] + 1
+        cap = getattr(impl, "logits_soft_cap", None)
+        return cls(max(window or 0, 0), float(cap or 0.0), getattr(impl, "sinks", None))
 
 
 class TreeMetadata:

@@ -13,12 +13,14 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from vllm_adaptive_tree.attention import reference, triton_tree
+from vllm_adaptive_tree.engine.common.attention import Law
 from vllm_adaptive_tree.engine.self_check.trees import random_parents
 from vllm_adaptive_tree.engine.self_check.verdict import Finding
 from vllm_adaptive_tree.trees import TreeBatch
 from vllm_adaptive_tree.trees.masks import WORD, ancestor_bits
 from vllm_adaptive_tree.trees.orders import depth_first, permuted
 
+PLAIN = Law()
 TIMES = 2.0
 """The kernel's error may be so many times that of the yardstick."""
 ROUNDINGS = 2.0
@@ -38,27 +40,31 @@ class Batch(NamedTuple):
     context: Tensor
     ancestors: Tensor
     scale: float
+    law: Law
 
     def exact(self) -> Tensor:
         """In float64, from a copy of the blocks in use: the cache itself may be as large as the device."""
         used, table = self.block_table.unique(return_inverse=True)
         key, value = (cache[used.long()].double() for cache in (self.key_cache, self.value_cache))
         query = self.query.double()
-        rest = table.int(), *self[4:]
-        return reference.tree_attention(query, key, value, *rest, torch.zeros_like(query))
+        rest = table.int(), *self[4:-1]
+        return reference.tree_attention(query, key, value, *rest, torch.zeros_like(query), **self.law._asdict())
 
     def found(self) -> Tensor:
-        return triton_tree.tree_attention(*self, torch.zeros_like(self.query))
+        return triton_tree.tree_attention(*self[:-1], torch.zeros_like(self.query), **self.law._asdict())
 
 
-def check(layer: Any, *, block_size: int, nodes: int, longest: int, scale: float) -> Finding:
+def check(layer: Any, *, block_size: int, nodes: int, longest: int, scale: float, law: Law = PLAIN) -> Finding:
     """
     Args:
         layer: vLLM's attention layer, whose cache exists. On a GPU blocks at its end get noise, and are zeroed then.
         nodes: of the largest trees.
         longest: tokens that a request may have.
+        law: a window that the largest tree may outgrow counts as a longer one.
     """
-    long = max(min(40 * block_size, longest - 1 - nodes), 0)
+    if law.window:
+        law = law._replace(window=max(law.window, nodes + 1))
+    long = max(min(max(40 * block_size, law.window + 2 * block_size), longest - 1 - nodes), 0)
     contexts = [0, block_size - 1, long, 1, block_size, 3 * block_size + 5]
     contexts = [min(context, long) for context in contexts]
     trees = [*(random_parents(count, seed=count) for count in (nodes, max(nodes // 2, 1))), list(range(-1, nodes - 1))]
@@ -67,7 +73,8 @@ def check(layer: Any, *, block_size: int, nodes: int, longest: int, scale: float
     with _Noise(layer, block_size, sum(-(-(context + 1 + nodes) // block_size) for context in contexts)) as noise:
         for first, last in ((0, len(contexts)), (2, 3)):  # all of them; the longest alone, which is split
             for ordered in (False, True):
-                batch = noise.batch(contexts[first:last], parents[first:last], scale, depth_first_order=ordered)
+                given = contexts[first:last], parents[first:last], scale, law
+                batch = noise.batch(*given, depth_first_order=ordered)
                 exact = batch.exact()
                 peak = max(peak, float(exact.abs().max()))
                 error = max(error, _distance(batch.found(), exact))
@@ -90,7 +97,7 @@ def _causal_error(batch: Batch) -> float:
     """Of PyTorch's attention, if the rows of every request are a chain."""
     counts = batch.row_start.diff().tolist()
     chains = [_bits(list(range(-1, count - 2)), batch.ancestors.shape[1]) for count in counts if count]
-    exact = batch._replace(ancestors=torch.cat(chains).to(batch.query.device)).exact()
+    exact = batch._replace(ancestors=torch.cat(chains).to(batch.query.device), law=PLAIN).exact()
     worst, start = 0.0, 0
     for request, count in enumerate(counts):
         rows, start = slice(start, start + count), start + count
@@ -135,7 +142,13 @@ class _Noise:
         return torch.randn(shape, generator=self.random, device=self.device).to(self.dtype)
 
     def batch(
-        self, contexts: list[int], parents: Sequence[list[int] | None], scale: float, *, depth_first_order: bool
+        self,
+        contexts: list[int],
+        parents: Sequence[list[int] | None],
+        scale: float,
+        law: Law,
+        *,
+        depth_first_order: bool,
     ) -> Batch:
         """`parents`: of each tree; None: a request without rows."""
         counts = [0 if parent is None else 1 + len(parent) for parent in parents]
@@ -157,6 +170,7 @@ class _Noise:
             torch.tensor(contexts, dtype=torch.int32, device=self.device),
             bits.to(self.device),
             scale,
+            law,
         )
 
 

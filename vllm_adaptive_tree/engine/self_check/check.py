@@ -13,6 +13,7 @@ import torch
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 
+from vllm_adaptive_tree.engine.common.attention import Law
 from vllm_adaptive_tree.engine.common.ranks import objects_of_all
 from vllm_adaptive_tree.engine.self_check import attention, draws, model, ranks, waits
 from vllm_adaptive_tree.engine.self_check.certificate import Certificate
@@ -88,11 +89,13 @@ def check(runner: Any, *, light: bool = False) -> Verdict:
 def _attention(runner: Any, layer: Any, block_size: int) -> list[Finding]:
     nodes = min(runner.options.num_speculative_tokens, NODES)
     shapes = {"block_size": block_size, "nodes": nodes, "longest": runner.max_model_len}
-    return [attention.check(layer, scale=layer.impl.scale, **shapes)]
+    return [attention.check(layer, scale=layer.impl.scale, law=Law.of(layer.impl), **shapes)]
 
 
 def _shape(layer: Any, block_size: int) -> tuple[Any, ...]:
-    return layer.num_heads, layer.num_kv_heads, layer.head_size, layer.impl.scale, layer.kv_cache.dtype, block_size
+    window, soft_cap, sinks = Law.of(layer.impl)
+    law = window, soft_cap, sinks is None
+    return layer.num_heads, layer.num_kv_heads, layer.head_size, layer.impl.scale, layer.kv_cache.dtype, block_size, law
 
 
 def _steps(runner: Any) -> list[Finding]:

@@ -102,8 +102,9 @@ class TreeModelRunner(CPUModelRunner):
     def load_model(self, load_dummy_weights: bool = False) -> None:
         super().load_model(load_dummy_weights)
         self.draft_memory = draft_memory(self, self.drafter.layers, getattr(self.drafter, "model", None))
+        named = checks.is_named(self.model_config)
         for name, layer in checks.attention_layers(self.vllm_config).items():
-            checks.check_layer(name, layer)
+            checks.check_layer(name, layer, plain=name in self.drafter.layers or not named)
             CPUTreeAttention.adopt(layer, drafts=name in self.drafter.layers)
         self.model.compute_logits = self.clock.phase("verify")(self.model.compute_logits)
 

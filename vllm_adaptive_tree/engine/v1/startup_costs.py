@@ -17,6 +17,8 @@ THRESHOLD_ROUNDS, ROUNDS = 20, 5
 SECONDS = 15.0
 """After these, a profile keeps the points that it has."""
 NO_SLOT = -1  # vLLM's cache update writes nothing there
+STRIDE = 7919
+"""Between the tokens of the rows: a prime, so that they differ."""
 CONTEXT = 1024
 """Tokens, if the model reads as many."""
 
@@ -58,6 +60,8 @@ def target_forward(runner: Any, rows: int, context: int = 0) -> Callable[[], Ten
     """A verification of a chain after `context` tokens, all in the null block. The cost of branches is learnt from
     live steps, which too high a cost would prevent."""
     slots, start = torch.full((rows,), NO_SLOT), torch.zeros(rows, dtype=torch.int64)
+    # Equal tokens would be routed to the same experts, and a mixture of experts would look as cheap as one row.
+    tokens = torch.arange(rows, dtype=torch.int32) * STRIDE % runner.model_config.get_vocab_size()
     metadata: dict[str, Any] = {}
     for group, layers in runner.target_groups():
         table = torch.zeros(1, context + rows, dtype=torch.int32)
@@ -72,7 +76,7 @@ def target_forward(runner: Any, rows: int, context: int = 0) -> Callable[[], Ten
         with set_forward_context(
             metadata, runner.vllm_config, num_tokens=rows, slot_mapping=dict.fromkeys(metadata, slots)
         ):
-            hidden = runner.model(input_ids=start.int(), positions=start)
+            hidden = runner.model(input_ids=tokens, positions=start)
         if isinstance(hidden, tuple):  # with the states of auxiliary layers
             hidden = hidden[0]
         logits: Tensor = runner.model.compute_logits(hidden)

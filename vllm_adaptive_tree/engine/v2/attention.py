@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_adaptive_tree.attention.cpu import attend
+from vllm_adaptive_tree.attention.cpu import attend, window_bias
 from vllm_adaptive_tree.attention.plan import Plan
-from vllm_adaptive_tree.engine.common.attention import TreeAttention, TreeMetadata
+from vllm_adaptive_tree.engine.common.attention import Law, TreeAttention, TreeMetadata
 from vllm_adaptive_tree.trees.masks import ancestor_bits
 
 
@@ -52,7 +52,8 @@ class KernelTrees(TreeMetadata):
             impl.forward(layer, query, key, value, kv_cache, self.native, out)
         keys, values = impl.split(kv_cache)
         where = self.block_table, self.row_start, self.context, self.ancestors
-        tree_attention(query[: self.rows], keys, values, *where, impl.scale, out[: self.rows], plan=self.plan)
+        law = Law.of(impl)._asdict()
+        tree_attention(query[: self.rows], keys, values, *where, impl.scale, out[: self.rows], plan=self.plan, **law)
         return out
 
 
@@ -91,7 +92,20 @@ class DenseTrees(TreeMetadata):
     rows: Tensor  # [Q, T] int64: rows of the flat batch, each tree's root first; padded with the root's
     block_table: Tensor  # [Q, B]
     bias: Tensor  # [Q, T, B * block_size + T] float32
+    position: Tensor  # [Q, T]: root + depth
     saved: dict[str, tuple[Tensor, Tensor]]  # layer -> key, value of all rows
+    windowed: dict[int, Tensor]  # window -> the bias with it
+
+    def seen_through(self, window: int) -> Tensor:
+        """The bias of a layer with this window; 0: none. [Q, T, B * block_size + T]."""
+        if not window:
+            return self.bias
+        if window not in self.windowed:
+            context = self.bias.shape[2] - self.position.shape[1]
+            before = torch.arange(context, device=self.position.device).expand(len(self.position), -1)
+            places = torch.cat([before, self.position], 1)
+            self.windowed[window] = window_bias(self.bias, self.position, places, window)
+        return self.windowed[window]
 
     def attend(
         self, impl: Any, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, out: Tensor
@@ -103,6 +117,8 @@ class DenseTrees(TreeMetadata):
             torch.cat([old, new[self.rows].transpose(1, 2).float()], 2)
             for old, new in zip(context, (key, value), strict=True)
         )
-        result = attend(query[self.rows], keys, values, self.bias, impl.scale)
+        window, soft_cap, sinks = Law.of(impl)
+        bias = self.seen_through(window)
+        result = attend(query[self.rows], keys, values, bias, impl.scale, soft_cap=soft_cap, sinks=sinks)
         out[self.rows] = result.to(out.dtype)  # padding writes its root's result again
         return out

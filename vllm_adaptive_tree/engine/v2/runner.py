@@ -13,7 +13,7 @@ from vllm.v1.worker.gpu import model_runner
 from vllm_adaptive_tree.acceptance import Accepted
 from vllm_adaptive_tree.budget import Budget, DraftTemperature, Planner
 from vllm_adaptive_tree.engine import checks
-from vllm_adaptive_tree.engine.common.attention import CPUTreeAttention
+from vllm_adaptive_tree.engine.common.attention import CPUTreeAttention, Law
 from vllm_adaptive_tree.engine.common.cost_profile import CostProfile
 from vllm_adaptive_tree.engine.common.coverage import Coverage
 from vllm_adaptive_tree.engine.common.request_flags import RequestFlags
@@ -145,11 +145,15 @@ class TreeModelRunnerV2(ModelRunner):
         layers, draft = speculator.draft_attn_layer_names, getattr(speculator, "model", None)
         rows = max(requests * speculator.width(requests) for requests in range(1, 1 + self.max_num_reqs))
         memory = draft_memory(self, layers, draft, rows=rows)
+        named = checks.is_named(self.model_config)
         self.draft_memory = memory._replace(profiled=getattr(speculator, "level_keys", None) is not None)
         for name, layer in checks.attention_layers(self.vllm_config).items():
-            checks.check_layer(name, layer)
+            drafts = name in speculator.draft_attn_layer_names
+            checks.check_layer(name, layer, plain=drafts or not named)
+            if not drafts:
+                checks.check_window(name, Law.of(layer.impl).window, speculator.levels)
             trees = PagedTreeAttention if compiles(self.device) else CPUTreeAttention
-            trees.adopt(layer, drafts=name in speculator.draft_attn_layer_names)
+            trees.adopt(layer, drafts=drafts)
         if self.batch_sharder is not None or self.sampler.return_sampling_mask:
             raise ValueError("return_sampling_mask and a sampler sharded over ranks are not supported with trees")
         nodes = self.options.num_speculative_tokens

@@ -35,7 +35,7 @@ def _fastest(runner: Any, forwards: list[Prepare], *, least: int) -> list[float]
 
 
 def _target(runner: Any, rows: int) -> Prepare:
-    return lambda: partial(runner._dummy_run, rows)
+    return lambda: partial(runner._dummy_run, rows, randomize_inputs=True)  # else all rows have the same experts
 
 
 def _level(runner: Any, rows: int) -> Prepare:

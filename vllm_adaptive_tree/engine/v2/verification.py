@@ -146,7 +146,8 @@ class Verification(NamedTuple):
         blocks = -(-longest // block_size)
         before = context_bias(self.root[requests], blocks * block_size).expand(-1, 1 + nodes, -1)
         bias = torch.cat([before, torch.where(mask, 0.0, -torch.inf)], 2)
-        return DenseTrees(native, rows, native.block_table[requests, :blocks], bias, {})
+        position = self.root[requests, None] + mask.sum(2) - 1
+        return DenseTrees(native, rows, native.block_table[requests, :blocks], bias, position, {}, {})
 
     def commit(self, nodes: Tensor, metadata: dict[str, Any], layers: dict[str, Any], slots: dict[str, Tensor]) -> None:
         """On a CPU: K/V of the accepted `nodes` [R, L] (-1 pads) to the slots after the root.

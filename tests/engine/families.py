@@ -1,0 +1,199 @@
+"""Tiny models of the classes that people serve, of random weights, and what each of them brings."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from tests.engine.quantising import awq, gptq
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.12,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+LAYERS = ["sliding_attention", "full_attention"] * 2
+
+
+@dataclass(frozen=True)
+class Family:
+    config: str  # a class of transformers
+    brings: str
+    fields: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, Any] = field(default_factory=dict)  # of the engine
+    quantise: Callable[[Path], None] | None = None  # the checkpoint
+
+    @property
+    def groups(self) -> int:
+        """Of layers that share a block table."""
+        return len(set(self.fields.get("layer_types", [""])))
+
+    def built(self) -> PreTrainedConfig:
+        return getattr(transformers, self.config)(**{**COMMON, **self.fields})
+
+    def saved(self, folder: Path) -> str:
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(self.built(), dtype=torch.float32)
+        with torch.no_grad():
+            spread(model)
+        model.save_pretrained(folder)
+        if self.quantise is not None:
+            self.quantise(folder)
+        return str(folder)
+
+
+def spread(model: Any) -> None:
+    """Logits that differ, and texts that are not constant: tied embeddings are small beside what the layers say."""
+    tied = model.config.tie_word_embeddings
+    model.get_input_embeddings().weight.normal_(0, 0.03 if tied else 1)
+    if not tied:
+        model.get_output_embeddings().weight.normal_(0, 0.35)
+    for name, one in model.named_parameters():
+        if one.ndim == 1 and "bias" in name:
+            one.normal_(0, 0.3)
+        elif "norm" in name:
+            one.add_(torch.randn_like(one) * 0.1)
+        if tied and "o_proj" in name:  # an average over the context changes slowly, and so would the text
+            one.mul_(0.3)
+        if "post_attention_layernorm" in name and model.config.model_type in ("gemma2", "gemma3_text"):
+            one.sub_(0.7)
+
+
+def rope(kind: str, **more: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **more}}
+
+
+LLAMA3 = rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+YARN = rope("yarn", factor=4.0, original_max_position_embeddings=64)
+DYNAMIC = rope("dynamic", factor=4.0)
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family("LlamaConfig", "RoPE scaling of Llama 3, head size 64, GQA", {"head_dim": 64, **LLAMA3}),
+    "llama-tied": Family(
+        "LlamaConfig",
+        "tied embeddings, head size 256, MQA",
+        {"head_dim": 256, "num_key_value_heads": 1, "tie_word_embeddings": True},
+    ),
+    "llama-bias": Family(
+        "LlamaConfig", "biases, dynamic RoPE scaling", {"attention_bias": True, "mlp_bias": True, **DYNAMIC}
+    ),
+    "qwen2": Family("Qwen2Config", "biases, YaRN", {**YARN}),
+    "qwen3": Family("Qwen3Config", "norms of queries and keys, head size 128", {"head_dim": 128}),
+    "phi": Family("PhiConfig", "partial RoPE, biases, parallel blocks", {"partial_rotary_factor": 0.5}),
+    "phi3": Family(
+        "Phi3Config",
+        "fused projections, partial RoPE, head size 96",
+        {"hidden_size": 192, "num_attention_heads": 2, "num_key_value_heads": 1, "partial_rotary_factor": 0.5},
+    ),
+    "olmo": Family("OlmoConfig", "norms without weights", {}),
+    "olmo2": Family("Olmo2Config", "norms after the blocks", {}),
+    "olmo3": Family(
+        "Olmo3Config",
+        "windows of 40 in every other layer",
+        {"sliding_window": 40, "num_hidden_layers": 4, "layer_types": LAYERS},
+    ),
+    "gemma": Family(
+        "GemmaConfig",
+        "scaled, tied embeddings, head size 256, MQA",
+        {"head_dim": 256, "num_key_value_heads": 1, "tie_word_embeddings": True},
+    ),
+    "granite": Family(
+        "GraniteConfig",
+        "multipliers",
+        {"embedding_multiplier": 2.0, "residual_multiplier": 0.7, "attention_multiplier": 0.1, "logits_scaling": 0.8},
+    ),
+    "qwen3-moe": Family(
+        "Qwen3MoeConfig",
+        "8 experts, 4 per token",
+        {
+            "head_dim": 32,
+            "num_experts": 8,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 32,
+            "decoder_sparse_step": 1,
+            "norm_topk_prob": True,
+        },
+    ),
+    "mixtral": Family("MixtralConfig", "4 experts, 2 per token", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gpt-oss": Family(
+        "GptOssConfig",
+        "sinks, windows of 40 in every other layer, 8 experts",
+        {
+            "head_dim": 64,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 4,
+            "sliding_window": 40,
+            "layer_types": LAYERS,
+            "num_hidden_layers": 4,
+            **rope(
+                "yarn", factor=4.0, original_max_position_embeddings=64, beta_fast=32.0, beta_slow=1.0, truncate=False
+            ),
+        },
+    ),
+    "gemma2": Family(
+        "Gemma2Config",
+        "windows of 40 in every other layer, soft-caps",
+        {
+            "head_dim": 64,
+            "sliding_window": 40,
+            "num_hidden_layers": 4,
+            "layer_types": LAYERS,
+            "query_pre_attn_scalar": 64,
+            "tie_word_embeddings": True,
+            "attn_logit_softcapping": 20.0,
+            "final_logit_softcapping": 30.0,
+        },
+    ),
+    "gemma3": Family(
+        "Gemma3TextConfig",
+        "windows of 33 in every other layer, two RoPE bases",
+        {
+            "head_dim": 64,
+            "sliding_window": 33,
+            "num_hidden_layers": 4,
+            "layer_types": LAYERS,
+            "query_pre_attn_scalar": 64,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "mistral": Family(
+        "MistralConfig", "head size 80, MHA", {"head_dim": 80, "num_key_value_heads": 4, "sliding_window": None}
+    ),
+    "mistral-window": Family("MistralConfig", "a window of 37 in every layer", {"sliding_window": 37}),
+    "ministral": Family(
+        "MinistralConfig",
+        "windows of 64 in every other layer",
+        {"sliding_window": 64, "num_hidden_layers": 4, "layer_types": LAYERS, "head_dim": 32},
+    ),
+    "cohere2": Family(
+        "Cohere2Config",
+        "windows of 48 with RoPE, full layers without",
+        {
+            "sliding_window": 48,
+            "num_hidden_layers": 4,
+            "layer_types": LAYERS,
+            "tie_word_embeddings": True,
+            "logit_scale": 4.0,
+        },
+    ),
+    "llama-fp8-kv": Family("LlamaConfig", "K/V in 8 bits", {"head_dim": 64}, {"kv_cache_dtype": "fp8"}),
+    "llama-gptq": Family("LlamaConfig", "weights of 4 bits by GPTQ", {"head_dim": 64}, {"dtype": "bfloat16"}, gptq),
+    "llama-awq": Family("LlamaConfig", "weights of 4 bits by AWQ", {"head_dim": 64}, {"dtype": "bfloat16"}, awq),
+}
+
+
+SHORT = ("llama", "phi", "qwen3-moe", "gpt-oss", "gemma2")
+"""Together they have every head size, kind of RoPE, window, soft-cap and sink once."""
