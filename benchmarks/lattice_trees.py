@@ -1,6 +1,6 @@
 """Chains, trees of marginals and trees of conditionals, cut from one forward of the same head.
 
-    python -m benchmarks.lattice_trees --out benchmarks/results/lattice_trees.json
+    python -m benchmarks.lattice_trees --head head --out benchmarks/results/lattice_trees.json
 
 Without an engine, in float32: the bundled target continues prompts from modules held out from the head's training,
 128 tokens each, greedily and at temperature 1; the head says what it says behind every token of these texts; OPT-Tree
@@ -52,7 +52,7 @@ class Drafted(NamedTuple):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--head", type=Path, default=PAIR / "lattice_head")
+    parser.add_argument("--head", type=Path, required=True, help="as train-head --kind dspark writes it")
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

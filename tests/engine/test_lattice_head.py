@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM
 from vllm.model_executor.models.qwen3_dspark import Qwen3DSparkForCausalLM
 
@@ -84,6 +85,7 @@ def test_it_computes_the_same(config: VllmConfig, cls: Any, tmp_path: Path) -> N
     assert not any(model.get_draft_attn_causal())
     for layer in model.model.layers:
         layer.self_attn.attn = Dense(layer.self_attn.attn)
+    process_weights_after_loading(model, draft, torch.device("cpu"))
     model.model._attn_layers = [layer.self_attn.attn for layer in model.model.layers]
 
     auxiliary, embedded = torch.randn(ROOT, 3 * CONFIG["hidden_size"]), torch.randn(6, CONFIG["hidden_size"])

@@ -166,7 +166,7 @@ def test_a_head_learns(monkeypatch: pytest.MonkeyPatch) -> None:
     teacher.initialise(head, tokens)
     ticks = iter(range(10_000))
     monkeypatch.setattr("time.monotonic", lambda: float(next(ticks)))  # a second a step
-    recipe = Recipe(minutes=3.0, unrolled=2, batch=8, window=16, rate=1e-2, bfloat16=False)
+    recipe = Recipe(minutes=1.2, unrolled=2, batch=4, window=16, rate=1e-2, bfloat16=False)
     training = Training(head, teacher, tokens[:3000], tokens[3000:], recipe)
     before = training.check()
     training.run(watch=lambda _: None)

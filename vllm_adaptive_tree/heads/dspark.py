@@ -95,7 +95,10 @@ class BlockHead(nn.Module):
         self.block = block
         self.fc = nn.Linear(auxiliary * size.hidden, size.hidden, bias=False)
         self.hidden_norm = Norm(size.hidden, size.eps)
-        self.layers = nn.ModuleList(BlockLayer(size) for _ in range(block.layers))
+        layers = [BlockLayer(size) for _ in range(block.layers)]
+        for layer in layers:  # one for all: vLLM's kernel for CPUs norms every layer's context by the first's
+            layer.self_attn.k_norm = layers[0].self_attn.k_norm
+        self.layers = nn.ModuleList(layers)
         self.norm = Norm(size.hidden, size.eps)
         self.markov_head = MarkovHead(size.vocabulary, block.rank)
 
