@@ -81,6 +81,7 @@ def test_identity(engines: Engines, name: str, tmp_path: Path) -> None:
         pytest.skip("refused on Model Runner V2")
     run = Run(engines, FAMILIES[name], tmp_path, dtype="float32")
     assert_identical(run.plain, run.trees())
+    assert_identical(run.plain, run.again(engines.llm))  # prompts out of the prefix cache
     runner = runner_of(engines.llm)
     assert len(runner.kv_cache_config.kv_cache_groups) == FAMILIES[name].groups
     if not V2:
@@ -122,6 +123,37 @@ def test_a_commit_to_the_first_group_alone_shows(
     monkeypatch.setattr(verification.Verification, "commit", first)
     with pytest.raises(AssertionError, match="differs at token"):
         assert_identical(run.plain, generate(llm, run.asked, PARAMS))
+
+
+def beside_a_draft(family: str, layers: int, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Engine arguments and a speculative_config: a target of the family, and a Llama of so many layers."""
+    target = FAMILIES[family]
+    size = target.fields.get("head_dim", 32)
+    draft = replace(FAMILIES["llama"], fields={"head_dim": size, "num_hidden_layers": layers})
+    models = target.saved(folder / "target"), draft.saved(folder / f"draft-{layers}")
+    arguments = {"model": models[0], "skip_tokenizer_init": True, "max_model_len": 256, "max_num_seqs": 8}
+    tree = {"budget": None, "threshold": 0}
+    return arguments, {"method": "opt_tree", "model": models[1], "num_speculative_tokens": NODES, "tree": tree}
+
+
+def test_a_draft_beside_windows(engines: Engines, tmp_path: Path) -> None:
+    """vLLM parts more layers than a cache group holds."""
+    arguments, tree = beside_a_draft("gemma2", 4, tmp_path)
+    with pytest.raises(ValueError, match="vLLM parts the draft's 4 layers among .* disable_hybrid_kv_cache_manager"):
+        engines.start(tree, **arguments)
+    asked = prompts(LENGTHS, FAMILIES["gemma2"].built().vocab_size)
+    plain = generate(engines.start(**arguments), asked, PARAMS)
+    one = beside_a_draft("gemma2", 1, tmp_path)[1]
+    for config, more in ((one, {}), (tree, {"disable_hybrid_kv_cache_manager": True})):
+        llm = engines.start(config, **arguments, **more)
+        assert_identical(plain, generate(llm, asked, PARAMS))
+        assert metric(llm, "spec_decode_num_draft_tokens") > NODES * len(asked)
+
+
+def test_a_window_of_every_layer_is_its_drafts_too(engines: Engines, tmp_path: Path) -> None:
+    arguments, tree = beside_a_draft("mistral-window", 1, tmp_path)
+    with pytest.raises(ValueError, match="a sliding window in every layer, .* use 'ngram' or 'suffix'"):
+        engines.start(tree, **arguments)
 
 
 SEEDS = 50

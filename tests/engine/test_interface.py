@@ -297,7 +297,6 @@ def test_targets_outside_the_allow_list(engines: Engines, monkeypatch: pytest.Mo
         ("logits_soft_cap", 30.0, "soft-cap"),
         ("alibi_slopes", [1.0], "ALiBi"),
         ("sinks", [1.0], "sinks"),
-        ("is_fp8_kv_cache", True, "quantised"),
     ):
         before = getattr(layer.impl, attribute)
         setattr(layer.impl, attribute, value)
@@ -307,6 +306,11 @@ def test_targets_outside_the_allow_list(engines: Engines, monkeypatch: pytest.Mo
         if word != "ALiBi":
             checks.check_layer("layer.0", layer, plain=False)
         setattr(layer.impl, attribute, before)
+    with monkeypatch.context() as patch:
+        patch.setattr(layer, "kv_cache_dtype", "fp8")  # as vLLM sets it where a checkpoint has a kv_cache_scheme
+        with pytest.raises(ValueError, match="'layer.0' uses a quantised KV cache"):
+            checks.check_layer("layer.0", layer, plain=False)
+        checks.check_layer("layer.0", layer, plain=False, quantised_cache=True)
     monkeypatch.setattr(layer.impl, "sliding_window", (-1, -1))  # FlashAttention's form of none
     checks.check_layer("layer.0", layer)
     checks.check_packing("layer.0", layer)

@@ -1,6 +1,6 @@
 """The allow-list of what is supported. Anything else is refused by name at start-up until it has a test."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from vllm_adaptive_tree.config import TreeOptions
@@ -94,6 +94,11 @@ def check_config(config: Any, options: TreeOptions) -> None:
             f"{name}={dtype!r} is not supported with a tree method; use 'auto' (the model's own dtype). {FP8[0]!r} is, "
             "on a CPU and Model Runner V1, where the draft has no K/V of its own ('model': 'ngram' or 'suffix')"
         )
+    if config.cache_config.sliding_window is not None and options.text is None and options.draft != "medusa":
+        raise ValueError(
+            f"model: {target.model!r} has a sliding window in every layer, which vLLM gives to the layers of its draft "
+            "too, and drafts with windows are not supported; use 'ngram' or 'suffix' as speculative_config['model']"
+        )
     replicas = config.parallel_config.data_parallel_size
     for name, model in (("model", target), ("speculative_config['model']", spec.draft_model_config)):
         if replicas > 1 and model is not None and model.is_moe:
@@ -177,16 +182,30 @@ def check_window(name: str, window: int, levels: int) -> None:
         )
 
 
-def check_layer(name: str, layer: Any, *, plain: bool = True) -> None:
+def check_draft_groups(groups: Sequence[Any], layers: Collection[str]) -> None:
+    """Refuse a draft whose `layers` vLLM puts into several of its KV cache `groups`: it reads one block table. vLLM
+    fills groups of equal size, so a draft's layers are parted where the target's have windows."""
+    held = [set(layers) & set(group.layer_names) for group in groups]
+    if sum(map(bool, held)) > 1:
+        raise ValueError(
+            f"speculative_config['model']: vLLM parts the draft's {len(layers)} layers among "
+            f"{sum(map(bool, held))} groups of its KV cache, beside a target with windows; use a draft of one layer, a "
+            "head, or 'ngram', or set disable_hybrid_kv_cache_manager"
+        )
+
+
+def check_layer(name: str, layer: Any, *, plain: bool = True, quantised_cache: bool = False) -> None:
     """Refuse an attention layer for which a tree would be wrong.
 
     Args:
         layer: one of `attention_layers`.
         plain: of a draft, or of a class without a test: full causal attention with one scale alone, no windows,
             soft-caps or sinks.
+        quantised_cache: its K/V may have fewer bits than the model; a checkpoint, too, can ask for that.
     """
     from vllm.model_executor.layers.attention import Attention
     from vllm.platforms import current_platform
+    from vllm.utils.torch_utils import is_quantized_kv_cache
     from vllm.v1.attention.backend import AttentionType
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
     from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
@@ -205,7 +224,7 @@ def check_layer(name: str, layer: Any, *, plain: bool = True) -> None:
         (getattr(impl, "alibi_slopes", None) is not None, "ALiBi"),
         (plain and getattr(impl, "logits_soft_cap", 0) not in (0, None), "a soft-cap on its logits"),
         (plain and getattr(impl, "sinks", None) is not None, "attention sinks"),
-        (plain and getattr(impl, "is_fp8_kv_cache", False), "a quantised KV cache"),
+        (not quantised_cache and is_quantized_kv_cache(layer.kv_cache_dtype), "a quantised KV cache"),
         (layer.kv_sharing_target_layer_name is not None, "the KV cache of another layer"),
         (layer.head_size != layer.head_size_v, "value heads of another size"),
     ):

@@ -21,6 +21,8 @@ from vllm_adaptive_tree.trees.masks import WORD, ancestor_bits
 from vllm_adaptive_tree.trees.orders import depth_first, permuted
 
 PLAIN = Law()
+WINDOW = 2048
+"""The longest that is checked: a window need only begin inside a context."""
 TIMES = 2.0
 """The kernel's error may be so many times that of the yardstick."""
 ROUNDINGS = 2.0
@@ -60,10 +62,11 @@ def check(layer: Any, *, block_size: int, nodes: int, longest: int, scale: float
         layer: vLLM's attention layer, whose cache exists. On a GPU blocks at its end get noise, and are zeroed then.
         nodes: of the largest trees.
         longest: tokens that a request may have.
-        law: a window that the largest tree may outgrow counts as a longer one.
+        law: a window that the largest tree may outgrow counts as a longer one, one of more than `WINDOW` tokens as
+            one of so many, and one that no request outgrows as none.
     """
     if law.window:
-        law = law._replace(window=max(law.window, nodes + 1))
+        law = law._replace(window=0 if law.window >= longest else min(max(law.window, nodes + 1), WINDOW))
     long = max(min(max(40 * block_size, law.window + 2 * block_size), longest - 1 - nodes), 0)
     contexts = [0, block_size - 1, long, 1, block_size, 3 * block_size + 5]
     contexts = [min(context, long) for context in contexts]

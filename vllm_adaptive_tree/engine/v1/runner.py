@@ -104,11 +104,15 @@ class TreeModelRunner(CPUModelRunner):
         self.draft_memory = draft_memory(self, self.drafter.layers, getattr(self.drafter, "model", None))
         named = checks.is_named(self.model_config)
         for name, layer in checks.attention_layers(self.vllm_config).items():
-            checks.check_layer(name, layer, plain=name in self.drafter.layers or not named)
-            CPUTreeAttention.adopt(layer, drafts=name in self.drafter.layers)
+            drafts = name in self.drafter.layers
+            # The grown contexts of a draft with K/V are read out of the cache as they are.
+            coded = named and not self.drafter.layers
+            checks.check_layer(name, layer, plain=drafts or not named, quantised_cache=coded)
+            CPUTreeAttention.adopt(layer, drafts=drafts)
         self.model.compute_logits = self.clock.phase("verify")(self.model.compute_logits)
 
     def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
+        checks.check_draft_groups(kv_cache_config.kv_cache_groups, self.drafter.layers)
         longest = self.num_spec_tokens // self.cache_config.block_size + 1  # blocks of a branch
         self.scratch = ScratchBlocks(scratch.COUNT + longest)
         super().initialize_kv_cache(self.scratch.extended(kv_cache_config), *args, **kwargs)

@@ -111,14 +111,15 @@ class TreeModelRunnerV2(ModelRunner):
             for size, graphs in every.items():
                 every[size] = [graph for graph in graphs if graph.cg_mode != CUDAGraphMode.FULL]
 
-    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+    def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
+        checks.check_draft_groups(kv_cache_config.kv_cache_groups, self.speculator.draft_attn_layer_names)
         selection = NodeSelection(self.speculator.drafts, self.input_buffers.query_start_loc, self.budget)
         graphs = self.buffers is not None and self.compilation_config.cudagraph_mode.has_full_cudagraphs()
         # With it vLLM captures whole graphs for batches of unequal trees; it asks for them, so not without any.
         with swapped(
             model_runner, "maybe_create_adaptive_verification_manager", lambda **_: selection if graphs else None
         ):
-            super().initialize_kv_cache(*args, **kwargs)
+            super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
         if self.budget is not None:
             self.adaptive_verification = selection
         if self.options.tree.budget == "auto" and self.speculator.reads_late:
