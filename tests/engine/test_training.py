@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from tests.engine.engines import DRAFT, PROMPTS, TARGET, Engines, assert_identic
 from vllm_adaptive_tree.cli.main import main
 from vllm_adaptive_tree.engine import checks, translate
 from vllm_adaptive_tree.engine.common.startup import tree_options
+from vllm_adaptive_tree.engine.cpu_worker import TreeWorker
 from vllm_adaptive_tree.gates import training
 from vllm_adaptive_tree.gates.examples import EXAMPLE_BUILDERS, Verified
 from vllm_adaptive_tree.gates.parts import Parts
@@ -221,6 +223,14 @@ def test_type_1_is_refused_beside_another_draft(engines: Engines) -> None:
         ValueError, match=r"reads hidden states of 128, the draft's have 64; train one .*train-gate mcsd"
     ):
         checks.check_hidden_size(proposer, 64)
+
+
+def test_type_1_has_no_examples_of_a_text() -> None:
+    worker = SimpleNamespace(use_v2_model_runner=False, rank=0, vllm_config=config_of({**tree(20), "model": "ngram"}))
+    with pytest.raises(
+        ValueError, match="type1 reads the draft's hidden states, and 'ngram' has none; use --type type2"
+    ):
+        TreeWorker.record(worker, "mcsd-type1", {})
 
 
 @pytest.mark.parametrize(

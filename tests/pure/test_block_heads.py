@@ -100,6 +100,14 @@ def test_it_begins_with_the_pairs_of_the_texts() -> None:
     assert head.layers[0].self_attn.q_proj.weight.equal(teacher.target.model.layers[-2].self_attn.q_proj.weight)
 
 
+def test_a_large_vocabulary_begins_without_a_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_training, "MOST_COUNTED", VOCABULARY - 1)
+    teacher, head = BlockTeacher(target_of(), LAYERS, BLOCK.depth, BLOCK.mask), random_head()
+    teacher.initialise(head, torch.zeros(10, dtype=torch.int64))
+    assert not head.markov_head(torch.arange(VOCABULARY)).any()
+    assert head.markov_head.markov_w1.weight.any(), "or its gradient would be 0"
+
+
 def test_the_nearest_factors() -> None:
     matrix = torch.randn(30, 4) @ torch.randn(4, 30)
     one, two = low_rank(matrix, 4)

@@ -135,6 +135,14 @@ def test_a_one_forward_head(arguments: list[str], tmp_path: Path, capsys: pytest
     assert len(record["held_out_agreement_by_depth"]) == 3
 
 
+def test_the_token_of_places_that_are_predicted() -> None:
+    assert train_head._mask({"pad_token_id": 3, "eos_token_id": 2}, 10) == 3
+    assert train_head._mask({"eos_token_id": [2, 5]}, 10) == 2
+    assert train_head._mask({"eos_token_id": None}, 10) == 0
+    with pytest.raises(ValueError, match="10 of its config.json is not among its 10 tokens"):
+        train_head._mask({"eos_token_id": 10}, 10)
+
+
 @pytest.mark.parametrize(
     "options", [["--layers", "2"], ["--markov-rank", "8"], ["--kind", "dspark", "--draft-vocab", "20"]]
 )

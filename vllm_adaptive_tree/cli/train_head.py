@@ -98,6 +98,7 @@ def _train(options: argparse.Namespace) -> None:
     layers = auxiliary_layers(config["num_hidden_layers"], options.auxiliary_layers)
     if options.kind == "dspark" and layers[0] == 0:
         raise ValueError("--auxiliary-layers 0: a dspark head reads what layers give, not the embeddings; begin with 1")
+    mask = _mask(config, size.vocabulary)
     tokens, held_out = _tokens(options)
     print(f"{len(tokens):,} tokens to train on, {len(held_out):,} held out", flush=True)
     ids = options.draft_vocab and checkpoint.most_frequent(tokens, size.vocabulary, options.draft_vocab)
@@ -112,7 +113,6 @@ def _train(options: argparse.Namespace) -> None:
     )
     block = None
     if options.kind == "dspark":
-        mask = config.get("pad_token_id") or config.get("eos_token_id") or 0
         block = Block(options.layers or 2, recipe.unrolled, options.markov_rank or 64, mask)
     settings = {
         "target": shown(options.target),
@@ -153,6 +153,22 @@ def _of_its_kind(options: argparse.Namespace) -> None:
     for name in wrong:
         if getattr(options, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} means nothing for --kind {options.kind}; leave it out")
+
+
+def _mask(config: dict[str, Any], vocabulary: int) -> int:
+    """The token that stands where a block predicts.
+
+    Raises:
+        ValueError: the target's config.json names one that its vocabulary does not have.
+    """
+    end = config.get("eos_token_id")
+    found = config.get("pad_token_id") or (end[0] if isinstance(end, list) and end else end) or 0
+    if not 0 <= found < vocabulary:
+        raise ValueError(
+            f"--target: pad_token_id or eos_token_id {found} of its config.json is not among its {vocabulary} tokens; "
+            "correct it"
+        )
+    return int(found)
 
 
 def _tokens(options: argparse.Namespace) -> tuple["Tensor", "Tensor"]:

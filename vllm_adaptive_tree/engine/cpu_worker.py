@@ -6,7 +6,8 @@ from typing import Any
 from vllm.v1.worker import cpu_worker
 
 from vllm_adaptive_tree.amx import allow_amx
-from vllm_adaptive_tree.engine.common.startup import available_memory, finish_startup, save_profile
+from vllm_adaptive_tree.drafters import CHECKPOINTS, ONE_FORWARD
+from vllm_adaptive_tree.engine.common.startup import available_memory, finish_startup, save_profile, tree_options
 from vllm_adaptive_tree.engine.installation import here
 from vllm_adaptive_tree.engine.patches import swapped
 from vllm_adaptive_tree.engine.v1.recorder import Recorder
@@ -59,6 +60,9 @@ class TreeWorker(cpu_worker.CPUWorker):
         """Start collecting examples of a kind of `gates.examples.EXAMPLE_BUILDERS`, on rank 0."""
         if self.use_v2_model_runner:
             raise ValueError("examples are recorded on Model Runner V1; unset VLLM_USE_V2_MODEL_RUNNER")
+        draft = str(tree_options(self.vllm_config).draft)
+        if kind == "mcsd-type1" and (draft not in CHECKPOINTS or draft in ONE_FORWARD):
+            raise ValueError(f"--type type1 reads the draft's hidden states, and {draft!r} has none; use --type type2")
         if self.rank == 0:
             self.model_runner.recorder = Recorder(kind, options)
 

@@ -12,6 +12,7 @@ from vllm_adaptive_tree.heads.dspark import BlockHead
 DEPTH_WEIGHT = 0.8  # of the loss at a depth, relative to the depth before
 MARGINAL = 0.5  # weight of the loss without the bias: the backbone alone serves as a DFlash head
 SPACING = 8  # tokens between the roots of a window
+MOST_COUNTED = 16_384  # tokens of a vocabulary whose pairs are counted, in 1 GiB; the bias of a larger one begins at 0
 SMOOTHING = 20.0  # pairs that a token is believed to have had beside those counted
 
 
@@ -52,7 +53,8 @@ class BlockTeacher:
             return BlockLesson(probs, tokens[:, behind], auxiliary, self.target.model.embed_tokens(read), roots)
 
     def initialise(self, head: BlockHead, tokens: Tensor) -> None:
-        """Begin as the target's last layers over its last auxiliary state, with a bias for the pairs in `tokens`."""
+        """Begin as the target's last layers over its last auxiliary state, with a bias for the pairs in `tokens` if the
+        vocabulary has at most `MOST_COUNTED`."""
         width, mine = head.norm.weight.shape[0], list(head.layers)
         with torch.no_grad():
             for layer, theirs in zip(mine, self.target.model.layers[-len(mine) :], strict=True):
@@ -60,7 +62,11 @@ class BlockTeacher:
             head.norm.weight.copy_(self.target.model.norm.weight)
             head.fc.weight.zero_()
             head.fc.weight[:, -width:].copy_(torch.eye(width))
-            one, two = low_rank(pointwise(tokens, self.target.config.vocab_size), head.block.rank)
+            vocabulary = self.target.config.vocab_size
+            if vocabulary > MOST_COUNTED:
+                head.markov_head.markov_w2.weight.zero_()
+                return
+            one, two = low_rank(pointwise(tokens, vocabulary), head.block.rank)
             head.markov_head.markov_w1.weight.copy_(one)
             head.markov_head.markov_w2.weight.copy_(two)
 
