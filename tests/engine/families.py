@@ -44,8 +44,8 @@ class Family:
     def built(self) -> PreTrainedConfig:
         return getattr(transformers, self.config)(**{**COMMON, **self.fields})
 
-    def saved(self, folder: Path) -> str:
-        torch.manual_seed(0)
+    def saved(self, folder: Path, seed: int = 0) -> str:
+        torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(self.built(), dtype=torch.float32)
         with torch.no_grad():
             spread(model)
