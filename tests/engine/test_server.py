@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -112,17 +113,23 @@ ENGINES = 1 if vllm.__version__.startswith("0.33") else 2
 
 
 def test_vllm_serve_with_two_engines(texts: list[str], tmp_path: Path) -> None:
-    """Data parallelism of a dense model: requests go to the engine that has fewer."""
+    """Data parallelism of a dense model: requests go to the engine that has fewer. Two API servers add up."""
     metadata = tmp_path / "vllm-0.dist-info" / "METADATA"  # the console script reads the version of "vllm"
     metadata.parent.mkdir()
     metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {vllm.__version__}+cpu\n")
-    with serving([*SERVE, "--data-parallel-size", str(ENGINES)], PYTHONPATH=str(tmp_path)) as url:
+    engines = ["--data-parallel-size", str(ENGINES), "--api-server-count", "2"]
+    with serving([*SERVE, *engines], PYTHONPATH=str(tmp_path)) as url:
         client = OpenAI(base_url=f"{url}/v1", api_key="none")
         answer = client.completions.create(prompt=PROMPTS, **GREEDY, extra_body=IGNORE_EOS)
         assert [choice.text for choice in answer.choices] == texts
         for engine in (f'engine="{i}"' for i in range(ENGINES)):
             assert metric(url, "spec_decode_num_accepted_tokens_total", engine) > 0
             assert metric(url, "adaptive_tree_phase_seconds_count", engine) > 0
+        for prompt in PROMPTS:  # each by a connection of its own, which either server may take
+            OpenAI(base_url=f"{url}/v1", api_key="none").completions.create(prompt=prompt, **GREEDY)
+        tokens, first = metric(url, "generation_tokens_total"), metric(url, "time_to_first_token_seconds_count")
+        assert metric(url, "adaptive_tree_decode_tokens_total") == tokens - first > 16 * TOKENS
+        assert first == 2 * len(PROMPTS)
 
 
 @pytest.fixture(scope="module")
@@ -154,6 +161,16 @@ def test_metrics_of_the_dashboard(server: str, client: OpenAI) -> None:
     assert (
         metric(server, "spec_decode_num_draft_tokens_total") == metric(server, "adaptive_tree_nodes_total") > accepted
     )
+
+
+@pytest.mark.parametrize("path", ["v1/embeddings", "pooling", "score", "classify"])
+def test_pooling_endpoints_are_absent(server: str, path: str) -> None:
+    """As without a tree: vLLM offers them for engines that pool, which have no trees."""
+    body = json.dumps({"model": "demo", "input": "x", "text_1": "x", "text_2": "x"}).encode()
+    request = urllib.request.Request(f"{server}/{path}", body, {"Content-Type": "application/json"})
+    with pytest.raises(urllib.error.HTTPError) as error:
+        urllib.request.urlopen(request, timeout=30)
+    assert error.value.code == 404
 
 
 def test_streaming(client: OpenAI, texts: list[str]) -> None:

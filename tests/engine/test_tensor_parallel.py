@@ -136,13 +136,13 @@ SPECS = {
 
 
 def params(method: str, **extra: Any) -> list[dict[str, Any]]:
-    """Greedy; beside DySpec every second request is sampled, without a seed, and the first two have a grammar."""
+    """The first two have a grammar. Greedy; beside DySpec every second request is sampled, without a seed."""
     found = [{"temperature": 0.0, "max_tokens": LENGTH, "ignore_eos": True, **extra} for _ in range(COUNT)]
     if method == "dyspec":
         for own in found[1::2]:
             own["temperature"] = 1.0
-        for own in found[:2]:
-            own["regex"] = r"[a-z_]{3,12}\(([a-z]{1,8}, )*[a-z]{1,8}\)"
+    for own in found[:2]:
+        own["regex"] = r"[a-z_]{3,12}\(([a-z]{1,8}, )*[a-z]{1,8}\)"
     return found
 
 
