@@ -107,7 +107,7 @@ def _block(vocabulary: Tensor | None) -> dict[str, Tensor]:
         for name in ("input_layernorm", "post_attention_layernorm"):
             weights[f"layers.{at}.{name}.weight"] = torch.ones(HIDDEN)
         for name in "qk":
-            weights[f"layers.{at}.self_attn.{name}_norm.weight"] = torch.ones(CONFIG["head_dim"])
+            weights[f"layers.{at}.self_attn.{name}_norm.weight"] = 1 + at + _random(54 + at, CONFIG["head_dim"])
     return weights if vocabulary is None else {**weights, "lm_head.weight": _random(53, len(vocabulary), HIDDEN)}
 
 

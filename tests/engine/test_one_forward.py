@@ -62,6 +62,16 @@ def plain(engines: Engines) -> list[Any]:
     return engines.start().generate(BATCH, parameters(), use_tqdm=False)
 
 
+def assert_each_layer_has_its_norm(runner: Any) -> None:
+    """On the context's keys; the layers' weights differ."""
+    backbone = runner.speculator.block.model.model if V2 else runner.drafter.model.model
+    norms = [layer.self_attn.k_norm for layer in backbone.layers]
+    keys = torch.randn(len(norms), 3, 2, len(norms[0].weight))
+    assert not torch.equal(norms[0].weight, norms[1].weight)
+    own = torch.stack([norm.forward_native(key) for norm, key in zip(norms, keys, strict=True)])
+    torch.testing.assert_close(backbone._normalize_context_k(keys), own)
+
+
 def identical(
     engines: Engines,
     plain: list[Any],
@@ -75,6 +85,8 @@ def identical(
     spec = {"method": method, "model": HEADS[head](folder / head), "num_speculative_tokens": NODES}
     tree = {"budget": None, **options}
     llm = engines.start({**spec, "rejection_sample_method": rule, "tree": tree})
+    if head != "medusa":
+        assert_each_layer_has_its_norm(runner_of(llm))
     known = [(output.prompt_token_ids, output.outputs[0].token_ids) for output in plain]
     lean(runner_of(llm), second_best(known, VOCABULARY), patch.setattr)
     spy, kept = TreeSpy(llm, patch), parameters()
