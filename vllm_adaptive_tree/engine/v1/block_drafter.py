@@ -21,6 +21,7 @@ from vllm_adaptive_tree.engine.one_forward import as_vllm_drafts
 from vllm_adaptive_tree.engine.v1.catch_up import CatchUp
 from vllm_adaptive_tree.engine.v1.contexts import KeptContexts
 from vllm_adaptive_tree.engine.v1.one_forward import OneForwardDrafter
+from vllm_adaptive_tree.engine.v1.shared_embedding import drop_adapters
 from vllm_adaptive_tree.trees import SlicedMask
 
 
@@ -37,6 +38,7 @@ class BlockDrafter(OneForwardDrafter, DFlashProposer):
 
     def load_model(self, target_model: Any) -> None:
         super().load_model(target_model)
+        drop_adapters(self.model.model)
         norm_each_layer(self.model.model)
         self.anchored = self.markov and self.draft_model_config.hf_config.sample_from_anchor
         """Whether the root's row predicts the token after it, and each row the next; else each its own."""
