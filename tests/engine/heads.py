@@ -98,6 +98,11 @@ def dspark(folder: Path, *, vocabulary: Tensor | None = None, scale: float = 0.5
     return _written(folder, config, {**_block(vocabulary), **markov}, vocabulary)
 
 
+def dspark_fill_in(folder: Path) -> str:
+    """Its root predicts nothing."""
+    return dspark(folder, sample_from_anchor=False, block_size=1 + DEPTH)
+
+
 def _block(vocabulary: Tensor | None) -> dict[str, Tensor]:
     weights = {"fc.weight": _random(52, HIDDEN, len(AUXILIARY) * HIDDEN)}
     for name in ("hidden_norm", "norm"):

@@ -229,6 +229,27 @@ def test_options_that_a_head_does_not_take(arguments: dict[str, Any], words: lis
     assert all(word in str(error.value) for word in words), error.value
 
 
+@pytest.fixture
+def on_v2(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The configuration alone, which is built without Triton too."""
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    for module in ("vllm.triton_utils", "vllm.config.vllm"):
+        monkeypatch.setattr(f"{module}.HAS_TRITON", True)
+
+
+@pytest.mark.parametrize(
+    ("make", "rows"),
+    [(heads.dflash, 1 + heads.DEPTH), (heads.dspark, heads.DEPTH), (heads.dspark_fill_in, 1 + heads.DEPTH)],
+)
+def test_blocks_of_all_requests_fit_a_step(on_v2: None, make: Any, rows: int, tmp_path: Path) -> None:
+    draft, room = make(tmp_path / "draft"), 10 * rows + 3
+    keys = {"num_speculative_tokens": 9}
+    assert build(draft, keys=keys, max_num_seqs=10, max_num_batched_tokens=room).use_v2_model_runner
+    with pytest.raises(ValueError, match=f"max_num_seqs=11 does not fit max_num_batched_tokens={room}") as error:
+        build(draft, keys=keys, max_num_seqs=11, max_num_batched_tokens=room)
+    assert f"lower the first to 10, or raise the second to {11 * rows}" in str(error.value)
+
+
 def test_a_look_up_has_no_hidden_states(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"'type1' reads the draft's hidden states, and 'ngram' has none"):
         build("ngram", keys={"method": "mcsd", "tree": {"stop": "type1"}})

@@ -26,7 +26,7 @@ HEADS: dict[str, Callable[[Path], str]] = {
     "dflash causal": partial(heads.dflash, dflash_config={**heads.DFLASH["dflash_config"], "causal": True}),
     "dflash reduced": partial(heads.dflash, vocabulary=THREE_OF_FOUR),
     "dspark": heads.dspark,
-    "dspark fill-in": partial(heads.dspark, sample_from_anchor=False, block_size=1 + DEPTH),
+    "dspark fill-in": heads.dspark_fill_in,
     "dspark candidates": partial(heads.dspark, dspark_draft_topk=64),
     "dspark reduced": partial(heads.dspark, vocabulary=THREE_OF_FOUR),
 }

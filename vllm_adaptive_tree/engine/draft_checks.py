@@ -223,6 +223,19 @@ def check_fit(config: Any, draft: Checkpoint, kind: str, levels: int | None = No
             f"V2 for a head that predicts {levels} tokens at once, each with a slot of the cache; give at least "
             f"{1 + (levels or 0)}"
         )
+    if kind in one_forward.CLASSES and config.use_v2_model_runner:
+        _check_room(config.scheduler_config, kind, one_forward.rows_of(draft, kind, levels or 1))
+
+
+def _check_room(scheduler: Any, kind: str, rows: int) -> None:
+    """vLLM writes the blocks of all requests to buffers of one step's tokens, and checks no bound."""
+    requests, room = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
+    if requests * rows > room:
+        raise ValueError(
+            f"max_num_seqs={requests} does not fit max_num_batched_tokens={room} on Model Runner V2: {NAMES[kind]} "
+            f"reads {rows} tokens of every request in one forward, {requests * rows} of all; lower the first to "
+            f"{room // rows}, or raise the second to {requests * rows}"
+        )
 
 
 def _check_vocabulary(draft: Checkpoint, head: Any, vocabulary: int, kind: str) -> None:

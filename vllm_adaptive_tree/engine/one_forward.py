@@ -62,6 +62,12 @@ def samples_anchor(config: Mapping[str, Any]) -> bool:
     return bool(config.get("sample_from_anchor", "speculators_model_type" not in config))
 
 
+def rows_of(draft: Checkpoint, kind: str, levels: int) -> int:
+    """Rows of a request in the forward of a DFlash or DSpark head: the root, unless it predicts a level itself, and a
+    mask token for each level."""
+    return levels if kind == "dspark" and samples_anchor(draft.config) else 1 + levels
+
+
 def mask_token(config: Mapping[str, Any]) -> Any:
     """The token that stands at the positions to predict; None: the config.json does not say."""
     own = {**config, **(config.get("dflash_config") or {})}
