@@ -21,7 +21,7 @@ from tests.engine.checkpoints import (
     speculators,
     written,
 )
-from tests.engine.engines import TARGET
+from tests.engine.engines import TARGET, V2
 from tests.engine.heads import CONFIG, HIDDEN, VOCABULARY
 from vllm_adaptive_tree.engine import draft_checks
 from vllm_adaptive_tree.engine.common.startup import tree_options
@@ -248,6 +248,30 @@ def test_blocks_of_all_requests_fit_a_step(on_v2: None, make: Any, rows: int, tm
     with pytest.raises(ValueError, match=f"max_num_seqs=11 does not fit max_num_batched_tokens={room}") as error:
         build(draft, keys=keys, max_num_seqs=11, max_num_batched_tokens=room)
     assert f"lower the first to 10, or raise the second to {11 * rows}" in str(error.value)
+
+
+@pytest.mark.parametrize(("given", "slots"), [(60, 1 + heads.DEPTH), (1 + heads.DEPTH, 1 + heads.DEPTH), (4, None)])
+def test_a_block_has_slots_where_a_shape_has_fewer_nodes(
+    on_v2: None, given: int, slots: int | None, tmp_path: Path
+) -> None:
+    keys = {"method": "static_tree", "num_speculative_tokens": given, "tree": {"shape": [2, 1]}}
+    draft = heads.dflash(tmp_path / "draft")
+    if slots is None:
+        with pytest.raises(
+            ValueError, match=rf"\['num_speculative_tokens'\]=4 is too small .* at least {1 + heads.DEPTH}"
+        ):
+            build(draft, keys=keys)
+        return
+    config = build(draft, keys=keys)
+    assert config.speculative_config.num_speculative_tokens == slots
+    assert tree_options(config).num_speculative_tokens == slots
+
+
+def test_a_shape_s_nodes_are_all_that_is_reserved_elsewhere(tmp_path: Path) -> None:
+    keys = {"method": "static_tree", "num_speculative_tokens": 60, "tree": {"shape": [2, 1]}}
+    assert build(heads.dflash(tmp_path / "draft"), keys=keys).speculative_config.num_speculative_tokens == (
+        6 if V2 else 4
+    )
 
 
 def test_a_look_up_has_no_hidden_states(tmp_path: Path) -> None:

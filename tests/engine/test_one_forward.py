@@ -42,6 +42,7 @@ SLOW = [
     *((head, method, rule, options) for head in ("dflash", "dspark") for rule, (method, options, _) in RULES.items()),
     *((head, "opt_tree", "auto", {"threshold": 0}) for head in HEADS if head not in ("dflash", "dspark", "medusa")),
     *((head, "static_tree", "traversal", {"shape": [3, 2, 1, 1]}) for head in HEADS),
+    ("dflash", "static_tree", "auto", {"shape": [2, 1]}),  # fewer nodes than the block has tokens
     ("dflash", "opt_tree", "auto", {"budget": "auto"}),
     ("dspark", "opt_tree", "auto", {"lookup": "ngram"}),
 ]

@@ -68,6 +68,16 @@ def rows_of(draft: Checkpoint, kind: str, levels: int) -> int:
     return levels if kind == "dspark" and samples_anchor(draft.config) else 1 + levels
 
 
+def fewest_slots(kind: str, levels: int) -> int:
+    """Of the cache that the scheduler must reserve for a request beside the root's, where vLLM's class writes K/V of
+    the whole block there: on Model Runner V2. It may be more than a proposer has nodes; elsewhere 0."""
+    from vllm import envs
+    from vllm.triton_utils import HAS_TRITON
+
+    on_v2 = HAS_TRITON and envs.VLLM_USE_V2_MODEL_RUNNER is not False
+    return 1 + levels if on_v2 and kind in CLASSES else 0
+
+
 def mask_token(config: Mapping[str, Any]) -> Any:
     """The token that stands at the positions to predict; None: the config.json does not say."""
     own = {**config, **(config.get("dflash_config") or {})}
