@@ -34,6 +34,14 @@ MIMO = {**CONFIG, "architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "
 MEDUSA = {"model_type": "medusa", "hidden_size": HIDDEN, "vocab_size": VOCABULARY, "medusa_num_heads": 1}
 DFLASH = heads.DFLASH | {"dflash_config": {"mask_token_id": 0, "target_layer_ids": [2, 5]}}
 
+WINDOWED = {
+    **ONE_LAYER,
+    "model_type": "qwen3",
+    "num_hidden_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 64,
+}
+
 UNFIT: dict[str, tuple[dict[str, Any], Shapes, list[str]]] = {
     "hidden size of an EAGLE head": (
         {**SILENT, "hidden_size": 128},
@@ -140,6 +148,21 @@ UNFIT: dict[str, tuple[dict[str, Any], Shapes, list[str]]] = {
     ),
     "windows": (
         {**DFLASH, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64},
+        DFLASH_TENSORS,
+        ["a DFlash head with sliding-window attention", "not served yet"],
+    ),
+    "windows of a DFlash head of speculators": (
+        speculators("dflash", block_size=8, transformer_layer_config=WINDOWED),
+        DFLASH_TENSORS,
+        ["a DFlash head with sliding-window attention", "not served yet"],
+    ),
+    "windows of a DSpark head of speculators": (
+        speculators("dspark", block_size=8, markov_rank=16, transformer_layer_config=WINDOWED),
+        DSPARK_TENSORS,
+        ["a DSpark head with sliding-window attention", "not served yet"],
+    ),
+    "windows from a layer on": (
+        {**DFLASH, "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
         DFLASH_TENSORS,
         ["a DFlash head with sliding-window attention", "not served yet"],
     ),
