@@ -49,7 +49,7 @@ def eagle3(folder: Path, *, reduced: bool = False, vocabulary: Tensor | None = N
     return _written(folder, config, weights)
 
 
-def medusa(folder: Path, *, heads: int = 5) -> str:
+def medusa(folder: Path, *, heads: int = 5, **more: Any) -> str:
     """In vLLM's format, with one output matrix for all heads."""
     weights = {f"blocks.{at}.layers.0.weight": _random(30 + at, HIDDEN, HIDDEN) for at in range(heads)}
     config = {
@@ -60,6 +60,7 @@ def medusa(folder: Path, *, heads: int = 5) -> str:
         "medusa_num_heads": heads,
         "medusa_num_layers": 1,
         "original_lm_head": True,
+        **more,
     }
     return _written(folder, config, {**weights, "lm_heads.0.weight": _random(40, VOCABULARY, HIDDEN)})
 
