@@ -49,7 +49,7 @@ def eagle3(folder: Path, *, reduced: bool = False, vocabulary: Tensor | None = N
     return _written(folder, config, weights)
 
 
-def medusa(folder: Path, *, heads: int = 5) -> str:
+def medusa(folder: Path, *, heads: int = 5, **more: Any) -> str:
     """In vLLM's format, with one output matrix for all heads."""
     weights = {f"blocks.{at}.layers.0.weight": _random(30 + at, HIDDEN, HIDDEN) for at in range(heads)}
     config = {
@@ -60,6 +60,7 @@ def medusa(folder: Path, *, heads: int = 5) -> str:
         "medusa_num_heads": heads,
         "medusa_num_layers": 1,
         "original_lm_head": True,
+        **more,
     }
     return _written(folder, config, {**weights, "lm_heads.0.weight": _random(40, VOCABULARY, HIDDEN)})
 
@@ -98,6 +99,11 @@ def dspark(folder: Path, *, vocabulary: Tensor | None = None, scale: float = 0.5
     return _written(folder, config, {**_block(vocabulary), **markov}, vocabulary)
 
 
+def dspark_fill_in(folder: Path) -> str:
+    """Its root predicts nothing."""
+    return dspark(folder, sample_from_anchor=False, block_size=1 + DEPTH)
+
+
 def _block(vocabulary: Tensor | None) -> dict[str, Tensor]:
     weights = {"fc.weight": _random(52, HIDDEN, len(AUXILIARY) * HIDDEN)}
     for name in ("hidden_norm", "norm"):
@@ -107,7 +113,7 @@ def _block(vocabulary: Tensor | None) -> dict[str, Tensor]:
         for name in ("input_layernorm", "post_attention_layernorm"):
             weights[f"layers.{at}.{name}.weight"] = torch.ones(HIDDEN)
         for name in "qk":
-            weights[f"layers.{at}.self_attn.{name}_norm.weight"] = torch.ones(CONFIG["head_dim"])
+            weights[f"layers.{at}.self_attn.{name}_norm.weight"] = 1 + at + _random(54 + at, CONFIG["head_dim"])
     return weights if vocabulary is None else {**weights, "lm_head.weight": _random(53, len(vocabulary), HIDDEN)}
 
 

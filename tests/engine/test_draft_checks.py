@@ -21,7 +21,7 @@ from tests.engine.checkpoints import (
     speculators,
     written,
 )
-from tests.engine.engines import TARGET
+from tests.engine.engines import TARGET, V2
 from tests.engine.heads import CONFIG, HIDDEN, VOCABULARY
 from vllm_adaptive_tree.engine import draft_checks
 from vllm_adaptive_tree.engine.common.startup import tree_options
@@ -33,6 +33,14 @@ MIMO = {**CONFIG, "architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "
 
 MEDUSA = {"model_type": "medusa", "hidden_size": HIDDEN, "vocab_size": VOCABULARY, "medusa_num_heads": 1}
 DFLASH = heads.DFLASH | {"dflash_config": {"mask_token_id": 0, "target_layer_ids": [2, 5]}}
+
+WINDOWED = {
+    **ONE_LAYER,
+    "model_type": "qwen3",
+    "num_hidden_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 64,
+}
 
 UNFIT: dict[str, tuple[dict[str, Any], Shapes, list[str]]] = {
     "hidden size of an EAGLE head": (
@@ -143,6 +151,21 @@ UNFIT: dict[str, tuple[dict[str, Any], Shapes, list[str]]] = {
         DFLASH_TENSORS,
         ["a DFlash head with sliding-window attention", "not served yet"],
     ),
+    "windows of a DFlash head of speculators": (
+        speculators("dflash", block_size=8, transformer_layer_config=WINDOWED),
+        DFLASH_TENSORS,
+        ["a DFlash head with sliding-window attention", "not served yet"],
+    ),
+    "windows of a DSpark head of speculators": (
+        speculators("dspark", block_size=8, markov_rank=16, transformer_layer_config=WINDOWED),
+        DSPARK_TENSORS,
+        ["a DSpark head with sliding-window attention", "not served yet"],
+    ),
+    "windows from a layer on": (
+        {**DFLASH, "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
+        DFLASH_TENSORS,
+        ["a DFlash head with sliding-window attention", "not served yet"],
+    ),
     "windows of all layers": (
         {**DFLASH, "dflash_config": {**DFLASH["dflash_config"], "use_swa": True, "swa_window_size": 64}},
         DFLASH_TENSORS,
@@ -227,6 +250,51 @@ def test_options_that_a_head_does_not_take(arguments: dict[str, Any], words: lis
     with pytest.raises(ValueError, match="speculative_config") as error:
         build(heads.eagle3(tmp_path / "draft"), **arguments)
     assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.fixture
+def on_v2(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The configuration alone, which is built without Triton too."""
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    for module in ("vllm.triton_utils", "vllm.config.vllm"):
+        monkeypatch.setattr(f"{module}.HAS_TRITON", True)
+
+
+@pytest.mark.parametrize(
+    ("make", "rows"),
+    [(heads.dflash, 1 + heads.DEPTH), (heads.dspark, heads.DEPTH), (heads.dspark_fill_in, 1 + heads.DEPTH)],
+)
+def test_blocks_of_all_requests_fit_a_step(on_v2: None, make: Any, rows: int, tmp_path: Path) -> None:
+    draft, room = make(tmp_path / "draft"), 10 * rows + 3
+    keys = {"num_speculative_tokens": 9}
+    assert build(draft, keys=keys, max_num_seqs=10, max_num_batched_tokens=room).use_v2_model_runner
+    with pytest.raises(ValueError, match=f"max_num_seqs=11 does not fit max_num_batched_tokens={room}") as error:
+        build(draft, keys=keys, max_num_seqs=11, max_num_batched_tokens=room)
+    assert f"lower the first to 10, or raise the second to {11 * rows}" in str(error.value)
+
+
+@pytest.mark.parametrize(("given", "slots"), [(60, 1 + heads.DEPTH), (1 + heads.DEPTH, 1 + heads.DEPTH), (4, None)])
+def test_a_block_has_slots_where_a_shape_has_fewer_nodes(
+    on_v2: None, given: int, slots: int | None, tmp_path: Path
+) -> None:
+    keys = {"method": "static_tree", "num_speculative_tokens": given, "tree": {"shape": [2, 1]}}
+    draft = heads.dflash(tmp_path / "draft")
+    if slots is None:
+        with pytest.raises(
+            ValueError, match=rf"\['num_speculative_tokens'\]=4 is too small .* at least {1 + heads.DEPTH}"
+        ):
+            build(draft, keys=keys)
+        return
+    config = build(draft, keys=keys)
+    assert config.speculative_config.num_speculative_tokens == slots
+    assert tree_options(config).num_speculative_tokens == slots
+
+
+def test_a_shape_s_nodes_are_all_that_is_reserved_elsewhere(tmp_path: Path) -> None:
+    keys = {"method": "static_tree", "num_speculative_tokens": 60, "tree": {"shape": [2, 1]}}
+    assert build(heads.dflash(tmp_path / "draft"), keys=keys).speculative_config.num_speculative_tokens == (
+        6 if V2 else 4
+    )
 
 
 def test_a_look_up_has_no_hidden_states(tmp_path: Path) -> None:

@@ -104,11 +104,18 @@ def test_what_a_checkpoint_is_taken_for(which: str, said: bool, name: str, tmp_p
     assert spec.max_num_new_slots_for_drafting == (1 if kind == "model" else 0)
 
 
+OF_TARGET = {name: CONFIG[name] for name in ("num_attention_heads", "num_key_value_heads", "num_hidden_layers")}
+"""Keys of a config.json that began as a copy of the target's."""
+
+
 @pytest.mark.parametrize(
     ("make", "levels"),
     [
         (heads.medusa, 5),
         (partial(heads.medusa, heads=3), 3),
+        (partial(heads.medusa, heads=3, **OF_TARGET), 3),
+        (partial(heads.medusa, heads=3, medusa_num_heads=None, num_heads=3, **OF_TARGET), 3),
+        (partial(heads.medusa, medusa_num_heads=None, **OF_TARGET), 5),
         (heads.dflash, heads.DEPTH),
         (partial(heads.dflash, block_size=16), 15),
         (heads.dspark, heads.DEPTH),
@@ -123,7 +130,7 @@ def test_levels_are_the_checkpoint_s(make: Make, levels: int | None, tmp_path: P
     assert tree_options(config).levels == levels
     head = config.speculative_config.draft_model_config.hf_config
     if make is not heads.eagle3 and head.model_type == "medusa":
-        assert head.num_heads == levels
+        assert (head.num_heads, head.num_hidden_layers) == (levels, 1)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], Shapes, list[str]]] = {

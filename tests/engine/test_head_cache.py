@@ -64,7 +64,9 @@ class BlockReference(Reference):
         )
         key, value = (one.unflatten(1, (-1, heads.CONFIG["head_dim"])) for one in (key, value))
         cos, sin = LlamaRotaryEmbedding(self.target.config)(read[None], torch.arange(len(read))[None])
-        key = _normed(key).transpose(0, 1)[None]
+        norms = torch.stack([weights[f"layers.{at}.self_attn.k_norm.weight"] for at in range(2)])  # [layers, D]
+        key = _normed(key) * norms.repeat_interleave(heads.CONFIG["num_key_value_heads"], 0)
+        key = key.transpose(0, 1)[None]
         return torch.stack([apply_rotary_pos_emb(key, key, cos, sin)[0][0].transpose(0, 1), value])
 
 

@@ -19,9 +19,10 @@ from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM
 from vllm.model_executor.models.qwen3_dspark import Qwen3DSparkForCausalLM
 
 from tests.engine.engines import TARGET
+from vllm_adaptive_tree.engine.common.context_norm import norm_each_layer
 from vllm_adaptive_tree.heads import checkpoint
 from vllm_adaptive_tree.heads.dspark import Block, BlockHead
-from vllm_adaptive_tree.heads.eagle3 import Dimensions
+from vllm_adaptive_tree.heads.eagle3 import Dimensions, Norm
 
 CONFIG: dict[str, Any] = json.loads((Path(TARGET) / "config.json").read_text())
 LAYERS, BLOCK, ROOT = (2, 5, 7), Block(layers=2, depth=5, rank=16, mask=0), 9
@@ -67,10 +68,16 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmConfig]:
         parallel_state.destroy_distributed_environment()
 
 
+@pytest.mark.parametrize("shared", [True, False], ids=["one k_norm", "a k_norm each"])
 @pytest.mark.parametrize("cls", [Qwen3DSparkForCausalLM, DFlashQwen3ForCausalLM])
-def test_it_computes_the_same(config: VllmConfig, cls: Any, tmp_path: Path) -> None:
+def test_it_computes_the_same(config: VllmConfig, cls: Any, shared: bool, tmp_path: Path) -> None:
+    """With one `k_norm` for all layers, as a trained head has it, stock vLLM does."""
     torch.manual_seed(0)
-    head = BlockHead(Dimensions.of(CONFIG), len(LAYERS), BLOCK).requires_grad_(requires_grad=False)
+    head = BlockHead(Dimensions.of(CONFIG), len(LAYERS), BLOCK)
+    if not shared:
+        for layer in head.layers:
+            layer.self_attn.k_norm = Norm(head.layers[0].self_attn.size.head_dim, head.layers[0].self_attn.size.eps)
+    head.requires_grad_(requires_grad=False)
     for weight in head.parameters():
         weight.copy_(torch.randn_like(weight).mul_(0.2).add_(weight.dim() == 1).bfloat16())
     checkpoint.write_block(tmp_path / "head", head, CONFIG, LAYERS)
@@ -86,6 +93,8 @@ def test_it_computes_the_same(config: VllmConfig, cls: Any, tmp_path: Path) -> N
     for layer in model.model.layers:
         layer.self_attn.attn = Dense(layer.self_attn.attn)
     process_weights_after_loading(model, draft, torch.device("cpu"))
+    if not shared:
+        norm_each_layer(model.model)
     model.model._attn_layers = [layer.self_attn.attn for layer in model.model.layers]
 
     auxiliary, embedded = torch.randn(ROOT, 3 * CONFIG["hidden_size"]), torch.randn(6, CONFIG["hidden_size"])

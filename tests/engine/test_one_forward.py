@@ -26,7 +26,7 @@ HEADS: dict[str, Callable[[Path], str]] = {
     "dflash causal": partial(heads.dflash, dflash_config={**heads.DFLASH["dflash_config"], "causal": True}),
     "dflash reduced": partial(heads.dflash, vocabulary=THREE_OF_FOUR),
     "dspark": heads.dspark,
-    "dspark fill-in": partial(heads.dspark, sample_from_anchor=False, block_size=1 + DEPTH),
+    "dspark fill-in": heads.dspark_fill_in,
     "dspark candidates": partial(heads.dspark, dspark_draft_topk=64),
     "dspark reduced": partial(heads.dspark, vocabulary=THREE_OF_FOUR),
 }
@@ -42,6 +42,7 @@ SLOW = [
     *((head, method, rule, options) for head in ("dflash", "dspark") for rule, (method, options, _) in RULES.items()),
     *((head, "opt_tree", "auto", {"threshold": 0}) for head in HEADS if head not in ("dflash", "dspark", "medusa")),
     *((head, "static_tree", "traversal", {"shape": [3, 2, 1, 1]}) for head in HEADS),
+    ("dflash", "static_tree", "auto", {"shape": [2, 1]}),  # fewer nodes than the block has tokens
     ("dflash", "opt_tree", "auto", {"budget": "auto"}),
     ("dspark", "opt_tree", "auto", {"lookup": "ngram"}),
 ]
@@ -62,6 +63,16 @@ def plain(engines: Engines) -> list[Any]:
     return engines.start().generate(BATCH, parameters(), use_tqdm=False)
 
 
+def assert_each_layer_has_its_norm(runner: Any) -> None:
+    """On the context's keys; the layers' weights differ."""
+    backbone = runner.speculator.block.model.model if V2 else runner.drafter.model.model
+    norms = [layer.self_attn.k_norm for layer in backbone.layers]
+    keys = torch.randn(len(norms), 3, 2, len(norms[0].weight))
+    assert not torch.equal(norms[0].weight, norms[1].weight)
+    own = torch.stack([norm.forward_native(key) for norm, key in zip(norms, keys, strict=True)])
+    torch.testing.assert_close(backbone._normalize_context_k(keys), own)
+
+
 def identical(
     engines: Engines,
     plain: list[Any],
@@ -75,6 +86,8 @@ def identical(
     spec = {"method": method, "model": HEADS[head](folder / head), "num_speculative_tokens": NODES}
     tree = {"budget": None, **options}
     llm = engines.start({**spec, "rejection_sample_method": rule, "tree": tree})
+    if head != "medusa":
+        assert_each_layer_has_its_norm(runner_of(llm))
     known = [(output.prompt_token_ids, output.outputs[0].token_ids) for output in plain]
     lean(runner_of(llm), second_best(known, VOCABULARY), patch.setattr)
     spy, kept = TreeSpy(llm, patch), parameters()

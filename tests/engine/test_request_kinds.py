@@ -1,6 +1,7 @@
 """LoRA adapters, prompts of embeddings and logits processors of the user."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from vllm.tokenizers import cached_get_tokenizer
 
 from tests.engine.adapters import RANK, adapter
 from tests.engine.engines import PROMPTS, TARGET, V2, Engines, assert_identical, generate, metric, runner_of, tree
-from tests.engine.heads import eagle3
+from tests.engine.heads import dflash, eagle3
 
 TOKENS = 32
 ADAPTERS: dict[str, Any] = {
@@ -98,6 +99,22 @@ def test_adapters_and_processors(
         assert_identical(adapted, outputs(llm, adapters))
         assert metric(llm, "spec_decode_num_drafts") - drafts <= 2 * len(PROMPTS), "of the steps before, counted late"
         assert metric(llm, "adaptive_tree_fallbacks") > 0
+
+
+@pytest.mark.skipif(V2, reason="vLLM's own Model Runner V2 gives a head the target's embedding without adapters")
+@pytest.mark.parametrize("make", [eagle3, dflash])
+def test_adapters_and_a_head(
+    engines: Engines,
+    adapted: list[Any],
+    adapters: list[LoRARequest | None],
+    make: Callable[[Path], str],
+    tmp_path: Path,
+) -> None:
+    """It has no embedding of its own, and reads other rows than the target's step."""
+    config = {"method": "opt_tree", "model": make(tmp_path / "head"), "num_speculative_tokens": 12}
+    llm = engines.start({**config, "tree": {"budget": None}}, **ADAPTERS)
+    assert_identical(adapted, outputs(llm, adapters))
+    assert metric(llm, "spec_decode_num_draft_tokens") > 0
 
 
 def embedded(llm: Any) -> list[Any]:

@@ -82,7 +82,7 @@ def check_draft(args: Any, draft: Checkpoint, kind: str, keys: dict[str, Any]) -
     if kind == "mtp":
         _check_mtp(draft, config)
     elif kind in one_forward.CLASSES:
-        _check_block_head(draft, kind, sizes[0])
+        _check_block_head(draft, kind, config, sizes[0])
     elif kind != "model":
         _check_architecture(draft, kind, config)
     _check_ranks(draft, config.get_text_config(), args.tensor_parallel_size, keys)
@@ -119,12 +119,14 @@ def _check_medusa(draft: Checkpoint, sizes: list[int]) -> None:
         sizes[0] = rows[0] if rows else sizes[1]
 
 
-def _check_block_head(draft: Checkpoint, kind: str, vocabulary: int) -> None:
-    """What vLLM does not check of a DFlash or DSpark head, checks too late, or cannot do with trees."""
+def _check_block_head(draft: Checkpoint, kind: str, built: Any, vocabulary: int) -> None:
+    """What vLLM does not check of a DFlash or DSpark head, checks too late, or cannot do with trees. `built`: its own
+    reading of the config, where the layers are those of the model, also in the format of speculators."""
     from vllm.platforms import current_platform
 
     config = draft.config
-    own = {**config, **(config.get("dflash_config") or {})}
+    own = {**(config.get("transformer_layer_config") or {}), **config, **(config.get("dflash_config") or {})}
+    layers = {*(own.get("layer_types") or ()), *(getattr(built, "layer_types", None) or ())}
     if not current_platform.is_cpu():
         raise draft.refused(f"is {NAMES[kind]}, not served on GPUs yet; use an EAGLE-3 head or an independent model")
     said, known = config.get("architectures") or ["none"], {one_forward.CLASSES[kind]}
@@ -142,7 +144,7 @@ def _check_block_head(draft: Checkpoint, kind: str, vocabulary: int) -> None:
             f"{vocabulary} tokens); set mask_token_id to the one that it was trained with"
         )
     for refused, what in (
-        ("sliding_attention" in (config.get("layer_types") or ()) or own.get("use_swa"), "sliding-window attention"),
+        ("sliding_attention" in layers or own.get("use_swa"), "sliding-window attention"),
         (own.get("attention_sink_bias") or own.get("add_swa_attention_sink_bias"), "attention sinks"),
         (own.get("use_aux_hidden_state") is False, "no auxiliary states of the target (use_aux_hidden_state false)"),
         (kind == "dflash" and own.get("sample_from_anchor"), "predictions from the root's row (sample_from_anchor)"),
@@ -222,6 +224,19 @@ def check_fit(config: Any, draft: Checkpoint, kind: str, levels: int | None = No
             f"speculative_config['num_speculative_tokens']={spec.num_speculative_tokens} is too small on Model Runner "
             f"V2 for a head that predicts {levels} tokens at once, each with a slot of the cache; give at least "
             f"{1 + (levels or 0)}"
+        )
+    if kind in one_forward.CLASSES and config.use_v2_model_runner:
+        _check_room(config.scheduler_config, kind, one_forward.rows_of(draft, kind, levels or 1))
+
+
+def _check_room(scheduler: Any, kind: str, rows: int) -> None:
+    """vLLM writes the blocks of all requests to buffers of one step's tokens, and checks no bound."""
+    requests, room = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
+    if requests * rows > room:
+        raise ValueError(
+            f"max_num_seqs={requests} does not fit max_num_batched_tokens={room} on Model Runner V2: {NAMES[kind]} "
+            f"reads {rows} tokens of every request in one forward, {requests * rows} of all; lower the first to "
+            f"{room // rows}, or raise the second to {requests * rows}"
         )
 
 

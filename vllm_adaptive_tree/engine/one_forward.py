@@ -33,15 +33,21 @@ def levels_of(draft: Checkpoint, kind: str) -> int:
 
 
 def _medusa_heads(draft: Checkpoint) -> int:
-    said = [value for key, value in draft.config.items() if "num" in key and "heads" in key]  # as vLLM reads it
-    heads = said[-1] if said else HEADS
+    said = _of_medusa(draft.config, "heads")
+    heads = HEADS if said is None else said
     found = {int(match[1]) for name in draft.tensors or () if (match := re.match(r"(?:\D*\.)?(\d+)\.", name))}
     if found and found != set(range(heads)):
         raise draft.refused(
-            f"has {heads} Medusa heads by its config.json ({'medusa_num_heads' if said else 'a default'}), and "
+            f"has {heads} Medusa heads by its config.json ({'a default' if said is None else 'medusa_num_heads'}), and "
             f"{sorted(found)} by its tensors; correct medusa_num_heads in its config.json"
         )
     return int(heads)
+
+
+def _of_medusa(config: Mapping[str, Any], what: str) -> Any:
+    """Its number of "heads" or "layers"; None: it does not say. vLLM takes the last such number in the file, which may
+    be one of the target's attention, in a copy of its config.json."""
+    return next((config[key] for key in (f"medusa_num_{what}", f"num_{what}") if config.get(key) is not None), None)
 
 
 def _block(draft: Checkpoint, kind: str) -> int:
@@ -60,6 +66,22 @@ def samples_anchor(config: Mapping[str, Any]) -> bool:
     """Whether the row of the root predicts the token after it, in a DSpark head's config.json: without it that row
     predicts nothing, as in DFlash."""
     return bool(config.get("sample_from_anchor", "speculators_model_type" not in config))
+
+
+def rows_of(draft: Checkpoint, kind: str, levels: int) -> int:
+    """Rows of a request in the forward of a DFlash or DSpark head: the root, unless it predicts a level itself, and a
+    mask token for each level."""
+    return levels if kind == "dspark" and samples_anchor(draft.config) else 1 + levels
+
+
+def fewest_slots(kind: str, levels: int) -> int:
+    """Of the cache that the scheduler must reserve for a request beside the root's, where vLLM's class writes K/V of
+    the whole block there: on Model Runner V2. It may be more than a proposer has nodes; elsewhere 0."""
+    from vllm import envs
+    from vllm.triton_utils import HAS_TRITON
+
+    on_v2 = HAS_TRITON and envs.VLLM_USE_V2_MODEL_RUNNER is not False
+    return 1 + levels if on_v2 and kind in CLASSES else 0
 
 
 def mask_token(config: Mapping[str, Any]) -> Any:
@@ -101,6 +123,7 @@ def settle(spec: Any, draft: Checkpoint, kind: str, levels: int) -> None:
     head = spec.draft_model_config.hf_config
     if kind == "medusa":
         head.num_lookahead_tokens = levels
+        head.num_hidden_layers = _of_medusa(draft.config, "layers") or head.num_hidden_layers
         return
     if kind == "dspark":
         head.architectures = [CLASSES[kind]]

@@ -45,7 +45,7 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
     mark = installed()
     options, vllm_keys = TreeOptions.parse(args.speculative_config)
     pair = resolve(options)
-    options = fitting(options, pair.proposer)
+    given, options = options.num_speculative_tokens, fitting(options, pair.proposer)
     gpu_arguments.check_device()
     checks.check_arguments(args)
     check_folder(options.tree.cost_profile)
@@ -59,7 +59,10 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
         options = replace(options, draft=kind_of(draft, said=options.draft, target=args.model))
         draft_checks.check_draft(args, draft, str(options.draft), vllm_keys)
         if options.draft in ONE_FORWARD:
-            options = replace(options, levels=one_forward.levels_of(draft, str(options.draft)))
+            levels = one_forward.levels_of(draft, str(options.draft))
+            fewest = min(given, one_forward.fewest_slots(str(options.draft), levels))
+            nodes = max(options.num_speculative_tokens, fewest)
+            options = replace(options, levels=levels, num_speculative_tokens=nodes)
     draft_checks.check_method(pair, str(options.draft))
 
     args = copy.copy(args)

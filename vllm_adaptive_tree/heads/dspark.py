@@ -96,7 +96,7 @@ class BlockHead(nn.Module):
         self.fc = nn.Linear(auxiliary * size.hidden, size.hidden, bias=False)
         self.hidden_norm = Norm(size.hidden, size.eps)
         layers = [BlockLayer(size) for _ in range(block.layers)]
-        for layer in layers:  # one for all: vLLM's kernel for CPUs norms every layer's context by the first's
+        for layer in layers:  # one for all: vLLM's own kernel for CPUs norms every layer's context by the first's
             layer.self_attn.k_norm = layers[0].self_attn.k_norm
         self.layers = nn.ModuleList(layers)
         self.norm = Norm(size.hidden, size.eps)

@@ -15,11 +15,13 @@ from vllm.v1.spec_decode.dflash import DFlashProposer
 
 from vllm_adaptive_tree.drafters import ByParent, Rows
 from vllm_adaptive_tree.engine.common.attention import DraftKeys
+from vllm_adaptive_tree.engine.common.context_norm import norm_each_layer
 from vllm_adaptive_tree.engine.common.startup import tree_options
 from vllm_adaptive_tree.engine.one_forward import as_vllm_drafts
 from vllm_adaptive_tree.engine.v1.catch_up import CatchUp
 from vllm_adaptive_tree.engine.v1.contexts import KeptContexts
 from vllm_adaptive_tree.engine.v1.one_forward import OneForwardDrafter
+from vllm_adaptive_tree.engine.v1.shared_embedding import drop_adapters
 from vllm_adaptive_tree.trees import SlicedMask
 
 
@@ -36,6 +38,8 @@ class BlockDrafter(OneForwardDrafter, DFlashProposer):
 
     def load_model(self, target_model: Any) -> None:
         super().load_model(target_model)
+        drop_adapters(self.model.model)
+        norm_each_layer(self.model.model)
         self.anchored = self.markov and self.draft_model_config.hf_config.sample_from_anchor
         """Whether the root's row predicts the token after it, and each row the next; else each its own."""
         self.most: int | None = None

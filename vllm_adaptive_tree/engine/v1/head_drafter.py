@@ -13,12 +13,17 @@ from vllm.v1.spec_decode.eagle import EagleProposer
 
 from vllm_adaptive_tree.engine.v1.catch_up import CatchUp, Step
 from vllm_adaptive_tree.engine.v1.paged_drafter import PagedDrafter
+from vllm_adaptive_tree.engine.v1.shared_embedding import drop_adapters
 
 
 class HeadDrafter(PagedDrafter, EagleProposer):
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any = None):
         super().__init__(vllm_config, device, runner)
         self.begin_drafting(runner)
+
+    def load_model(self, target_model: Any) -> None:
+        super().load_model(target_model)
+        drop_adapters(self.model.model)
 
     def begin_cache(self, blocks: int) -> None:
         """Nothing is ever skipped."""

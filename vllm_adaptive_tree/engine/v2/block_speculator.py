@@ -13,6 +13,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_adaptive_tree.drafters import ByDepth, ByParent, Rows
 from vllm_adaptive_tree.drafters.one_forward import OneForward
+from vllm_adaptive_tree.engine.common.context_norm import norm_each_layer
 from vllm_adaptive_tree.engine.one_forward import as_vllm_drafts
 from vllm_adaptive_tree.engine.v2.drafting import TargetOutput, TreeDrafting
 
@@ -87,6 +88,7 @@ class BlockSpeculator(TreeDrafting, DraftModelSpeculator):
 
     def load_model(self, target_model: nn.Module) -> None:
         self.block.load_model(target_model)
+        norm_each_layer(self.block.model.model)
 
     def load_draft_model(self, *args: Any) -> nn.Module:
         return self.block.load_draft_model(*args)

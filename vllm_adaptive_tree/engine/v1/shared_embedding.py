@@ -1,0 +1,16 @@
+"""The target's embedding in a head that has none of its own."""
+
+from typing import Any
+
+from vllm.lora.layers.base import BaseLayerWithLoRA
+
+
+def drop_adapters(backbone: Any) -> None:
+    """Embed without LoRA, as on Model Runner V2.
+
+    vLLM shares the layer as it is, with adapters, which are set for the rows of the target's step and not for the
+    head's. `backbone`: the model inside of the head's.
+    """
+    shared = getattr(backbone, "embed_tokens", None)
+    if isinstance(shared, BaseLayerWithLoRA):
+        backbone.embed_tokens = shared.base_layer
