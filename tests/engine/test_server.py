@@ -128,7 +128,8 @@ def test_vllm_serve_with_two_engines(texts: list[str], tmp_path: Path) -> None:
         for prompt in PROMPTS:  # each by a connection of its own, which either server may take
             OpenAI(base_url=f"{url}/v1", api_key="none").completions.create(prompt=prompt, **GREEDY)
         tokens, first = metric(url, "generation_tokens_total"), metric(url, "time_to_first_token_seconds_count")
-        assert metric(url, "adaptive_tree_decode_tokens_total") == tokens - first > 16 * TOKENS
+        # A prompt that is cached but for its last token is read as if it were decoded.
+        assert 16 * TOKENS < tokens - first <= metric(url, "adaptive_tree_decode_tokens_total") <= tokens
         assert first == 2 * len(PROMPTS)
 
 
