@@ -57,7 +57,7 @@ class Run:
             **family.arguments,
         }
         self.plain = generate(engines.start(**self.arguments), self.asked, PARAMS)
-        assert sum(len(set(output.token_ids)) for output in self.plain) > TOKENS, "constant texts prove nothing"
+        self.varied = sum(len(set(output.token_ids)) for output in self.plain) > TOKENS
 
     def texts(self) -> list[list[int]]:
         ids = [prompt["prompt_token_ids"] for prompt in self.asked]
@@ -71,7 +71,7 @@ class Run:
         before = metric(llm, "spec_decode_num_accepted_tokens")
         found = generate(llm, self.asked, PARAMS)
         accepted = metric(llm, "spec_decode_num_accepted_tokens") - before
-        assert accepted > TOKENS * len(self.asked) / 2
+        assert accepted > TOKENS * len(self.asked) / 3  # a small tree may hold one right token
         return found
 
 
@@ -80,6 +80,7 @@ def test_identity(engines: Engines, name: str, tmp_path: Path) -> None:
     if V2 and "kv_cache_dtype" in FAMILIES[name].arguments:
         pytest.skip("refused on Model Runner V2")
     run = Run(engines, FAMILIES[name], tmp_path, dtype="float32")
+    assert run.varied, "constant texts prove nothing"
     assert_identical(run.plain, run.trees())
     assert_identical(run.plain, run.again(engines.llm))  # prompts out of the prefix cache
     runner = runner_of(engines.llm)
@@ -94,6 +95,7 @@ def test_identity(engines: Engines, name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_bfloat16(engines: Engines, name: str, tmp_path: Path) -> None:
     run = Run(engines, FAMILIES[name], tmp_path, dtype="bfloat16")
+    assert run.varied, "constant texts prove nothing"
     for ours, theirs in zip(run.trees(), run.plain, strict=True):
         pairs = zip(ours.token_ids, theirs.token_ids, strict=True)
         at = next((i for i, (here, there) in enumerate(pairs) if here != there), None)
@@ -156,6 +158,11 @@ def test_a_window_of_every_layer_is_its_drafts_too(engines: Engines, tmp_path: P
         engines.start(tree, **arguments)
 
 
+def logprobs(output: Any) -> list[float]:
+    """Of its tokens."""
+    return [entry[token].logprob for token, entry in zip(output.token_ids, output.logprobs, strict=True)]
+
+
 SEEDS = 50
 
 
@@ -172,6 +179,7 @@ def test_random_configurations(engines: Engines, seed: int, tmp_path: Path) -> N
     # Model Runner V2 refuses windows that end inside a tree.
     window = draw.choice((draw.randint(20 if V2 else 2, 40), draw.randint(30, 100)))
     changes: dict[str, Any] = {
+        "hidden_size": 192,
         "num_key_value_heads": kv_heads,
         "num_attention_heads": kv_heads * draw.choice((1, 2, 4)),
         "head_dim": size,
@@ -186,7 +194,11 @@ def test_random_configurations(engines: Engines, seed: int, tmp_path: Path) -> N
     lengths = [max(draw.choice((block, 2 * block, window, window + 32)) + draw.randint(-3, 2), 2) for _ in range(4)]
     family = replace(family, fields={**family.fields, **changes})
     run = Run(engines, family, tmp_path, lengths, seed + 1, **arguments)
-    assert_identical(run.plain, run.trees(draw.randint(3, 12 if V2 else 24)))
+    ours = run.trees(draw.randint(3, 12 if V2 else 24))
+    assert_identical(run.plain, ours)
+    for one, other in zip(ours, run.plain, strict=True):  # texts of random weights may be constant; these are not
+        if one.token_ids == other.token_ids:
+            assert logprobs(one) == pytest.approx(logprobs(other), abs=1e-3)
 
 
 def without_weights(family: str, folder: Path, **fields: Any) -> str:
