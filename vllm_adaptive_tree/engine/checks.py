@@ -205,10 +205,10 @@ def check_layer(name: str, layer: Any, *, plain: bool = True, quantised_cache: b
     """
     from vllm.model_executor.layers.attention import Attention
     from vllm.platforms import current_platform
-    from vllm.utils.torch_utils import is_quantized_kv_cache
     from vllm.v1.attention.backend import AttentionType
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
     from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
+    from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
     if type(layer) is not Attention:
         raise ValueError(

@@ -1,6 +1,7 @@
 """Whether a draft fits the target, and this release: errors at start-up with both facts and the remedy."""
 
 import copy
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any, get_args
 
@@ -65,6 +66,8 @@ def check_draft(args: Any, draft: Checkpoint, kind: str, keys: dict[str, Any]) -
     """
     from vllm.transformers_utils.config import get_config
 
+    if kind == "medusa":
+        _check_medusa_runs(draft)
     try:
         overrides = {"hf_overrides_kw": {"model_type": "medusa"}} if kind == "medusa" else {}
         config = get_config(draft.model, args.trust_remote_code, revision=keys.get("revision"), **overrides)
@@ -104,16 +107,23 @@ def _check_mtp(draft: Checkpoint, config: Any) -> None:
         raise draft.refused(f"has {modules} MTP modules, one for each depth, not served yet; {served()}")
 
 
-def _check_medusa(draft: Checkpoint, sizes: list[int]) -> None:
-    """`sizes`: vocabularies of its config and of the target; the former is vLLM's default if the file has none."""
-    from vllm import envs
+def _check_medusa_runs(draft: Checkpoint) -> None:
+    from vllm import __version__, envs
     from vllm.platforms import current_platform
 
+    if find_spec("vllm.v1.spec_decode.medusa") is None:
+        raise draft.refused(
+            f"has Medusa heads, which vLLM {__version__} no longer runs; use another draft, or vLLM 0.32"
+        )
     if not current_platform.is_cpu() or envs.VLLM_USE_V2_MODEL_RUNNER:
         raise draft.refused(
             "has Medusa heads, which vLLM runs on Model Runner V1 alone, on CPUs; use another draft, or unset "
             "VLLM_USE_V2_MODEL_RUNNER on a CPU"
         )
+
+
+def _check_medusa(draft: Checkpoint, sizes: list[int]) -> None:
+    """`sizes`: vocabularies of its config and of the target; the former is vLLM's default if the file has none."""
     if "vocab_size" not in draft.config:
         rows = [shape[0] for name, shape in (draft.tensors or {}).items() if "lm_head" in name and shape]
         sizes[0] = rows[0] if rows else sizes[1]

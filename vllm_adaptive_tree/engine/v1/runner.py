@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -35,7 +36,6 @@ from vllm_adaptive_tree.engine.v1.clock import PhaseClock
 from vllm_adaptive_tree.engine.v1.drafting_step import DraftingStep
 from vllm_adaptive_tree.engine.v1.drafts import Draft
 from vllm_adaptive_tree.engine.v1.head_drafter import HeadDrafter
-from vllm_adaptive_tree.engine.v1.medusa_drafter import MedusaDrafter
 from vllm_adaptive_tree.engine.v1.model_drafter import ModelDrafter
 from vllm_adaptive_tree.engine.v1.recorder import Recorder
 from vllm_adaptive_tree.engine.v1.scheduling import affordable, scheduled_draft, without_tree
@@ -51,13 +51,22 @@ HEADS = {"dflash": BlockDrafter, "dspark": BlockDrafter}
 """Kinds of drafts that are EAGLE-3 heads to vLLM's scheduler."""
 
 
+def _medusa() -> AbstractContextManager[None]:
+    """vLLM 0.33 has no Medusa, and `draft_checks` refuses it there."""
+    if not hasattr(gpu_model_runner, "MedusaProposer"):
+        return nullcontext()
+    from vllm_adaptive_tree.engine.v1.medusa_drafter import MedusaDrafter
+
+    return swapped(gpu_model_runner, "MedusaProposer", MedusaDrafter)
+
+
 class TreeModelRunner(CPUModelRunner):
     def __init__(self, vllm_config: Any, device: torch.device):
         check_ranks(vllm_config)
         with (
             swapped(gpu_model_runner, "DraftModelProposer", ModelDrafter),
             swapped(gpu_model_runner, "EagleProposer", HEADS.get(str(tree_options(vllm_config).draft), HeadDrafter)),
-            swapped(gpu_model_runner, "MedusaProposer", MedusaDrafter),
+            _medusa(),
             swapped(gpu_model_runner, "create_custom_proposer", HostTextDrafter),
             swapped(gpu_model_runner, "build_logitsprocs", _all_processors),
         ):
