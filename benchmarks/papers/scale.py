@@ -12,6 +12,10 @@ class Scale(NamedTuple):
     def some(self, everything: tuple, few: tuple) -> tuple:  # type: ignore[type-arg]
         return few if self.quick else everything
 
+    def draws(self, count: int) -> int:
+        """Sets of random numbers that a sampled cell is decoded with."""
+        return 1 if self.quick else count
+
     @property
     def greedy(self) -> dict[str, int]:
         return {"prompts": self.prompts, "tokens": self.tokens}
