@@ -69,6 +69,14 @@ def test_noise_says_what_it_would_have_resolved():
     assert "resolves" not in SAID.judge("", Estimate(0.05, 0.01, 0.08)).figures
 
 
+@pytest.mark.parametrize(
+    ("change", "verdict"),
+    [((0.0, -0.09, 0.09), "holds"), ((0.0, -0.2, 0.2), "within noise"), ((-0.3, -0.4, -0.2), "does not hold")],
+)
+def test_what_should_stay_the_same_is_within_a_margin(change, verdict):
+    assert SAID.judge_equal("", Estimate(*change), 0.1).verdict == verdict
+
+
 def test_nodes_at_equal_acceptance():
     theirs = [record([20 + i % 3 for i in range(20)], [100] * 20), record([30 + i % 3 for i in range(20)], [400] * 20)]
     ours = [record([18 + i % 3 for i in range(20)], [50] * 20), record([32 + i % 3 for i in range(20)], [240] * 20)]

@@ -39,8 +39,17 @@ class Source(NamedTuple):
             figures += f"; resolves {unit}"
         return Claim(text, verdict, figures, self.where, self.theirs, reason, self.headline)
 
-    def judge_fact(self, text: str, holds: bool, figures: str, reason: str = "") -> Claim:
-        verdict: Verdict = "holds" if holds else "does not hold"
+    def judge_equal(self, text: str, change: Estimate, margin: float, reason: str = "") -> Claim:
+        """`change` should be 0: its whole interval within the margin."""
+        near, far = max(-change.low, change.high) < margin, max(change.low, -change.high) > margin
+        verdict: Verdict = "holds" if near else "does not hold" if far else "within noise"
+        figures = f"{change.signed()}; margin {margin:g}"
+        return Claim(text, verdict, figures, self.where, self.theirs, reason, self.headline)
+
+    def judge_fact(
+        self, text: str, holds: bool, figures: str, reason: str = "", *, otherwise: Verdict = "does not hold"
+    ) -> Claim:
+        verdict: Verdict = "holds" if holds else otherwise
         return Claim(text, verdict, figures, self.where, self.theirs, reason, self.headline)
 
 

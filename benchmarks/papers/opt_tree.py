@@ -129,7 +129,13 @@ def section(r: Results, figures: Path) -> Section:
         claims.append((GROWTH if large == 100 else OURS).judge(f"{large} nodes accept more than {small}", gain))
     most = ratio(r[f"size {sizes[-1]}"])
     claims.append(
-        TEN.judge_fact("more than ten tokens in a step", most.mean > 10, f"{most} with {sizes[-1]} nodes", FEW)
+        TEN.judge_fact(
+            "more than ten tokens in a step",
+            most.mean > 10,
+            f"{most} with {sizes[-1]} nodes",
+            FEW,
+            otherwise="not reached",
+        )
     )
     return Section(PAPER, PAPER, parts, claims)
 

@@ -200,6 +200,6 @@ def _ternary(r: Results, claims: list[Claim]) -> list[str]:
     return ["Ternary trees, for which SpecHub has no rule, beside binary ones:", table(heads, rows)]
 
 
-EXACT = "the exact acceptance of a pair is higher (below), by less than these draws resolve"
+EXACT = "the exact acceptance of a pair is higher, by less than these draws resolve"
 FEW = "on small models, enumerated, traversal gains about 1 %; 24 prompts do not resolve that"
 DEEP = "a level more is worth more here than a better second draft"

@@ -77,6 +77,8 @@ def _row(claims: list[Claim]) -> tuple[str, str, str, str, str]:
     shown = [f"{where}: {claim.figures}" if (where := _split(claim.text)[1]) else claim.figures for claim in claims]
     counted = [f"{word} ({verdicts.count(word)} of {len(verdicts)})" for word in WORDS if word in verdicts]
     verdict = verdicts[0] if len(set(verdicts)) == 1 else ", ".join(counted)
+    reasons = [claim.reason for claim in claims if claim.verdict != "holds" and claim.reason]
+    verdict = f"{verdict}: {reasons[0]}" if reasons else verdict
     return first.source, first.theirs, _split(first.text)[0], "<br>".join(shown), verdict
 
 
