@@ -41,7 +41,7 @@ SPECINFER = {
 }
 CORRELATED = Source(
     'abstract, "the two variables are strongly correlated" (draft distribution and acceptance rate); Figure 2',
-    "a figure",
+    "a curve",
     headline=True,
 )
 FORKS = {NODES: [8] + [1] * 7, MANY: [24] + [1] * 31}

@@ -21,7 +21,7 @@ TOY = {  # (T, lambda) -> RRS, RRSw, OTM, OTMw, SpecHub
 ORDER = ("RRS", "RRSw", "OTM", "OTMw", "SpecHub")
 TABLE = "the table of second-draft acceptance"
 DRAFTS = 10
-DECAY = Source("appendix C.1, Figure 9, acceptance of up to ten drafts", "a figure", headline=True)
+DECAY = Source("appendix C.1, Figure 9, acceptance of up to ten drafts", "a curve", headline=True)
 APPENDIX = Source("appendix D, the toy table", "its figures are in the table", headline=False)
 
 

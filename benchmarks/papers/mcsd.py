@@ -36,9 +36,9 @@ FORK = Source("Tables 3 and 4, D = 5 and W = 16", "alpha .74-.80 beside MCSD's .
 QUALITY = Source("Table 1, MT-Bench score over W0", "6.29 at W0 = 1, 5.83 at 2, 5.69 at 3 (68M)", headline=True)
 KEPT = Source("Table 1, W0 = 1 keeps the score", "within 0.05", headline=True)
 CONFIGS = Source("Figure 4, 2x4x3x1x1 is the best of the grid", "alpha .473; 2x3x3x1x1 .382, 2x1x1x1x1 .156")
-WIDTH = Source("Figure 6, alpha over the width", "a figure")
+WIDTH = Source("Figure 6, alpha over the width", "a curve")
 SPEED = Source('abstract, "a maximum 27.5% speedup compared to our MCSD baseline"', "up to +27.5 %", headline=True)
-STOP = Source("Figures 7 and 8, the decision model brings no speed", "figures")
+STOP = Source("Figures 7 and 8, the decision model brings no speed", "curves")
 
 
 def jobs(scale: Scale) -> dict[str, Work]:

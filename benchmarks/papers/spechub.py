@@ -46,18 +46,16 @@ MORE = (
 OVER_RRS, OVER_RRSW = Source(MORE, "+0.05 to +0.27", headline=True), Source(MORE, "+0.02 to +0.16", headline=True)
 ORDER = Source("tables of batch efficiency, columns RRS and RRSw", "2.051 -> 2.169 (2^4, T = 0.6, CNN)")
 HALF = "Figure 1, batch efficiency over 3 to 31 nodes of a binary tree"
-HALVES = {
-    0.6: Source(HALF, "SpecHub 2^4 2.246, RRSw 2^5 2.315 (T = 0.6, CNN)", headline=True),
-    1.0: Source(HALF, "SpecHub 2^4 2.211, RRSw 2^5 2.138 (T = 1, CNN)", headline=True),
+HALVES = {  # T, the rule with twice the nodes; at T = 0.6 the paper's own RRSw is ahead
+    ("1", "RRSw"): Source(HALF, "SpecHub 2^4 2.211, RRSw 2^5 2.138 (T = 1, CNN)", headline=True),
+    ("1", "RRS"): Source(HALF, "SpecHub 2^4 2.211, RRS 2^5 2.069 (T = 1, CNN)", headline=True),
+    ("0.6", "RRS"): Source(HALF, "SpecHub 2^4 2.246, RRS 2^5 2.139 (T = 0.6, CNN)", headline=True),
+    ("0.6", "RRSw"): OURS,
 }
 BISEQ = Source(
     "tables of batch efficiency, rows biSeq", "2.420 -> 2.435 (biSeq32, T = 0.6), 2.160 -> 2.345 (T = 1)", True
 )
-THIRD = Source(
-    "the section on ternary trees: binary SpecHub beside ternary RRSw",
-    "2.662 (2^5, T = 1) and 2.682 (3^4, T = 0.6), 160M",
-    True,
-)
+THIRD = Source("tables of batch efficiency, rows 3^3 and 3^4", "RRSw 3^4 2.682 (160M, T = 0.6, CNN)", True)
 DRAWS, FEWER_DRAWS = 4, 2
 
 
@@ -133,12 +131,10 @@ def section(r: Results, figures: Path) -> Section:
             gain = pooled([(r[f"{a} {depth} {t}"], r[f"{b} {depth} {t}"]) for depth in depths])
             text = f"{a} > {b} in tokens per step (T = {t}, mean over depths)"
             claims.append(source.judge(text, gain, FEW if a == "traversal" else EXACT))
-    for t in [t for t in temperatures if f"SpecHub 4 {t}" in r and float(t) in HALVES]:
-        for other in ("RRSw", "RRS"):
+    for (t, other), source in HALVES.items():
+        if f"SpecHub 4 {t}" in r:
             gain = difference(r[f"SpecHub 4 {t}"], r[f"{other} 5 {t}"])
-            source = HALVES[float(t)] if other == "RRSw" else HALVES[float(t)]._replace(headline=False)
-            text = f"SpecHub with 14 nodes >= {other} with 30 (T = {t})"
-            claims.append(source.judge(text, gain, DEEP))
+            claims.append(source.judge(f"SpecHub with 14 nodes >= {other} with 30 (T = {t})", gain, DEEP))
     parts += _sequoia(r, claims) + _ternary(r, claims)
     return Section(PAPER, PAPER, parts, claims)
 

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from itertools import groupby
+from textwrap import fill
 
 from benchmarks.papers.judging import Claim
 from benchmarks.papers.scale import Scale
@@ -45,11 +45,16 @@ def page(sections: Sequence[Section], scale: Scale) -> str:
     claims = [claim for section in sections for claim in section.claims]
     papers = [claim for claim in claims if claim.source]
     ours = [claim for claim in claims if not claim.source]
-    parts = [INTRO.format(scale=scale, papers=_counted(papers), ours=_counted(ours))]
+    intro = INTRO.format(scale=scale, papers=_counted(papers), ours=_counted(ours))
+    parts = [fill(paragraph, 120, break_on_hyphens=False) for paragraph in intro.split("\n\n")]
     for paper, files in SETTINGS.items():
         headlines = [claim for section in sections if section.paper == paper for claim in section.papers]
         links = " and ".join(f"[`{file}.json`](../examples/papers/{file}.json)" for file in files)
-        rows = [_row(list(group)) for _, group in groupby((c for c in headlines if c.headline), _kind)]
+        kinds: dict[tuple[str, ...], list[Claim]] = {}
+        for claim in headlines:
+            if claim.headline:
+                kinds.setdefault((claim.source, claim.theirs, _split(claim.text)[0]), []).append(claim)
+        rows = [_row(claims) for claims in kinds.values()]
         heads = ("where the paper says it", "the paper's", "line", "ours", "verdict")
         parts += [f"## {paper}", f"Its settings: {links}.", table(heads, rows)]
     parts += ["## Not measured", table(("paper", "what", "why"), UNMEASURED)]
@@ -59,10 +64,6 @@ def page(sections: Sequence[Section], scale: Scale) -> str:
 def appendix(sections: Sequence[Section], scale: Scale) -> str:
     """docs/papers-appendix.md"""
     return "\n\n".join([APPENDIX.format(scale=scale), *(section.markdown() for section in sections)]) + "\n"
-
-
-def _kind(claim: Claim) -> tuple[str, str, str]:
-    return claim.source, claim.theirs, _split(claim.text)[0]
 
 
 def _split(text: str) -> tuple[str, str]:
