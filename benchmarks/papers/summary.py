@@ -33,6 +33,7 @@ UNMEASURED = (
     ("DySpec", "Figure 5 at threshold 0.001 (552 of 768 nodes)", "thresholds 0.03 and 0.01 are in the appendix"),
     ("C2T", "18 % less time on 70B, latencies of the stages", "needs its models and GPUs"),
     ("C2T", "transfer between data sets and models, fine-tuning", "needs several of each"),
+    ("C2T", "Figures 1 and 2, appendix D: heat maps of acceptance", "pictures of its models, no claim about others"),
     ("C2T", "DyMax, which stops at a token's own probability", "no method here has that rule"),
     ("MCSD", "MT-Bench scores", "the target is too small for them; log probabilities instead"),
     ("MCSD", "speed of decision models in seconds", "modelled with mu = 0.1"),
