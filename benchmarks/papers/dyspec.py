@@ -48,7 +48,7 @@ SPEED = Source('abstract, "improve the throughput up to 9.1" on LLaMA-2-70B', "9
 MU = 0.1
 FORKS = {NODES: [8] + [1] * 7, MANY: [24] + [1] * 31}
 EXPANSION = [1, 1, 3, 1, 1, 1, 1, 1]
-DRAWS = 4
+DRAWS = 1
 BINS = 5
 
 
@@ -74,8 +74,7 @@ def jobs(scale: Scale) -> dict[str, Work]:
             found[f"Sequoia {MANY} {t}"] = cell("sequoia", MANY, t, rule="rrsw", tree={"max_depth": 32}, **few)
             fork = {"shape": FORKS[MANY], "children": "iid"}
             found[f"SpecInfer {MANY} {t}"] = cell("static_tree", MANY, t, rule="rrs", tree=fork, **few)
-        prompts = {"prompts": own["prompts"], "tokens": own["tokens"]}
-        found[f"probability {t}"] = Job("dyspec:by_probability", {"temperature": t, **prompts})
+        found[f"probability {t}"] = Job("dyspec:by_probability", {"temperature": t, **scale.few})
     return found
 
 

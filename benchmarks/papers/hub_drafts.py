@@ -30,11 +30,11 @@ def jobs(scale: Scale) -> dict[str, Work]:
     every = {"prompts_": 8, "tokens": 16, "every": 4} if scale.quick else {"prompts_": 64, "tokens": 64, "every": 4}
     for t in scale.some((0.3, 0.6, 1.0), (0.6,)):
         found[f"node {t}"] = Job("exact:nodes_of_pair", {"temperature": t, **every})
-    for t in scale.some((0.6, 1.0), ()):
+    for t in scale.some((spechub.HOT,), ()):
         for name in ("RRS", "RRSw"):
             children, rule = spechub.RULES[name]
             tree = {"shape": [DRAFTS], "children": children}
-            found[f"ten {name} {t:g}"] = cell("static_tree", DRAFTS, t, rule=rule, tree=tree, **scale.sampled)
+            found[f"ten {name} {t:g}"] = cell("static_tree", DRAFTS, t, rule=rule, tree=tree, **scale.few)
     trees = spechub.jobs(scale)
     return found | {name: trees[name] for name in trees if name.split()[0] in spechub.THREE}
 
@@ -76,7 +76,7 @@ def _shares(r: Results, claims: list[Claim]) -> list[str]:
 
 def _ten(r: Results, claims: list[Claim]) -> list[str]:
     rows = []
-    for t in ("0.6", "1"):
+    for t in (f"{spechub.HOT:g}",):
         for name in ("RRS", "RRSw"):
             if (one := r.get(f"ten {name} {t}")) is not None:
                 steps = sum(one["steps"])
@@ -89,7 +89,7 @@ def _ten(r: Results, claims: list[Claim]) -> list[str]:
     if not rows:
         return []
     heads = ("T", "rule", *(f"draft {number}" for number in range(1, DRAFTS + 1)))
-    return ["Ten drafts at one node: how often each is the accepted one.", table(heads, rows)]
+    return ["Ten drafts at one node (32 prompts): how often each is the accepted one.", table(heads, rows)]
 
 
 def _later(record: dict[str, list[float]]) -> dict[str, list[float]]:

@@ -21,7 +21,8 @@ def nodes_saved(ours: Sequence[Curve], theirs: Sequence[Curve], at: Record) -> E
         ours, theirs: one curve per training; a resample draws trainings too, and takes the geometric mean of their
             nodes.
     """
-    drawn = weights(at["file"])
+    count = min(len(one["file"]) for curve in (*ours, *theirs, [at]) for one in curve)
+    drawn = weights(at["file"][:count])
     wanted = ratios(at, drawn)
     nodes = [_mean([_log_nodes(curve, wanted, drawn) for curve in curves]) for curves in (ours, theirs)]
     with np.errstate(over="ignore", invalid="ignore"):

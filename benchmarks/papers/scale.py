@@ -17,6 +17,11 @@ class Scale(NamedTuple):
         return 1 if self.quick else count
 
     @property
+    def few(self) -> dict[str, int]:
+        """For cells that are many or slow: two cuts of every file."""
+        return {"prompts": min(32, self.prompts), "tokens": self.tokens}
+
+    @property
     def greedy(self) -> dict[str, int]:
         return {"prompts": self.prompts, "tokens": self.tokens}
 

@@ -21,8 +21,9 @@ RULES = {  # name -> (children, rule)
 }
 THREE = ("RRS", "RRSw", "SpecHub")
 DEPTHS = {2: 2, 3: 6, 4: 14, 5: 30}  # the paper's 2^d counts the root: d - 1 drafted levels -> nodes
-SEQUOIA = {8: 7, 16: 15, 32: 31}  # biSeqN counts the root
-TERNARY = {3: 12, 4: 39}
+SEQUOIA = {32: 31}  # biSeqN counts the root
+HOT = 1.0  # where the rules differ most
+TERNARY = {4: 39}
 THEIRS = {  # JF68M -> LLaMA-2-7B, CNN: tokens per step of RRS, RRSw, SpecHub
     (0.6, 2): (1.554, 1.600, 1.616),
     (0.6, 3): (1.848, 1.969, 1.986),
@@ -33,12 +34,7 @@ THEIRS = {  # JF68M -> LLaMA-2-7B, CNN: tokens per step of RRS, RRSw, SpecHub
     (1.0, 4): (1.976, 2.044, 2.211),
     (1.0, 5): (2.069, 2.138, 2.310),
 }
-THEIRS_SEQUOIA = {  # biSeqN, as above
-    (0.6, 8): (2.036, 2.154, 2.154),
-    (0.6, 16): (2.135, 2.267, 2.284),
-    (0.6, 32): (2.245, 2.420, 2.435),
-    (1.0, 32): (2.120, 2.160, 2.345),
-}
+THEIRS_SEQUOIA = {32: (2.120, 2.160, 2.345)}  # biSeqN at T = 1, as above
 MORE = (
     'abstract, "consistently generates 0.05-0.27 and 0.02-0.16 more tokens per step than RRS and RRS without '
     'replacement"'
@@ -52,20 +48,18 @@ HALVES = {  # T, the rule with twice the nodes; at T = 0.6 the paper's own RRSw 
     ("0.6", "RRS"): Source(HALF, "SpecHub 2^4 2.246, RRS 2^5 2.139 (T = 0.6, CNN)", headline=True),
     ("0.6", "RRSw"): OURS,
 }
-BISEQ = Source(
-    "tables of batch efficiency, rows biSeq", "2.420 -> 2.435 (biSeq32, T = 0.6), 2.160 -> 2.345 (T = 1)", True
-)
+BISEQ = Source("tables of batch efficiency, rows biSeq", "2.160 -> 2.345 (biSeq32, T = 1, CNN)", True)
 THIRD = Source("tables of batch efficiency, rows 3^3 and 3^4", "RRSw 3^4 2.682 (160M, T = 0.6, CNN)", True)
-DRAWS, FEWER_DRAWS = 4, 2
+DRAWS = 4
 
 
 def learnt(scale: Scale) -> dict[str, Job]:
     """Sequoia's vector of each rule, with two children."""
     found = {}
-    for t in scale.some((0.6, 1.0), ()):
+    for t in scale.some((HOT,), ()):
         for name in THREE:
             children, rule = RULES[name]
-            about = {"rule": rule, "children": children, "width": 2, "temperature": t, "prompts": 64, "tokens": 64}
+            about = {"rule": rule, "children": children, "width": 2, "temperature": t, "prompts": 64, "tokens": 32}
             found[f"{name} {t:g}"] = Job("calibration:acceptance_rates", about)
     return found
 
@@ -93,13 +87,11 @@ def jobs(scale: Scale) -> dict[str, Work]:
         for size, nodes in SEQUOIA.items():
             tree = {"vector": f"@{name}.json", "max_depth": 16} | ({"children": children} if children else {})
             key = {"shipped": f"{zlib.crc32(job.key.encode()):08x}", "rule": RULES[rule][1], "tree": tree}
-            count = scale.draws(FEWER_DRAWS)
-            found[f"biSeq {rule} {size} {t}"] = draws(count, "sequoia", nodes, float(t), **key, **scale.sampled)
-    for t in scale.some((0.6, 1.0), ()):
+            found[f"biSeq {rule} {size} {t}"] = draws(1, "sequoia", nodes, float(t), **key, **scale.few)
+    for t in scale.some((HOT,), ()):
         for depth, nodes in TERNARY.items():
             tree = {"shape": "ternary", "children": "without_replacement"}
-            count = scale.draws(FEWER_DRAWS)
-            cells = draws(count, "static_tree", nodes, t, rule="rrsw", tree=tree, **scale.sampled)
+            cells = draws(1, "static_tree", nodes, t, rule="rrsw", tree=tree, **scale.few)
             found[f"ternary {depth} {t:g}"] = cells
     return found | {f"vector {name}": job for name, job in learnt(scale).items()}
 
@@ -140,60 +132,44 @@ def section(r: Results, figures: Path) -> Section:
 
 
 def _sequoia(r: Results, claims: list[Claim]) -> list[str]:
-    rows = []
-    for t in ("0.6", "1"):
-        for size in SEQUOIA:
-            if f"biSeq SpecHub {size} {t}" not in r:
-                continue
-            theirs = THEIRS_SEQUOIA.get((float(t), size))
-            shown = " / ".join(f"{x:.3f}" for x in theirs) if theirs else None
-            rows.append((t, f"biSeq{size}", *(ratio(r[f"biSeq {rule} {size} {t}"]) for rule in THREE), shown))
-    if not rows:
+    if f"vector RRS {HOT:g}" not in r:
         return []
-    for t in ("0.6", "1"):
-        for other in ("RRSw", "RRS"):
-            pairs = [(r[f"biSeq SpecHub {size} {t}"], r[f"biSeq {other} {size} {t}"]) for size in SEQUOIA]
-            source = BISEQ if other == "RRSw" else BISEQ._replace(headline=False)
-            claims.append(
-                source.judge(
-                    f"SpecHub > {other} on binary Sequoia trees (T = {t}, mean over sizes)", pooled(pairs), EXACT
-                )
-            )
-    vectors = "; ".join(
-        f"{rule} {' and '.join(f'{x:.3f}' for x in r[f'vector {rule} {t}'])} at T = {t}"
-        for t in ("0.6", "1")
-        for rule in THREE
-    )
+    rows = []
+    for size in SEQUOIA:
+        theirs = THEIRS_SEQUOIA.get(size)
+        shown = " / ".join(f"{x:.3f}" for x in theirs) if theirs else None
+        rows.append((f"biSeq{size}", *(ratio(r[f"biSeq {rule} {size} {HOT:g}"]) for rule in THREE), shown))
+    for other in ("RRSw", "RRS"):
+        pairs = [(r[f"biSeq SpecHub {size} {HOT:g}"], r[f"biSeq {other} {size} {HOT:g}"]) for size in SEQUOIA]
+        source = BISEQ if other == "RRSw" else BISEQ._replace(headline=False)
+        text = f"SpecHub > {other} on binary Sequoia trees (T = {HOT:g}, mean over sizes)"
+        claims.append(source.judge(text, pooled(pairs), EXACT))
+    shares = (f"{rule} {' and '.join(f'{x:.3f}' for x in r[f'vector {rule} {HOT:g}'])}" for rule in THREE)
     return [
-        "Sequoia's trees with at most two children, each for the rule's own vector (biSeqN, N with the root), which "
-        "`vllm-adaptive-tree calibrate sequoia --rule` measures for any pair. Measured on texts of the pair's "
-        f"training set (first and second child): {vectors}.",
-        table(("T", "tree", *THREE, "paper: RRS / RRSw / SpecHub"), rows),
+        f"T = {HOT:g}, Sequoia's trees with at most two children, each for the rule's own vector (biSeqN, N with the "
+        "root), which `vllm-adaptive-tree calibrate sequoia --rule` measures for any pair. Measured on texts of the "
+        f"pair's training set (first and second child): {', '.join(shares)}. 32 prompts.",
+        table(("tree", *THREE, "paper: RRS / RRSw / SpecHub"), rows),
     ]
 
 
 def _ternary(r: Results, claims: list[Claim]) -> list[str]:
     rows = []
-    for t in ("0.6", "1"):
-        for depth, nodes in TERNARY.items():
-            if (three := r.get(f"ternary {depth} {t}")) is None:
-                continue
-            binary = r[f"SpecHub {depth + 1} {t}"]
-            rows.append(
-                (
-                    t,
-                    f"3^{depth}, {nodes} nodes",
-                    ratio(three),
-                    f"2^{depth + 1}, {DEPTHS[depth + 1]} nodes",
-                    ratio(binary),
-                )
-            )
-            text = f"SpecHub on 2^{depth + 1} ({DEPTHS[depth + 1]} nodes) > RRSw on 3^{depth} ({nodes} nodes) (T = {t})"
-            claims.append(THIRD.judge(text, difference(binary, three)))
+    for depth, nodes in TERNARY.items():
+        if (three := r.get(f"ternary {depth} {HOT:g}")) is None:
+            continue
+        binary, more = r[f"SpecHub {depth + 1} {HOT:g}"], DEPTHS[depth + 1]
+        pair = (f"3^{depth}, {nodes} nodes", ratio(three), f"2^{depth + 1}, {more} nodes", ratio(binary))
+        rows.append(pair)
+        text = f"SpecHub on 2^{depth + 1} with {more} nodes > RRSw on 3^{depth} with {nodes} (T = {HOT:g})"
+        claims.append(THIRD.judge(text, difference(binary, three), DEEP))
     if not rows:
         return []
-    heads = ("T", "ternary tree", "RRSw", "binary tree", "SpecHub")
-    return ["Ternary trees, for which SpecHub has no rule, beside binary ones:", table(heads, rows)]
+    heads = ("ternary tree", "RRSw", "binary tree", "SpecHub")
+    return [
+        f"T = {HOT:g}, ternary trees, for which SpecHub has no rule (32 prompts), beside binary ones:",
+        table(heads, rows),
+    ]
 
 
 EXACT = "the exact acceptance of a pair is higher, by less than these draws resolve"
