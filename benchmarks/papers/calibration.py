@@ -13,7 +13,7 @@ from benchmarks.papers.decoding import Cell, measure
 from benchmarks.tokens_per_step import PROMPT_CHARACTERS
 from examples.train_demo_pair import documents, is_held_out
 from vllm_adaptive_tree.acceptance import Accepted
-from vllm_adaptive_tree.gates.training import new_gate, train_c2t
+from vllm_adaptive_tree.gates.training import Trained, new_gate, train_c2t
 from vllm_adaptive_tree.proposers import Proposal
 from vllm_adaptive_tree.proposers.base import log_softmax_at
 from vllm_adaptive_tree.proposers.c2t import features
@@ -61,42 +61,65 @@ def examples(prompts: int, tokens: int, nodes: int) -> Examples:
     return Examples(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
-def c2t_gates(_: Path, *, reads: str, hidden: int, prompts: int, tokens: int, nodes: int, seeds: int) -> dict[str, Any]:
-    """Weights and losses of C2T's classifier, one per seed that learnt something.
+def c2t_gates(
+    _: Path, *, gates: dict[str, list[Any]], prompts: int, tokens: int, nodes: int, seeds: int
+) -> dict[str, dict[str, Any]]:
+    """C2T's classifier, the best of several seeds, as `train-gate` gives it.
 
     Args:
-        reads: the features that it may read, of "P", "H" and "d".
-        hidden: its hidden units.
+        gates: name -> [the features that it may read, of "P", "H" and "d"; hidden units; how it reads P].
     """
-    found = examples(prompts, tokens, nodes)
-    blind = torch.tensor([column for column, name in enumerate("PHd") if name not in reads], dtype=torch.int64)
-    inputs = features(found.path, found.entropy, found.depth, "paper").index_fill(1, blind, 0.0)
-    trained = train_c2t(
-        {"features": inputs, "label": found.label, "prompt": found.prompt},
-        begin=lambda seed: new_gate(3, hidden, seed=seed, features="paper"),
-        negatives=NEGATIVES,
-        seeds=range(seeds),
-    )
-    learnt = [run.best for run in trained.runs if run.failed is None]
-    weights = [one.gate.state_dict() for one in learnt]
-    for one in weights:
-        one["layers.0.weight"][:, blind] = 0.0  # never trained: the column was 0
+    found = {name: _train(examples(prompts, tokens, nodes), *how, seeds=seeds) for name, how in gates.items()}
     return {
-        "weights": [{name: weight.tolist() for name, weight in one.items()} for one in weights],
-        "losses": [one.loss for one in learnt],
-        "failed": seeds - len(learnt),
-        "constant": trained.run.constant,
-        "examples": len(found.label),
+        name: {
+            "weights": _weights(trained.best.gate),
+            "features": trained.best.gate.features,
+            "loss": trained.best.loss,
+            "losses": [run.best.loss for run in trained.runs],
+            "constant": trained.run.constant,
+        }
+        for name, trained in found.items()
     }
 
 
-def write_gates(name: str, trained: dict[str, Any], folder: Path) -> None:
-    """The files that cells name "@{name} {training}.safetensors"."""
-    for number, one in enumerate(trained["weights"]):
-        weights = {key: torch.tensor(value) for key, value in one.items()}
-        gate = Gate(3, len(weights["layers.0.bias"]))
-        gate.load_state_dict(weights)
-        gate.save(folder / f"{name} {number}.safetensors", {})
+def c2t_trainings(
+    _: Path, *, reads: str, hidden: int, prompts: int, tokens: int, nodes: int, seeds: int
+) -> dict[str, Any]:
+    """C2T's classifier from every seed that learnt something; arguments as of `c2t_gates`."""
+    trained = _train(examples(prompts, tokens, nodes), reads, hidden, "paper", seeds=seeds)
+    learnt = [run.best for run in trained.runs if run.failed is None]
+    return {
+        "weights": [_weights(one.gate) for one in learnt],
+        "losses": [one.loss for one in learnt],
+        "failed": seeds - len(learnt),
+        "constant": trained.run.constant,
+    }
+
+
+def _train(found: Examples, reads: str, hidden: int, kind: str, *, seeds: int) -> Trained:
+    blind = torch.tensor([column for column, name in enumerate("PHd") if name not in reads], dtype=torch.int64)
+    inputs = features(found.path, found.entropy, found.depth, kind).index_fill(1, blind, 0.0)
+    trained = train_c2t(
+        {"features": inputs, "label": found.label, "prompt": found.prompt},
+        begin=lambda seed: new_gate(3, hidden, seed=seed, features=kind),
+        negatives=NEGATIVES,
+        seeds=range(seeds),
+    )
+    for run in trained.runs:
+        run.best.gate.state_dict()["layers.0.weight"][:, blind] = 0.0  # never trained: the column was 0
+    return trained
+
+
+def _weights(gate: Gate) -> dict[str, Any]:
+    return {name: weight.tolist() for name, weight in gate.state_dict().items()}
+
+
+def write_gate(name: str, weights: dict[str, Any], folder: Path, *, kind: str = "paper") -> None:
+    """The file that cells name "@{name}.safetensors"."""
+    tensors = {key: torch.tensor(value) for key, value in weights.items()}
+    gate = Gate(3, len(tensors["layers.0.bias"]), features=kind)
+    gate.load_state_dict(tensors)
+    gate.save(folder / f"{name}.safetensors", {})
 
 
 def joint_gate(folder: Path, least: float) -> None:

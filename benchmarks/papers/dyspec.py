@@ -9,7 +9,7 @@ from torch import Tensor
 
 from benchmarks.papers.bootstrap import costed, difference, ratio
 from benchmarks.papers.decoding import Cell, measure
-from benchmarks.papers.jobs import Job, Results, Work, cell, draws
+from benchmarks.papers.jobs import Job, Results, Work, cell
 from benchmarks.papers.judging import OURS, Claim, Source
 from benchmarks.papers.scale import Scale
 from benchmarks.papers.writing import Section, table
@@ -48,20 +48,19 @@ SPEED = Source('abstract, "improve the throughput up to 9.1" on LLaMA-2-70B', "9
 MU = 0.1
 FORKS = {NODES: [8] + [1] * 7, MANY: [24] + [1] * 31}
 EXPANSION = [1, 1, 3, 1, 1, 1, 1, 1]
-DRAWS = 1
 BINS = 5
 
 
 def jobs(scale: Scale) -> dict[str, Work]:
     found: dict[str, Work] = {}
     for t in (0.0, 0.6):
-        own, count = scale.sampled if t else scale.greedy, scale.draws(DRAWS)
+        own = scale.sampled if t else scale.greedy
         heap = {"mode": "heap"}
-        found[f"DySpec {NODES} {t}"] = draws(count, "dyspec", NODES, t, rule="rrsw", tree=heap, **own)
+        found[f"DySpec {NODES} {t}"] = cell("dyspec", NODES, t, rule="rrsw", tree=heap, **own)
         static = {"rule": "rrsw", "tree": {"max_depth": 16}, **own}
-        found[f"Sequoia {NODES} {t}"] = draws(count if t else 1, "sequoia", NODES, t, **static)
+        found[f"Sequoia {NODES} {t}"] = cell("sequoia", NODES, t, **static)
         fork = {"rule": "rrs", "tree": {"shape": FORKS[NODES], "children": "iid"}, **own}
-        found[f"SpecInfer {NODES} {t}"] = draws(count if t else 1, "static_tree", NODES, t, **fork)
+        found[f"SpecInfer {NODES} {t}"] = cell("static_tree", NODES, t, **fork)
         for threshold in scale.some((0.03, 0.01), ()):
             tree = {"mode": "threshold", "threshold": threshold}
             found[f"threshold {threshold} {t}"] = cell("dyspec", 4 * NODES, t, rule="rrsw", tree=tree, **own)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.papers.bootstrap import Estimate, Record, costed, difference, ratio
-from benchmarks.papers.jobs import Results, Work, draws
+from benchmarks.papers.jobs import Results, Work, cell
 from benchmarks.papers.judging import OURS, Claim, Source
 from benchmarks.papers.scale import Scale
 from benchmarks.papers.writing import Section, table
@@ -20,7 +20,6 @@ INITIALISED = ("2+4x4x1x1", "2+1x1x1x1")
 FORKS = (1, 2, 4, 8, 16)
 WIDE = "16+1x1x1x1x1"
 STOPS = ("none", "type1", "type2")
-DRAWS = 1
 THEIRS = {  # alpha at T = 0.7 of SD with 4 tokens, MCSD 4x2x2x1, and 2x4x3x1x1 (draft 68M)
     "LLaMA-2-7B, MT-Bench": (0.17, 0.29, 0.47),
     "LLaMA-2-7B, TriviaQA": (0.15, 0.21, 0.53),
@@ -44,16 +43,16 @@ STOP = Source("Figures 7 and 8, the decision model brings no speed", "curves")
 def jobs(scale: Scale) -> dict[str, Work]:
     found: dict[str, Work] = {}
 
-    def add(name: str, t: float, own: dict[str, int] = scale.sampled, count: int = 1, **rest: Any) -> None:
+    def add(name: str, t: float, own: dict[str, int] = scale.sampled, **rest: Any) -> None:
         width, shape = _parsed(name)
         tree = {"shape": shape, **rest} | ({"init_width": width, "allow_lossy": True} if width > 1 else {})
         nodes = sum(_layers(shape)) * width + (width if width > 1 else 0)
         likely = {"keep_likelihood": True} if name in (*HEADLINE, *INITIALISED, WIDE) else {}
         key = f"{name} {t:g}" + (f" {rest['stop']}" if rest else "")
-        found[key] = draws(scale.draws(count), "mcsd", nodes, t, rule="rrsw", tree=tree, **likely, **own)
+        found[key] = cell("mcsd", nodes, t, rule="rrsw", tree=tree, **likely, **own)
 
     for name in (SD, MCSD, LOSSLESS, LOSSY):
-        add(name, T, count=DRAWS)
+        add(name, T)
         for t in scale.some((0.0, 1.0), ()):
             add(name, t, scale.few if t else scale.greedy)
     for name in scale.some((WIDER, *GRID), ()):

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.papers.bootstrap import difference, ratio
-from benchmarks.papers.jobs import Results, Work, cell, draws
+from benchmarks.papers.jobs import Results, Work, cell
 from benchmarks.papers.judging import OURS, Claim, Source
 from benchmarks.papers.scale import Scale
 from benchmarks.papers.writing import Section, table
@@ -33,7 +33,6 @@ SIZES = Source("Figure 6, OPT-Tree above Sequoia at every size", "a curve", head
 GROWTH = Source("Figure 6, growth up to some 130 nodes for a 68M draft", "a curve")
 TEN = Source('abstract, "it can generate more than ten tokens in a single step"', "10 at 500 nodes (70B, 7B)", True)
 PLAIN = {"threshold": 0, "draft_temperature": 1}
-DRAWS = 1
 
 
 def methods(temperature: float) -> dict[str, tuple[str, dict[str, Any]]]:
@@ -57,9 +56,7 @@ def jobs(scale: Scale) -> dict[str, Work]:
                 found[f"{name} {nodes}"] = cell(method, nodes, tree=tree, keep_steps=nodes == 25, **scale.greedy)
     for name, (method, tree) in methods(1).items():
         keep = name == "OPT-Tree"
-        found[f"{name} 25 T=1"] = draws(
-            scale.draws(DRAWS), method, 25, 1.0, tree=tree, keep_steps=keep, **scale.sampled
-        )
+        found[f"{name} 25 T=1"] = cell(method, 25, 1.0, tree=tree, keep_steps=keep, **scale.sampled)
     for nodes in scale.some((5, 10, 25, 50, 100), (5, 25)):
         few = scale.greedy | ({"prompts": 32} if nodes > 50 else {})
         found[f"size {nodes}"] = cell("opt_tree", nodes, tree={**PLAIN, "max_depth": 16}, **few)

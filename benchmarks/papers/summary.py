@@ -24,20 +24,28 @@ WORDS = {
 UNMEASURED = (
     ("all", "speed-ups in seconds on GPUs", "no GPU here; measured seconds are in [benchmarks](benchmarks.md)"),
     ("all", "other pairs and texts", "one pair and one kind of text are bundled; no models are downloaded"),
+    ("all", "more draws and prompts, until all noise is decided", "hours of this machine; lines say what they resolve"),
+    ("OPT-Tree", "Figure 6 above 100 nodes, Figure 9's other temperatures", "time; T = 0 and 1 are measured"),
     (
         "OPT-Tree",
         "Figure 7, tree operations at most 6.3 % of a step",
         "a GPU's share; `benchmarks/tree_work.py` has ours",
     ),
     ("DySpec", "Figure 8 and the times of Table 5: kernels that skip blocks", "needs a GPU"),
-    ("DySpec", "Figure 5 at threshold 0.001 (552 of 768 nodes)", "thresholds 0.03 and 0.01 are in the appendix"),
+    ("DySpec", "Figure 5 at threshold 0.001 (552 of 768 nodes)", "time; thresholds 0.03 and 0.01 are in the appendix"),
     ("C2T", "18 % less time on 70B, latencies of the stages", "needs its models and GPUs"),
     ("C2T", "transfer between data sets and models, fine-tuning", "needs several of each"),
+    (
+        "C2T",
+        "Tables 5 and 6: survivors a level, entropies of fewer tokens",
+        "time; `top_k` and `entropy_top` are options",
+    ),
     ("C2T", "Figures 1 and 2, appendix D: heat maps of acceptance", "pictures of its models, no claim about others"),
     ("C2T", "DyMax, which stops at a token's own probability", "no method here has that rule"),
     ("MCSD", "MT-Bench scores", "the target is too small for them; log probabilities instead"),
     ("MCSD", "speed of decision models in seconds", "modelled with mu = 0.1"),
     ("SpecHub", "the 160M draft, 13B and 33B targets, EAGLE heads", "no such models here"),
+    ("SpecHub", "biSeq and ternary trees of other sizes and T", "time; the largest are measured, at T = 1"),
 )
 
 
@@ -99,7 +107,7 @@ What five papers say, and whether it holds here: the headlines on this page, eve
 one core; `--render` writes both from `benchmarks/results/papers`). The papers' figures come from other models, so
 orders and ratios compare, absolute figures do not. Ours are the bundled pair's (a 6.4 M target, a 0.7 M draft, a
 vocabulary of 2,048, Python's standard library), in float32, behind {scale.prompts} cuts of 15 held-out files,
-{scale.tokens} tokens each; at T > 0 the main cells are decoded with two to four sets of random numbers. They are
+{scale.tokens} tokens each, with one set of random numbers at T > 0. They are
 figures of acceptance: tokens per step count the token that every step adds. No speed here is a time: what is called
 modelled is tokens / (1 + mu * draft forwards).
 
