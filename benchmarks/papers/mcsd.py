@@ -102,9 +102,8 @@ def section(r: Results, figures: Path) -> Section:
         claims.append(KEPT.judge_equal(text, lossless, MARGIN))
         for a, b in ((LOSSLESS, LOSSY), (LOSSY, WIDER)):
             if f"{b} {t:g}" in r:
-                source = QUALITY if t == T else QUALITY._replace(headline=False)
                 text = f"quality falls from {a} to {b} (T = {t:g})"
-                claims.append(source.judge(text, difference(at(a), at(b), "likelihood", "tokens")))
+                claims.append(QUALITY.judge(text, difference(at(a), at(b), "likelihood", "tokens"), SAMPLED))
         if f"{WIDE} {t:g}" in r:
             gain = difference(_rated(at(WIDE), 5), _rated(at(MCSD), 4), "rate")
             claims.append(FORK.judge(f"alpha: {WIDE} > {MCSD} (T = {t:g})", gain))
@@ -191,5 +190,6 @@ def _signed(x: Estimate) -> str:
     return f"{x.mean:.3f} ± {x.resolution:.3f}"
 
 
+SAMPLED = "sampled texts differ in how likely they are by as much"
 LESS = "each doubling adds less, as every sequence is less likely than the ones before"
 SPARES = "the model ends some growths that would have gone on, and spares draft forwards"

@@ -144,7 +144,7 @@ def _sequoia(r: Results, claims: list[Claim]) -> list[str]:
     for other in ("RRSw", "RRS"):
         pairs = [(r[f"biSeq SpecHub {size} {HOT:g}"], r[f"biSeq {other} {size} {HOT:g}"]) for size in SEQUOIA]
         source = BISEQ if other == "RRSw" else BISEQ._replace(headline=False)
-        text = f"SpecHub > {other} on binary Sequoia trees (T = {HOT:g}, mean over sizes)"
+        text = f"SpecHub > {other} on binary Sequoia trees (T = {HOT:g}, biSeq32)"
         claims.append(source.judge(text, pooled(pairs), EXACT))
     shares = (f"{rule} {' and '.join(f'{x:.3f}' for x in r[f'vector {rule} {HOT:g}'])}" for rule in THREE)
     return [

@@ -107,7 +107,7 @@ What five papers say, and whether it holds here: the headlines on this page, eve
 one core; `--render` writes both from `benchmarks/results/papers`). The papers' figures come from other models, so
 orders and ratios compare, absolute figures do not. Ours are the bundled pair's (a 6.4 M target, a 0.7 M draft, a
 vocabulary of 2,048, Python's standard library), in float32, behind {scale.prompts} cuts of 15 held-out files,
-{scale.tokens} tokens each, with one set of random numbers at T > 0. They are
+{scale.tokens} tokens each, mostly with one set of random numbers at T > 0. They are
 figures of acceptance: tokens per step count the token that every step adds. No speed here is a time: what is called
 modelled is tokens / (1 + mu * draft forwards).
 
