@@ -15,6 +15,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -93,6 +94,7 @@ class MaskClock:
         self.seconds, self.steps, self.watched = 0.0, 0, set[Any]()
 
     def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)  # what marks it too, or the next engine replaces it once more
         def run(*args: Any, **kwargs: Any) -> Any:
             started = time.perf_counter()
             try:
@@ -103,6 +105,7 @@ class MaskClock:
         return run
 
     def counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
         def run(scheduler: Any, scheduled: Any, output: Any) -> Any:
             self.steps += sum(bool(tokens) for tokens in output.sampled_token_ids)
             return function(scheduler, scheduled, output)
