@@ -2,19 +2,25 @@
 
 import json
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tests.engine.engines import TARGET
+from tests.engine.engines import TARGET, V2
 
 CONFIG: dict[str, Any] = json.loads((Path(TARGET) / "config.json").read_text())
 HIDDEN, INNER, VOCABULARY = CONFIG["hidden_size"], CONFIG["intermediate_size"], CONFIG["vocab_size"]
 QUERIES, KEYS = (CONFIG[name] * CONFIG["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
 REDUCED = 512
+
+WITH_MEDUSA = pytest.mark.skipif(
+    V2 or find_spec("vllm.v1.spec_decode.medusa") is None, reason="this model runner of vLLM has no Medusa"
+)
 
 
 def eagle(folder: Path) -> str:

@@ -35,7 +35,7 @@ CASES = [
     ("dflash", "dyspec", "rrsw", {}),
     ("dspark", "opt_tree", "auto", {"threshold": 0}),
     ("dspark", "dyspec", "rrsw", {}),
-    *([] if V2 else [("medusa", "opt_tree", "auto", {"threshold": 0})]),
+    ("medusa", "opt_tree", "auto", {"threshold": 0}),
 ]
 SLOW = [
     *((head, *METHODS[name][:1], "auto", METHODS[name][1]) for head in ("dflash", "dspark") for name in METHODS),
@@ -46,7 +46,14 @@ SLOW = [
     ("dflash", "opt_tree", "auto", {"budget": "auto"}),
     ("dspark", "opt_tree", "auto", {"lookup": "ngram"}),
 ]
-SLOW = [case for case in SLOW if case[3].get("stop") != "type1" and not (V2 and case[0] == "medusa")]
+SLOW = [case for case in SLOW if case[3].get("stop") != "type1"]
+
+
+def parameter(case: tuple[str, str, str, dict[str, Any]]) -> Any:
+    head, method, rule, options = case
+    marks = [pytest.mark.slow] * (case not in CASES) + [heads.WITH_MEDUSA] * (head == "medusa")
+    name = f"{head}-{method}-{rule}" + f" {options}" * (case not in CASES)
+    return pytest.param(case, marks=marks, id=name)
 
 
 def parameters() -> list[SamplingParams]:
@@ -102,7 +109,7 @@ def identical(
     return spy.batches
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(case[:3]))
+@pytest.mark.parametrize("case", map(parameter, [*CASES, *(case for case in SLOW if case not in CASES)]))
 def test_greedy_and_seeded(
     engines: Engines,
     plain: list[Any],
@@ -111,17 +118,6 @@ def test_greedy_and_seeded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     batches = identical(engines, plain, folder, case, monkeypatch)
-    assert any(len({tree.parents for tree in batch}) > 1 for batch in batches), "trees of one batch are too alike"
-    assert any(DEPTH in tree.depths and len(tree.branches()) > 2 for batch in batches for tree in batch)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", SLOW, ids=lambda case: f"{' '.join(case[:3])} {case[3]}")
-def test_every_method(
-    engines: Engines,
-    plain: list[Any],
-    folder: Path,
-    case: tuple[str, str, str, dict[str, Any]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    identical(engines, plain, folder, case, monkeypatch)
+    if case in CASES:
+        assert any(len({tree.parents for tree in batch}) > 1 for batch in batches), "trees of one batch are too alike"
+        assert any(DEPTH in tree.depths and len(tree.branches()) > 2 for batch in batches for tree in batch)
