@@ -18,6 +18,7 @@ HIDDEN, INNER, VOCABULARY = CONFIG["hidden_size"], CONFIG["intermediate_size"], 
 QUERIES, KEYS = (CONFIG[name] * CONFIG["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
 REDUCED = 512
 
+ON_V1 = pytest.mark.skipif(V2, reason="vLLM has these heads on Model Runner V1 alone")
 WITH_MEDUSA = pytest.mark.skipif(
     V2 or find_spec("vllm.v1.spec_decode.medusa") is None, reason="this model runner of vLLM has no Medusa"
 )
@@ -37,6 +38,11 @@ def eagle3(folder: Path, *, reduced: bool = False, vocabulary: Tensor | None = N
     """EAGLE-3 with the target's vocabulary, with every fourth of its first tokens, or with these."""
     if reduced:
         vocabulary = torch.arange(0, VOCABULARY, 4)[:REDUCED]
+    return _written(folder, *_eagle3(vocabulary))
+
+
+def _eagle3(vocabulary: Tensor | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Its config.json and its weights."""
     size = VOCABULARY if vocabulary is None else len(vocabulary)
     weights = {
         "fc.weight": _random(1, HIDDEN, 3 * HIDDEN),
@@ -51,8 +57,7 @@ def eagle3(folder: Path, *, reduced: bool = False, vocabulary: Tensor | None = N
     if vocabulary is not None:
         weights |= {"d2t": vocabulary - torch.arange(size), "t2d": torch.zeros(VOCABULARY, dtype=torch.bool)}
         weights["t2d"][vocabulary] = True
-    config = {**_config(), "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": size}
-    return _written(folder, config, weights)
+    return {**_config(), "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": size}, weights
 
 
 def medusa(folder: Path, *, heads: int = 5, **more: Any) -> str:
@@ -69,6 +74,16 @@ def medusa(folder: Path, *, heads: int = 5, **more: Any) -> str:
         **more,
     }
     return _written(folder, config, {**weights, "lm_heads.0.weight": _random(40, VOCABULARY, HIDDEN)})
+
+
+def peagle(folder: Path, *, vocabulary: Tensor | None = None, **changes: Any) -> str:
+    """P-EAGLE: EAGLE-3 of two layers, and the state of its mask tokens; of a reduced vocabulary, or with other keys."""
+    config, weights = _eagle3(vocabulary)
+    weights |= {**_layer("layers.1", HIDDEN), "mask_hidden": _random(60, 1, 1, 3 * HIDDEN)}
+    for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
+        weights[f"layers.1.{name}.weight"] = torch.ones(HIDDEN)
+    own = {"architectures": ["PEagleDraftModel"], "num_hidden_layers": 2, "ptd_token_id": 0, "num_depths": DEPTH}
+    return _written(folder, {**config, **own, **changes}, weights)
 
 
 AUXILIARY = 3, 6

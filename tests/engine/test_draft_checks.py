@@ -14,6 +14,7 @@ from tests.engine.checkpoints import (
     EAGLE3_TENSORS,
     EAGLE_TENSORS,
     ONE_LAYER,
+    PEAGLE_TENSORS,
     SILENT,
     WHOLE,
     Shapes,
@@ -32,6 +33,7 @@ D2T = {**EAGLE3_TENSORS, "d2t": (512,)}
 MIMO = {**CONFIG, "architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "num_nextn_predict_layers": 1}
 
 MEDUSA = {"model_type": "medusa", "hidden_size": HIDDEN, "vocab_size": VOCABULARY, "medusa_num_heads": 1}
+PEAGLE = {**EAGLE3, "architectures": ["PEagleDraftModel"], "ptd_token_id": 0, "num_depths": 5}
 DFLASH = heads.DFLASH | {"dflash_config": {"mask_token_id": 0, "target_layer_ids": [2, 5]}}
 
 WINDOWED = {
@@ -146,6 +148,29 @@ UNFIT: dict[str, tuple[dict[str, Any], Shapes, list[str]]] = {
         {**DFLASH_TENSORS, "d2t": (512,)},
         [f"512 of {VOCABULARY} tokens", "no tensor 'lm_head.weight'"],
     ),
+    "P-EAGLE without its number of depths": (
+        {**PEAGLE, "num_depths": None},
+        PEAGLE_TENSORS,
+        ["how many tokens", "num_depths None", "set num_depths"],
+    ),
+    "P-EAGLE of one depth": ({**PEAGLE, "num_depths": 1}, PEAGLE_TENSORS, ["num_depths 1 ", "at least 2"]),
+    "P-EAGLE without a mask token": ({**PEAGLE, "ptd_token_id": None}, PEAGLE_TENSORS, ["mask_token_id None"]),
+    "P-EAGLE with a mask token of another tokenizer": (
+        {**PEAGLE, "ptd_token_id": 128256},
+        PEAGLE_TENSORS,
+        ["mask_token_id 128256", f"of {VOCABULARY} tokens"],
+    ),
+    "P-EAGLE without the state of its mask tokens": (PEAGLE, EAGLE3_TENSORS, ["without the tensor 'mask_hidden'"]),
+    "P-EAGLE whose mask has another width": (
+        PEAGLE,
+        {**PEAGLE_TENSORS, "mask_hidden": (1, 1, 4 * HIDDEN)},
+        ["joins inputs of 1024 (mask_hidden)", "3 layers [2, 4, 5] of this target have 768"],
+    ),
+    "P-EAGLE of a family without a class": (
+        {**PEAGLE, "architectures": ["PeagleGemmaForCausalLM"]},
+        PEAGLE_TENSORS,
+        ["a P-EAGLE head of architecture", "PeagleGemmaForCausalLM", "does not have"],
+    ),
     "windows": (
         {**DFLASH, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64},
         DFLASH_TENSORS,
@@ -215,7 +240,11 @@ UNFIT: dict[str, tuple[dict[str, Any], Shapes, list[str]]] = {
 
 
 @pytest.mark.parametrize(
-    "which", [pytest.param(one, marks=[heads.WITH_MEDUSA] * ("Medusa" in one)) for one in UNFIT]
+    "which",
+    [
+        pytest.param(one, marks=[heads.WITH_MEDUSA] * ("Medusa" in one) + [heads.ON_V1] * ("P-EAGLE" in one))
+        for one in UNFIT
+    ],
 )
 def test_a_head_of_another_target(which: str, tmp_path: Path) -> None:
     config, tensors, words = UNFIT[which]

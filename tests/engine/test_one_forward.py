@@ -22,6 +22,8 @@ THREE_OF_FOUR = torch.arange(VOCABULARY)[torch.arange(VOCABULARY) % 4 != 3]
 
 HEADS: dict[str, Callable[[Path], str]] = {
     "medusa": heads.medusa,
+    "peagle": heads.peagle,
+    "peagle reduced": partial(heads.peagle, vocabulary=THREE_OF_FOUR),
     "dflash": heads.dflash,
     "dflash causal": partial(heads.dflash, dflash_config={**heads.DFLASH["dflash_config"], "causal": True}),
     "dflash reduced": partial(heads.dflash, vocabulary=THREE_OF_FOUR),
@@ -36,11 +38,15 @@ CASES = [
     ("dspark", "opt_tree", "auto", {"threshold": 0}),
     ("dspark", "dyspec", "rrsw", {}),
     ("medusa", "opt_tree", "auto", {"threshold": 0}),
+    ("peagle", "opt_tree", "auto", {"threshold": 0}),
+    ("peagle", "dyspec", "rrsw", {}),
 ]
+MANY = ("dflash", "dspark")
+"""Heads that are tried with every method and every rule."""
 SLOW = [
-    *((head, *METHODS[name][:1], "auto", METHODS[name][1]) for head in ("dflash", "dspark") for name in METHODS),
-    *((head, method, rule, options) for head in ("dflash", "dspark") for rule, (method, options, _) in RULES.items()),
-    *((head, "opt_tree", "auto", {"threshold": 0}) for head in HEADS if head not in ("dflash", "dspark", "medusa")),
+    *((head, *METHODS[name][:1], "auto", METHODS[name][1]) for head in MANY for name in METHODS),
+    *((head, method, rule, options) for head in MANY for rule, (method, options, _) in RULES.items()),
+    *((head, "opt_tree", "auto", {"threshold": 0}) for head in HEADS),
     *((head, "static_tree", "traversal", {"shape": [3, 2, 1, 1]}) for head in HEADS),
     ("dflash", "static_tree", "auto", {"shape": [2, 1]}),  # fewer nodes than the block has tokens
     ("dflash", "opt_tree", "auto", {"budget": "auto"}),
@@ -51,7 +57,8 @@ SLOW = [case for case in SLOW if case[3].get("stop") != "type1"]
 
 def parameter(case: tuple[str, str, str, dict[str, Any]]) -> Any:
     head, method, rule, options = case
-    marks = [pytest.mark.slow] * (case not in CASES) + [heads.WITH_MEDUSA] * (head == "medusa")
+    marks = [pytest.mark.slow] * (case not in CASES)
+    marks += [heads.WITH_MEDUSA] * (head == "medusa") + [heads.ON_V1] * head.startswith("peagle")
     name = f"{head}-{method}-{rule}" + f" {options}" * (case not in CASES)
     return pytest.param(case, marks=marks, id=name)
 
@@ -93,7 +100,7 @@ def identical(
     spec = {"method": method, "model": HEADS[head](folder / head), "num_speculative_tokens": NODES}
     tree = {"budget": None, **options}
     llm = engines.start({**spec, "rejection_sample_method": rule, "tree": tree})
-    if head != "medusa":
+    if not head.startswith(("medusa", "peagle")):
         assert_each_layer_has_its_norm(runner_of(llm))
     known = [(output.prompt_token_ids, output.outputs[0].token_ids) for output in plain]
     lean(runner_of(llm), second_best(known, VOCABULARY), patch.setattr)

@@ -9,10 +9,10 @@ from vllm_adaptive_tree.config import served
 from vllm_adaptive_tree.drafters import CHECKPOINTS, ONE_FORWARD
 from vllm_adaptive_tree.engine import one_forward
 from vllm_adaptive_tree.engine.checkpoint import Checkpoint, written_config
-from vllm_adaptive_tree.engine.draft_kind import BUILT_AS, NAMES
+from vllm_adaptive_tree.engine.draft_kind import BUILT_AS, NAMES, VLLM_METHODS
 from vllm_adaptive_tree.methods import Pair
 
-AUXILIARY = ("eagle3", *one_forward.CLASSES)
+AUXILIARY = ("eagle3", "peagle", *one_forward.CLASSES)
 """Heads that read states of the target's layers."""
 REFUSED_MTP = {
     "gemma4_mtp": "Gemma 4's assistant, which shares the target's K/V",
@@ -66,8 +66,10 @@ def check_draft(args: Any, draft: Checkpoint, kind: str, keys: dict[str, Any]) -
     """
     from vllm.transformers_utils.config import get_config
 
+    if kind in ("medusa", "peagle"):
+        _check_runs_on_v1(draft, kind)
     if kind == "medusa":
-        _check_medusa_runs(draft)
+        _check_medusa_is_there(draft)
     try:
         overrides = {"hf_overrides_kw": {"model_type": "medusa"}} if kind == "medusa" else {}
         config = get_config(draft.model, args.trust_remote_code, revision=keys.get("revision"), **overrides)
@@ -88,6 +90,8 @@ def check_draft(args: Any, draft: Checkpoint, kind: str, keys: dict[str, Any]) -
         _check_block_head(draft, kind, config, sizes[0])
     elif kind != "model":
         _check_architecture(draft, kind, config)
+    if kind == "peagle":
+        _check_mask(draft, sizes[0])
     _check_ranks(draft, config.get_text_config(), args.tensor_parallel_size, keys)
 
 
@@ -107,17 +111,23 @@ def _check_mtp(draft: Checkpoint, config: Any) -> None:
         raise draft.refused(f"has {modules} MTP modules, one for each depth, not served yet; {served()}")
 
 
-def _check_medusa_runs(draft: Checkpoint) -> None:
-    from vllm import __version__, envs
-    from vllm.platforms import current_platform
+def _check_medusa_is_there(draft: Checkpoint) -> None:
+    from vllm import __version__
 
     if find_spec("vllm.v1.spec_decode.medusa") is None:
         raise draft.refused(
             f"has Medusa heads, which vLLM {__version__} no longer runs; use another draft, or vLLM 0.32"
         )
+
+
+def _check_runs_on_v1(draft: Checkpoint, kind: str) -> None:
+    """vLLM has no such heads on Model Runner V2."""
+    from vllm import envs
+    from vllm.platforms import current_platform
+
     if not current_platform.is_cpu() or envs.VLLM_USE_V2_MODEL_RUNNER:
         raise draft.refused(
-            "has Medusa heads, which vLLM runs on Model Runner V1 alone, on CPUs; use another draft, or unset "
+            f"is {NAMES[kind]}, which vLLM runs on Model Runner V1 alone, on CPUs; use another draft, or unset "
             "VLLM_USE_V2_MODEL_RUNNER on a CPU"
         )
 
@@ -147,12 +157,7 @@ def _check_block_head(draft: Checkpoint, kind: str, built: Any, vocabulary: int)
             f"is {NAMES[kind]} of architecture {', '.join(map(repr, said))}, not served yet; this release serves "
             f"{one_forward.CLASSES[kind]!r}"
         )
-    mask = one_forward.mask_token(config)
-    if not isinstance(mask, int) or not 0 <= mask < vocabulary:
-        raise draft.refused(
-            f"names no token for the positions that it predicts (mask_token_id {mask!r} in its config.json, of "
-            f"{vocabulary} tokens); set mask_token_id to the one that it was trained with"
-        )
+    _check_mask(draft, vocabulary)
     for refused, what in (
         ("sliding_attention" in layers or own.get("use_swa"), "sliding-window attention"),
         (own.get("attention_sink_bias") or own.get("add_swa_attention_sink_bias"), "attention sinks"),
@@ -165,14 +170,25 @@ def _check_block_head(draft: Checkpoint, kind: str, built: Any, vocabulary: int)
             raise draft.refused(f"is {NAMES[kind]} with {what}, not served yet; {served()}")
 
 
+def _check_mask(draft: Checkpoint, vocabulary: int) -> None:
+    mask = one_forward.mask_token(draft.config)
+    if not isinstance(mask, int) or not 0 <= mask < vocabulary:
+        raise draft.refused(
+            f"names no token for the positions that it predicts (mask_token_id {mask!r} in its config.json, of "
+            f"{vocabulary} tokens); set mask_token_id to the one that it was trained with"
+        )
+
+
 def _check_architecture(draft: Checkpoint, kind: str, config: Any) -> None:
     """vLLM has a class of its own for the heads of every family of targets."""
     from vllm.model_executor.models import ModelRegistry
     from vllm.transformers_utils.configs.eagle import EAGLEConfig
     from vllm.transformers_utils.configs.speculators import SpeculatorsConfig
 
+    if kind == "peagle":
+        config.architectures = [one_forward.PARALLEL.get(one, one) for one in config.architectures or ()]
     if kind != "medusa" and not isinstance(config, EAGLEConfig | SpeculatorsConfig):
-        config = EAGLEConfig(config, method=kind, model_type="eagle")
+        config = EAGLEConfig(config, method=VLLM_METHODS[kind], model_type="eagle")
     if not set(config.architectures) & ModelRegistry.get_supported_archs():
         raise draft.refused(
             f"is {NAMES[kind]} of architecture {config.architectures[0]!r}, which this vLLM does not have; correct "
@@ -223,11 +239,17 @@ def check_fit(config: Any, draft: Checkpoint, kind: str, levels: int | None = No
         _check_vocabulary(draft, head, target.get_vocab_size(), kind)
         ids = _check_auxiliary(draft, head, target, kind)
         states, what = len(ids), f"the auxiliary states of {len(ids)} layers {list(ids)}"
-    shape = (draft.tensors or {}).get("fc.weight")
-    if kind != "mtp" and states and shape is not None and shape[-1] != states * size:
+    for name in ("fc.weight", "mask_hidden"):
+        shape = (draft.tensors or {}).get(name)
+        if kind != "mtp" and states and shape is not None and shape[-1] != states * size:
+            raise draft.refused(
+                f"joins inputs of {shape[-1]} ({name}), and {what} of this target have {states * size}; use a head "
+                "trained for this target"
+            )
+    if kind == "peagle" and draft.tensors and "mask_hidden" not in draft.tensors:
         raise draft.refused(
-            f"joins inputs of {shape[-1]} (fc.weight), and {what} of this target have {states * size}; use a head "
-            "trained for this target"
+            "is a P-EAGLE head without the tensor 'mask_hidden', the state of the positions that it predicts; use a "
+            "complete checkpoint"
         )
     if kind in one_forward.CLASSES and config.use_v2_model_runner and spec.num_speculative_tokens <= (levels or 0):
         raise ValueError(

@@ -37,6 +37,7 @@ from vllm_adaptive_tree.engine.v1.drafting_step import DraftingStep
 from vllm_adaptive_tree.engine.v1.drafts import Draft
 from vllm_adaptive_tree.engine.v1.head_drafter import HeadDrafter
 from vllm_adaptive_tree.engine.v1.model_drafter import ModelDrafter
+from vllm_adaptive_tree.engine.v1.parallel_drafter import ParallelDrafter
 from vllm_adaptive_tree.engine.v1.recorder import Recorder
 from vllm_adaptive_tree.engine.v1.scheduling import affordable, scheduled_draft, without_tree
 from vllm_adaptive_tree.engine.v1.scratch import ScratchBlocks
@@ -47,7 +48,7 @@ from vllm_adaptive_tree.engine.v1.thinking_budget import ThinkingBudgets
 from vllm_adaptive_tree.engine.v1.verification import NO_TREE, Verification
 from vllm_adaptive_tree.methods import offering, resolve
 
-HEADS = {"dflash": BlockDrafter, "dspark": BlockDrafter}
+HEADS = {"dflash": BlockDrafter, "dspark": BlockDrafter, "peagle": ParallelDrafter}
 """Kinds of drafts that are EAGLE-3 heads to vLLM's scheduler."""
 
 
