@@ -3,6 +3,7 @@
 import json
 import shutil
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,27 @@ def dspark(folder: Path, *, vocabulary: Tensor | None = None, scale: float = 0.5
 def dspark_fill_in(folder: Path) -> str:
     """Its root predicts nothing."""
     return dspark(folder, sample_from_anchor=False, block_size=1 + DEPTH)
+
+
+SELECTOR = {"conv_kernel_size": 3, "conv_group_size": 32, "selector_rank": 16, "selector_top_k": 16}
+
+
+def dflash2(folder: Path, *, scale: float = 1.0, **changes: Any) -> str:
+    """The same layers with convolutions along the block, and scores of pairs of candidates; `scale`: of the vectors
+    whose products those are."""
+    weights = _block(None)
+    for at, (layer, part) in enumerate(product(range(2), ("attention", "mlp"))):
+        name = f"layers.{layer}.{part}_conv"
+        base = torch.zeros(2, SELECTOR["conv_kernel_size"], HIDDEN)
+        base[:, 0] = 1.0
+        taps = 2 * SELECTOR["conv_kernel_size"] * HIDDEN // SELECTOR["conv_group_size"]
+        weights[f"{name}.base_kernel"] = base + _random(70 + at, *base.shape)
+        weights[f"{name}.kernel_projection.weight"] = _random(80 + at, taps, HIDDEN)
+    for at, side in enumerate(("predecessor", "successor")):
+        weights[f"candidate_selector.{side}_codebook"] = scale / 0.05 * _random(90 + at, VOCABULARY, 16)
+    weights["candidate_selector.hidden_projection.weight"] = _random(92, 16, HIDDEN)
+    own = {**DFLASH, "architectures": ["DFlash2DraftModel"], "dflash_config": {**DFLASH["dflash_config"], **SELECTOR}}
+    return _written(folder, {**own, **changes}, weights)
 
 
 def _block(vocabulary: Tensor | None) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ import pytest
 
 from tests.engine import heads
 from tests.engine.checkpoints import (
+    DFLASH2_TENSORS,
     DFLASH_TENSORS,
     DSPARK_TENSORS,
     EAGLE3,
@@ -35,6 +36,11 @@ MIMO = {**CONFIG, "architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "
 MEDUSA = {"model_type": "medusa", "hidden_size": HIDDEN, "vocab_size": VOCABULARY, "medusa_num_heads": 1}
 PEAGLE = {**EAGLE3, "architectures": ["PEagleDraftModel"], "ptd_token_id": 0, "num_depths": 5}
 DFLASH = heads.DFLASH | {"dflash_config": {"mask_token_id": 0, "target_layer_ids": [2, 5]}}
+DFLASH2 = {
+    **DFLASH,
+    "architectures": ["DFlash2DraftModel"],
+    "dflash_config": {**DFLASH["dflash_config"], **heads.SELECTOR},
+}
 
 WINDOWED = {
     **ONE_LAYER,
@@ -211,6 +217,16 @@ UNFIT: dict[str, tuple[dict[str, Any], Shapes, list[str]]] = {
         DSPARK_TENSORS,
         ["'Gemma4DSparkModel'", "'Qwen3DSparkModel'"],
     ),
+    "a DFlash2 head without candidates": (
+        {**DFLASH2, "dflash_config": {**DFLASH2["dflash_config"], "selector_top_k": None}},
+        DFLASH2_TENSORS,
+        ["a DFlash2 head with no selector_top_k", "not served yet"],
+    ),
+    "a DFlash2 head of a reduced vocabulary": (
+        {**DFLASH2, "draft_vocab_size": 512},
+        {**DFLASH2_TENSORS, "d2t": (512,)},
+        ["a DFlash2 head with a reduced vocabulary", "not served yet"],
+    ),
     "another Markov head": (
         {**DFLASH, "architectures": ["Qwen3DSparkModel"], "markov_rank": 16, "markov_head_type": "gated"},
         DSPARK_TENSORS,
@@ -293,7 +309,12 @@ def on_v2(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("make", "rows"),
-    [(heads.dflash, 1 + heads.DEPTH), (heads.dspark, heads.DEPTH), (heads.dspark_fill_in, 1 + heads.DEPTH)],
+    [
+        (heads.dflash, 1 + heads.DEPTH),
+        (heads.dflash2, 1 + heads.DEPTH),
+        (heads.dspark, heads.DEPTH),
+        (heads.dspark_fill_in, 1 + heads.DEPTH),
+    ],
 )
 def test_blocks_of_all_requests_fit_a_step(on_v2: None, make: Any, rows: int, tmp_path: Path) -> None:
     draft, room = make(tmp_path / "draft"), 10 * rows + 3
@@ -302,6 +323,12 @@ def test_blocks_of_all_requests_fit_a_step(on_v2: None, make: Any, rows: int, tm
     with pytest.raises(ValueError, match=f"max_num_seqs=11 does not fit max_num_batched_tokens={room}") as error:
         build(draft, keys=keys, max_num_seqs=11, max_num_batched_tokens=room)
     assert f"lower the first to 10, or raise the second to {11 * rows}" in str(error.value)
+
+
+@pytest.mark.parametrize("make", [heads.peagle, pytest.param(heads.medusa, marks=heads.WITH_MEDUSA)])
+def test_heads_that_vllm_has_on_one_runner_alone(on_v2: None, make: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="which vLLM runs on Model Runner V1 alone, on CPUs; use another draft"):
+        build(make(tmp_path / "draft"))
 
 
 @pytest.mark.parametrize(("given", "slots"), [(60, 1 + heads.DEPTH), (1 + heads.DEPTH, 1 + heads.DEPTH), (4, None)])

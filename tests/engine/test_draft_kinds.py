@@ -11,6 +11,7 @@ import pytest
 from tests.engine import heads
 from tests.engine.checkpoints import (
     DFLASH,
+    DFLASH2_TENSORS,
     DFLASH_TENSORS,
     DSPARK_TENSORS,
     EAGLE3,
@@ -77,6 +78,11 @@ KINDS: dict[str, tuple[Make, str]] = {
         lambda folder: written(folder, speculators("dflash", block_size=8), DFLASH_TENSORS),
         "dflash",
     ),
+    "DFlash2": (heads.dflash2, "dflash2"),
+    "DFlash2 of speculators": (
+        lambda folder: written(folder, speculators("dflash2", block_size=8, **heads.SELECTOR), DFLASH2_TENSORS),
+        "dflash2",
+    ),
     "DSpark": (heads.dspark, "dspark"),
     "DSpark under its other name": (lambda folder: heads.dspark(folder, architectures=["DSparkDraftModel"]), "dspark"),
     "DSpark of speculators": (
@@ -130,6 +136,7 @@ LEVELS: list[tuple[Make, int | None, str]] = [
     (lambda folder: written(folder, speculators("peagle", num_depths=8), PEAGLE_TENSORS), 8, "peagle"),
     (heads.dflash, heads.DEPTH, "dflash"),
     (partial(heads.dflash, block_size=16), 15, "dflash"),
+    (heads.dflash2, heads.DEPTH, "dflash2"),
     (heads.dspark, heads.DEPTH, "dspark"),
     (partial(heads.dspark, sample_from_anchor=False), heads.DEPTH - 1, "dspark"),
     (lambda folder: written(folder, speculators("dspark", block_size=8, markov_rank=16), DSPARK_TENSORS), 7, "dspark"),
@@ -148,17 +155,6 @@ def test_levels_are_the_checkpoint_s(make: Make, levels: int | None, kind: str, 
 
 
 REFUSED: dict[str, tuple[dict[str, Any], Shapes, list[str]]] = {
-    "DFlash2": (
-        {**ONE_LAYER, **DFLASH, "architectures": ["DFlash2DraftModel"]},
-        DFLASH_TENSORS,
-        ["a DFlash2 head", "'DFlash2DraftModel'"],
-    ),
-    "DFlash2 by its tensors": (
-        {**ONE_LAYER, **DFLASH, "architectures": ["DFlashDraftModel"]},
-        {**DFLASH_TENSORS, "candidate_selector.predecessor.weight": (VOCABULARY, 16)},
-        ["a DFlash2 head", "candidate_selector"],
-    ),
-    "DFlash2 of speculators": (speculators("dflash2"), DFLASH_TENSORS, ["a DFlash2 head", "'dflash2'"]),
     "LiLiCorr": (
         {**ONE_LAYER, "architectures": ["LiLiCorrDraftModel"]},
         {},
@@ -204,6 +200,12 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], Shapes, str | None, list[str]]] 
         DSPARK_TENSORS,
         None,
         ["'DFlashDraftModel'", "a DSpark head", "markov_w1", "correct the config.json"],
+    ),
+    "config of dflash, tensors of dflash2": (
+        {**ONE_LAYER, **DFLASH, "architectures": ["DFlashDraftModel"]},
+        DFLASH2_TENSORS,
+        None,
+        ["'DFlashDraftModel'", "a DFlash2 head", "candidate_selector", "correct the config.json"],
     ),
     "said model, tensors of eagle": (SILENT, EAGLE_TENSORS, "model", ["'model'", "EAGLE head", "fc.weight"]),
     "said eagle, tensors of a model": (CONFIG, WHOLE, "eagle", ["'eagle'", "independent model", "token embedding"]),

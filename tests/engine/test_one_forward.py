@@ -27,6 +27,7 @@ HEADS: dict[str, Callable[[Path], str]] = {
     "dflash": heads.dflash,
     "dflash causal": partial(heads.dflash, dflash_config={**heads.DFLASH["dflash_config"], "causal": True}),
     "dflash reduced": partial(heads.dflash, vocabulary=THREE_OF_FOUR),
+    "dflash2": heads.dflash2,
     "dspark": heads.dspark,
     "dspark fill-in": heads.dspark_fill_in,
     "dspark candidates": partial(heads.dspark, dspark_draft_topk=64),
@@ -35,6 +36,8 @@ HEADS: dict[str, Callable[[Path], str]] = {
 CASES = [
     ("dflash", "opt_tree", "auto", {"threshold": 0}),
     ("dflash", "dyspec", "rrsw", {}),
+    ("dflash2", "opt_tree", "auto", {"threshold": 0}),
+    ("dflash2", "dyspec", "rrsw", {}),
     ("dspark", "opt_tree", "auto", {"threshold": 0}),
     ("dspark", "dyspec", "rrsw", {}),
     ("medusa", "opt_tree", "auto", {"threshold": 0}),

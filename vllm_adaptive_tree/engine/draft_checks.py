@@ -140,7 +140,7 @@ def _check_medusa(draft: Checkpoint, sizes: list[int]) -> None:
 
 
 def _check_block_head(draft: Checkpoint, kind: str, built: Any, vocabulary: int) -> None:
-    """What vLLM does not check of a DFlash or DSpark head, checks too late, or cannot do with trees. `built`: its own
+    """What vLLM does not check of a head with a block, checks too late, or cannot do with trees. `built`: its own
     reading of the config, where the layers are those of the model, also in the format of speculators."""
     from vllm.platforms import current_platform
 
@@ -162,9 +162,14 @@ def _check_block_head(draft: Checkpoint, kind: str, built: Any, vocabulary: int)
         ("sliding_attention" in layers or own.get("use_swa"), "sliding-window attention"),
         (own.get("attention_sink_bias") or own.get("add_swa_attention_sink_bias"), "attention sinks"),
         (own.get("use_aux_hidden_state") is False, "no auxiliary states of the target (use_aux_hidden_state false)"),
-        (kind == "dflash" and own.get("sample_from_anchor"), "predictions from the root's row (sample_from_anchor)"),
+        (kind != "dspark" and own.get("sample_from_anchor"), "predictions from the root's row (sample_from_anchor)"),
         (own.get("markov_head_type", "vanilla") != "vanilla", f"a Markov head of type {own.get('markov_head_type')!r}"),
         (kind == "dspark" and not own.get("markov_rank"), "no markov_rank"),
+        *((kind == "dflash2" and not own.get(key), f"no {key}") for key in one_forward.OF_DFLASH2),
+        (
+            kind == "dflash2" and (own.get("draft_vocab_size") or vocabulary) != vocabulary,
+            "a reduced vocabulary (draft_vocab_size)",
+        ),
     ):
         if refused:
             raise draft.refused(f"is {NAMES[kind]} with {what}, not served yet; {served()}")

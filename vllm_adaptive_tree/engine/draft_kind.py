@@ -20,10 +20,12 @@ NAMES = {
     "medusa": "Medusa heads",
     "peagle": "a P-EAGLE head",
     "dflash": "a DFlash head",
+    "dflash2": "a DFlash2 head",
     "dspark": "a DSpark head",
     **UNSERVED,
 }
-VLLM_METHODS = {kind: kind for kind in CHECKPOINTS} | {"model": "draft_model", "peagle": "eagle3"}
+VLLM_METHODS = {kind: kind for kind in CHECKPOINTS}
+VLLM_METHODS |= {"model": "draft_model", "peagle": "eagle3", "dflash2": "dflash"}
 """Kind -> vLLM's method."""
 BUILT_AS = VLLM_METHODS | {"dspark": "dflash"}
 """The same while a configuration is built: Model Runner V1 refuses "dspark"."""

@@ -16,8 +16,10 @@ from typing import Any
 
 from vllm_adaptive_tree.engine.checkpoint import Checkpoint
 
-CLASSES = {"dflash": "DFlashDraftModel", "dspark": "Qwen3DSparkModel"}
+CLASSES = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "dspark": "Qwen3DSparkModel"}
 """vLLM's architecture of the heads with a block that are served."""
+OF_DFLASH2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+"""What a DFlash2 head has beside the DFlash head inside of it."""
 PARALLEL = {
     "PEagleDraftModel": "Eagle3LlamaForCausalLM",
     "PeagleLlamaForCausalLM": "Eagle3LlamaForCausalLM",
@@ -73,7 +75,7 @@ def _block(draft: Checkpoint, kind: str) -> int:
     config = draft.config
     own = {**config, **(config.get("dflash_config") or {})}
     size = own.get("block_size", own.get("dspark_block_size"))
-    if not isinstance(size, int) or size < 1 + (kind == "dflash"):
+    if not isinstance(size, int) or size < 1 + (kind != "dspark"):
         raise draft.refused(
             f"does not say how many tokens it predicts at once (block_size {size!r} in its config.json); set "
             "block_size to the one that it was trained with"
@@ -120,13 +122,15 @@ def states_of(config: Mapping[str, Any]) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def built(draft: Checkpoint, kind: str) -> Iterator[str]:
-    """A path under which vLLM builds the configuration of a head: of a DSpark head, on both model runners, as of the
-    DFlash head that it has inside; of a P-EAGLE head as of an EAGLE-3 head, which has the same class."""
+    """A path under which vLLM builds the configuration of a head: of a DFlash2 or DSpark head, on both model runners,
+    as of the DFlash head that it has inside; of a P-EAGLE head as of an EAGLE-3 head, which has the same class."""
     config = draft.config
-    if "speculators_model_type" in config:
+    if "speculators_model_type" in config and kind != "dflash2":
         yield draft.model
         return
-    if kind == "peagle":
+    if "speculators_model_type" in config:
+        config = config | {"speculators_model_type": "dflash"}
+    elif kind == "peagle":
         config = config | {"architectures": [PARALLEL.get(one, one) for one in config.get("architectures") or ()]}
     else:
         layers = [one - 1 for one in states_of(config)]
@@ -151,8 +155,11 @@ def settle(spec: Any, draft: Checkpoint, kind: str, levels: int) -> None:
     if kind == "peagle":  # the mask tokens have slots of no cache
         return
     if kind == "dspark":
-        head.architectures = [CLASSES[kind]]
         head.sample_from_anchor = samples_anchor(draft.config)
+    if kind == "dflash2":
+        head.dflash_config |= {key: draft.config[key] for key in OF_DFLASH2 if key in draft.config}
+    if kind != "dflash":
+        head.architectures = [CLASSES[kind]]
         spec.update_arch_()
     head.max_position_embeddings = max(head.max_position_embeddings, spec.target_model_config.max_model_len)
     head.eagle_aux_hidden_state_layer_ids = list(states_of(draft.config))

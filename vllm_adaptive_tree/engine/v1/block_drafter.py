@@ -1,4 +1,4 @@
-"""DFlash and DSpark heads: one forward over a block, the root and a mask token for each of the positions after it.
+"""DFlash, DFlash2 and DSpark heads: one forward over a block, the root and a mask token for each position after it.
 
 The head's K/V of a position comes from the target's states there, without a forward, and is written in every step:
 those states are gone after it. The block's own K/V never enters the cache.
@@ -13,8 +13,9 @@ from torch import Tensor
 from vllm.forward_context import set_forward_context
 from vllm.v1.spec_decode.dflash import DFlashProposer
 
-from vllm_adaptive_tree.drafters import ByParent, Rows
+from vllm_adaptive_tree.drafters import Rows
 from vllm_adaptive_tree.engine.common.attention import DraftKeys
+from vllm_adaptive_tree.engine.common.block_lattice import lattice_of
 from vllm_adaptive_tree.engine.common.context_norm import norm_each_layer
 from vllm_adaptive_tree.engine.common.startup import tree_options
 from vllm_adaptive_tree.engine.one_forward import as_vllm_drafts
@@ -29,10 +30,10 @@ class BlockDrafter(OneForwardDrafter, DFlashProposer):
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any = None):
         options = tree_options(vllm_config)
         assert options.levels is not None
-        # vLLM's DSpark class is Model Runner V2's; the layers, the cache and the block are those of DFlash.
+        # vLLM's classes of others are Model Runner V2's; the layers, the cache and the block are those of DFlash.
         super().__init__(as_vllm_drafts(vllm_config, "dflash", options.levels), device, runner)
         self.begin_drafting(vllm_config)
-        self.markov = options.draft == "dspark"
+        self.kind = str(options.draft)
         self.contexts = KeptContexts()
         self.places: Tensor | None = None
 
@@ -40,13 +41,10 @@ class BlockDrafter(OneForwardDrafter, DFlashProposer):
         super().load_model(target_model)
         drop_adapters(self.model.model)
         norm_each_layer(self.model.model)
-        self.anchored = self.markov and self.draft_model_config.hf_config.sample_from_anchor
+        config = self.draft_model_config.hf_config
+        self.anchored = self.kind == "dspark" and config.sample_from_anchor
         """Whether the root's row predicts the token after it, and each row the next; else each its own."""
-        self.most: int | None = None
-        """How many of its tokens a DSpark head predicts at each depth; None: all."""
-        if self.markov:
-            self.most = getattr(self.draft_model_config.hf_config, "dspark_draft_topk", None)
-            self.rows = ByParent(self.bias, self.vocabulary)
+        self.lattice = lattice_of(self.kind, self.model, config, self.vocabulary)
 
     @property
     def layers(self) -> Collection[str]:
@@ -75,20 +73,12 @@ class BlockDrafter(OneForwardDrafter, DFlashProposer):
         if not rooted:
             return Rows(torch.empty(0)), None
         tokens = torch.tensor([item.tokens[-1] for item in rooted])
-        logits = self._block([item.row for item in rooted], [item.start + len(item.tokens) for item in rooted], tokens)
-        if self.most is None:
-            return self.rows.begin(logits, roots=tokens)
-        best = logits.topk(self.most)
-        return self.rows.begin(best.values, best.indices, tokens)
+        hidden = self._block([item.row for item in rooted], [item.start + len(item.tokens) for item in rooted], tokens)
+        return self.lattice.begin(hidden, tokens)
 
-    def bias(self, tokens: Tensor) -> Tensor:
-        """Of a Markov head: what is added to the logits [R, W, V] of the children of `tokens` [R, W]."""
-        found: Tensor = self.model.markov_bias(self.model.markov_embed(tokens.flatten()))
-        moved: Tensor | None = self.model.draft_id_to_target_id
-        if moved is not None:
-            places = torch.arange(len(moved)) + moved
-            found = found.new_zeros(len(found), self.vocabulary).index_copy_(1, places, found)
-        return found.unflatten(0, tokens.shape)
+    def sample_state(self) -> Any:
+        hidden = torch.zeros(1, self.levels, self.draft_model_config.get_hidden_size(), dtype=self.dtype)
+        return self.lattice.begin(hidden, torch.zeros(1, dtype=torch.int64))[1]
 
     def _write(self, items: list[CatchUp], states: Sequence[Tensor]) -> None:
         """The head's K/V of the positions of `items`, to the cache and to the contexts that are kept."""
@@ -111,8 +101,8 @@ class BlockDrafter(OneForwardDrafter, DFlashProposer):
             self.contexts.write(layer, self.places, key, value)
 
     def _block(self, rows: list[int], ends: list[int], tokens: Tensor) -> Tensor:
-        """Logits [R, K, V] of the depths below the roots, `tokens` [R], of these rows of the batch, at the positions
-        `ends`."""
+        """Hidden states [R, K, H] that predict the depths below the roots, `tokens` [R], of these rows of the batch, at
+        the positions `ends`."""
         width = self.levels + (not self.anchored)
         blocks, size = self.block_table.block_table, self.block_table.block_size
         root = torch.tensor(ends)
@@ -125,9 +115,7 @@ class BlockDrafter(OneForwardDrafter, DFlashProposer):
         metadata = dict.fromkeys(self.layers, keys)
         with set_forward_context(metadata, self.vllm_config, num_tokens=block.numel(), slot_mapping={}):
             hidden: Tensor = self.model(input_ids=block.flatten().int(), positions=positions.flatten())
-        predicting = hidden.unflatten(0, block.shape)[:, width - self.levels :]
-        logits: Tensor = self.model.compute_logits(predicting.flatten(0, 1))
-        return logits.unflatten(0, (len(rows), self.levels))
+        return hidden.unflatten(0, block.shape)[:, width - self.levels :]
 
     @property
     def block_table(self) -> Any:

@@ -27,7 +27,7 @@ class ParallelDrafter(HeadDrafter):
         super().__init__(as_vllm_drafts(vllm_config, "eagle3", levels), device, runner)
         self.masked = levels - 1
         """Mask tokens of a tree."""
-        self.rows = ByDepth()
+        self.lattice = ByDepth()
 
     def catch_up(
         self, items: list[CatchUp], states: Sequence[Tensor] | None, mask: SlicedMask | None
@@ -36,10 +36,10 @@ class ParallelDrafter(HeadDrafter):
         rows, state = super().catch_up(items, states, None)
         if state is None:
             return rows, None
-        return self.rows.begin(torch.cat([rows.logits, self._below(state.keys, 1 + state.root)], 1))
+        return self.lattice.begin(torch.cat([rows.logits, self._below(state.keys, 1 + state.root)], 1))
 
     def grow(self, tokens: Tensor, parent: Tensor, state: Any) -> tuple[Rows, Any]:
-        return self.rows.grow(tokens, parent, state)
+        return self.lattice.grow(tokens, parent, state)
 
     def _below(self, keys: Any, first: Tensor) -> Tensor:
         """Logits [R, K - 1, V] of the depths from 2 on. `first` [R]: position of the first mask token."""

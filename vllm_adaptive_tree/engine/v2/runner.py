@@ -53,6 +53,7 @@ SPECULATORS: dict[str, Any] = {
     "eagle3": HeadSpeculator,
     "mtp": HeadSpeculator,
     "dflash": BlockSpeculator,
+    "dflash2": BlockSpeculator,
     "dspark": BlockSpeculator,
 }
 """By the kind of the draft; any other is without a checkpoint."""
