@@ -32,7 +32,6 @@ TEXT_DEPTH = 16
 UNSERVED = {
     "mlp_speculator": "an MLP speculator",
     "xpress": "an XPress head",
-    "lilicorr": "a LiLiCorr head",
 }
 """Kinds of drafts that other software serves and this release does not, and what to call them."""
 
@@ -175,7 +174,7 @@ def served() -> str:
     """The end of an error about a draft."""
     return (
         "this release drafts with an independent model, an EAGLE, EAGLE-3 or P-EAGLE head, the target's MTP layers, "
-        "Medusa heads, a DFlash, DFlash2 or DSpark head, or 'model': "
+        "Medusa heads, a DFlash, DFlash2, LiLiCorr or DSpark head, or 'model': "
         f"{' or '.join(map(repr, DRAFTERS.names()))}"
     )
 

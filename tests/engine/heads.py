@@ -147,6 +147,58 @@ def dflash2(folder: Path, *, scale: float = 1.0, **changes: Any) -> str:
     return _written(folder, {**own, **changes}, weights)
 
 
+CORRELATOR: dict[str, Any] = {
+    "lilicorr_hidden_size": 32,
+    "lilicorr_candidate_topk": 16,
+    "lilicorr_num_layers": 1,
+    "lilicorr_num_heads": 2,
+    "lilicorr_mlp_ratio": 2.0,
+    "lilicorr_factor_dim": 8,
+    "lilicorr_vector_eps": 1e-6,
+    "lilicorr_logit_scale": 6.0,
+}
+
+
+def lilicorr(folder: Path, **changes: Any) -> str:
+    """The same layers, and a small network over all candidates that scores their pairs."""
+    inner = CORRELATOR["lilicorr_hidden_size"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "slot_embedding": (1, 1, DEPTH, 1, inner),
+        "rank_embedding": (1, 1, 1, CORRELATOR["lilicorr_candidate_topk"], inner),
+        "relative_slot_bias": (2, 2 * (1 + DEPTH) - 1),
+        "same_slot_bias": (2,),
+        "layers.0.attn.in_proj_weight": (3 * inner, inner),
+        "layers.0.attn.in_proj_bias": (3 * inner,),
+    }
+    linear = {
+        "token_proj": (inner, HIDDEN),
+        "pass_hidden_proj": (inner, HIDDEN),
+        "context_proj": (inner, HIDDEN),
+        "feature_mlp.up_proj": (inner, 5),
+        "feature_mlp.down_proj": (inner, inner),
+        "layers.0.attn.out_proj": (inner, inner),
+        "layers.0.mlp.up_proj": (2 * inner, inner),
+        "layers.0.mlp.down_proj": (inner, 2 * inner),
+        "factor_input_proj": (inner, 3 * inner),
+        "out_head": (CORRELATOR["lilicorr_factor_dim"], inner),
+        "in_head": (CORRELATOR["lilicorr_factor_dim"], inner),
+        "anchor_out_head": (CORRELATOR["lilicorr_factor_dim"], inner),
+    }
+    for name, (rows, columns) in linear.items():
+        shapes |= {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}
+    weights = {name: 4 * _random(100 + at, *shape) for at, (name, shape) in enumerate(shapes.items())}
+    norms = ("output_norm", "anchor_norm", "layers.0.attn_norm", "layers.0.mlp_norm")
+    weights |= {f"{name}.weight": torch.ones(inner) for name in norms}
+    weights |= {"feature_norm.weight": torch.ones(5), "feature_norm.bias": torch.zeros(5)}
+    own = {
+        **DFLASH,
+        "architectures": ["LiLiCorrDraftModel"],
+        "dflash_config": {**DFLASH["dflash_config"], **CORRELATOR},
+    }
+    named = {f"lilicorr.{name}": weight for name, weight in weights.items()}
+    return _written(folder, {**own, **changes}, {**_block(None), **named})
+
+
 def _block(vocabulary: Tensor | None) -> dict[str, Tensor]:
     weights = {"fc.weight": _random(52, HIDDEN, len(AUXILIARY) * HIDDEN)}
     for name in ("hidden_norm", "norm"):

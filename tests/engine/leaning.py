@@ -48,8 +48,8 @@ def lean(runner: Any, bonus: Bonus, change: Callable[[Any, str, Any], None] = se
         for at, row in enumerate(wanted):
             prompt, root = roots[at // levels]
             row += bonus(prompt, root + 1 + at % levels)
-        best = wanted.topk(model.model.candidate_selector.top_k).indices
-        return best, logits.gather(1, best)
+        best = wanted.topk(own(hidden)[0].shape[1]).indices
+        return best, logits.log_softmax(1).gather(1, best)
 
     def grown(tokens: Tensor, parent: Tensor, state: Any) -> tuple[Rows, Any]:
         rows, state = grow(tokens, parent, state)
@@ -61,7 +61,8 @@ def lean(runner: Any, bonus: Bonus, change: Callable[[Any, str, Any], None] = se
 
     change(drafter, *(("roots", rooted) if V2 else ("catch_up", caught_up)))
     change(drafter, "grow", grown)
-    if hasattr(model, "compute_candidates"):
+    own = getattr(model, "compute_candidates", None)
+    if own is not None:
         change(model, "compute_candidates", candidates)
 
 

@@ -12,7 +12,7 @@ from tests.engine.engines import PROMPTS, V2, Engines, generate, runner_of
 
 pytestmark = pytest.mark.skipif(not V2, reason="vLLM has their samplers on Model Runner V2 alone")
 
-HEADS = {"dflash2": heads.dflash2}
+HEADS = {"dflash2": heads.dflash2, "lilicorr": heads.lilicorr}
 
 
 @pytest.mark.parametrize("kind", HEADS)

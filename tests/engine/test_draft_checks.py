@@ -227,6 +227,11 @@ UNFIT: dict[str, tuple[dict[str, Any], Shapes, list[str]]] = {
         {**DFLASH2_TENSORS, "d2t": (512,)},
         ["a DFlash2 head with a reduced vocabulary", "not served yet"],
     ),
+    "a LiLiCorr head without layers": (
+        {**DFLASH, "architectures": ["LiLiCorrDraftModel"]},
+        {**DFLASH_TENSORS, "lilicorr.in_head.weight": (8, 32)},
+        ["a LiLiCorr head with no lilicorr_candidate_topk", "not served yet"],
+    ),
     "another Markov head": (
         {**DFLASH, "architectures": ["Qwen3DSparkModel"], "markov_rank": 16, "markov_head_type": "gated"},
         DSPARK_TENSORS,

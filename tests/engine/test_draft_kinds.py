@@ -83,6 +83,7 @@ KINDS: dict[str, tuple[Make, str]] = {
         lambda folder: written(folder, speculators("dflash2", block_size=8, **heads.SELECTOR), DFLASH2_TENSORS),
         "dflash2",
     ),
+    "LiLiCorr": (heads.lilicorr, "lilicorr"),
     "DSpark": (heads.dspark, "dspark"),
     "DSpark under its other name": (lambda folder: heads.dspark(folder, architectures=["DSparkDraftModel"]), "dspark"),
     "DSpark of speculators": (
@@ -137,6 +138,7 @@ LEVELS: list[tuple[Make, int | None, str]] = [
     (heads.dflash, heads.DEPTH, "dflash"),
     (partial(heads.dflash, block_size=16), 15, "dflash"),
     (heads.dflash2, heads.DEPTH, "dflash2"),
+    (heads.lilicorr, heads.DEPTH, "lilicorr"),
     (heads.dspark, heads.DEPTH, "dspark"),
     (partial(heads.dspark, sample_from_anchor=False), heads.DEPTH - 1, "dspark"),
     (lambda folder: written(folder, speculators("dspark", block_size=8, markov_rank=16), DSPARK_TENSORS), 7, "dspark"),
@@ -155,11 +157,6 @@ def test_levels_are_the_checkpoint_s(make: Make, levels: int | None, kind: str, 
 
 
 REFUSED: dict[str, tuple[dict[str, Any], Shapes, list[str]]] = {
-    "LiLiCorr": (
-        {**ONE_LAYER, "architectures": ["LiLiCorrDraftModel"]},
-        {},
-        ["a LiLiCorr head", "'LiLiCorrDraftModel'"],
-    ),
     "an MLP speculator": (
         {"model_type": "mlp_speculator", "architectures": ["MLPSpeculatorPreTrainedModel"]},
         {"speculator.emb.0.weight": (VOCABULARY, HIDDEN)},

@@ -52,6 +52,7 @@ HEADS: dict[str, Callable[[Path], str]] = {
     "peagle": heads.peagle,
     "dflash": heads.dflash,
     "dflash2": heads.dflash2,
+    "lilicorr": heads.lilicorr,
     "dspark": heads.dspark,
 }
 DRAFTS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
@@ -73,6 +74,7 @@ DRAFTS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "marginals, rrsw": ("dyspec", "rrsw", {"draft": "dflash"}, PLAIN),
     "pairs of candidates, rrsw": ("dyspec", "rrsw", {"draft": "dflash2"}, PLAIN),
     "pairs of candidates, traversal": ("static_tree", "traversal", {"draft": "dflash2", "shape": [2, 2, 1]}, PLAIN),
+    "correlated candidates, rrsw": ("dyspec", "rrsw", {"draft": "lilicorr"}, PLAIN),
     "mask tokens, rrsw": ("dyspec", "rrsw", {"draft": "peagle"}, PLAIN),
     "mask tokens, traversal": ("static_tree", "traversal", {"draft": "peagle", "shape": [2, 2, 1]}, PLAIN),
     "ngram, rrsw": ("dyspec", "rrsw", {}, PLAIN),
@@ -225,7 +227,9 @@ def test_other_drafts(engines: Engines, name: str, tmp_path: Path, monkeypatch: 
     if kind is not None:
         draft, text = HEADS[kind](tmp_path / "head"), PROMPT
     p, deep = drawn_by(engines, DRAFTS[name], monkeypatch, draft=draft, text=text)
-    assert deep >= (0.1 if kind in ("dspark", "dflash2") else 0.15), "too little of what was drawn came from a tree"
+    assert deep >= (0.1 if kind in ("dspark", "dflash2", "lilicorr") else 0.15), (
+        "too little of what was drawn came from a tree"
+    )
     assert p > 1e-4
 
 

@@ -261,12 +261,11 @@ def test_mtp_layers_may_be_the_target_s():
     [
         (
             {"tree": {"draft": "beagle"}},
-            r"\['draft'\] must be one of model, eagle, eagle3, mtp, medusa, peagle, dflash, dflash2, dspark, ngram, s",
+            r"\['draft'\] must be one of model, eagle, eagle3, mtp, medusa, peagle, dflash, dflash2, lilicorr, dspark",
         ),
         ({"tree": {"draft": ["eagle"]}}, r"\['draft'\] must be one of .*, got \['eagle'\]"),
         ({"tree": {"draft": "ngram"}}, r"'ngram', which has no checkpoint: give 'model' as 'ngram' too, not 'draft'"),
         ({"tree": {"draft": "xpress"}}, r"\['draft'\] asks for an XPress head, not served yet; .* P-EAGLE head"),
-        ({"tree": {"draft": "lilicorr"}}, r"\['draft'\] asks for a LiLiCorr head, not served yet; .* 'ngram'"),
         ({"model": "xpress"}, r"\['model'\] asks for an XPress head, not served yet; .* 'ngram' or 'suffix'"),
         (
             {"parallel_drafting": True},

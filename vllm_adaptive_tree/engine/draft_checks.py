@@ -165,9 +165,9 @@ def _check_block_head(draft: Checkpoint, kind: str, built: Any, vocabulary: int)
         (kind != "dspark" and own.get("sample_from_anchor"), "predictions from the root's row (sample_from_anchor)"),
         (own.get("markov_head_type", "vanilla") != "vanilla", f"a Markov head of type {own.get('markov_head_type')!r}"),
         (kind == "dspark" and not own.get("markov_rank"), "no markov_rank"),
-        *((kind == "dflash2" and not own.get(key), f"no {key}") for key in one_forward.OF_DFLASH2),
+        *((not own.get(key), f"no {key}") for key in one_forward.OF_PAIRS.get(kind, ())),
         (
-            kind == "dflash2" and (own.get("draft_vocab_size") or vocabulary) != vocabulary,
+            kind in one_forward.OF_PAIRS and (own.get("draft_vocab_size") or vocabulary) != vocabulary,
             "a reduced vocabulary (draft_vocab_size)",
         ),
     ):

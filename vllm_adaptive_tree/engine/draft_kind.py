@@ -21,11 +21,12 @@ NAMES = {
     "peagle": "a P-EAGLE head",
     "dflash": "a DFlash head",
     "dflash2": "a DFlash2 head",
+    "lilicorr": "a LiLiCorr head",
     "dspark": "a DSpark head",
     **UNSERVED,
 }
 VLLM_METHODS = {kind: kind for kind in CHECKPOINTS}
-VLLM_METHODS |= {"model": "draft_model", "peagle": "eagle3", "dflash2": "dflash"}
+VLLM_METHODS |= {"model": "draft_model", "peagle": "eagle3", "dflash2": "dflash", "lilicorr": "dflash"}
 """Kind -> vLLM's method."""
 BUILT_AS = VLLM_METHODS | {"dspark": "dflash"}
 """The same while a configuration is built: Model Runner V1 refuses "dspark"."""
@@ -63,6 +64,7 @@ TENSORS = (  # the first that is found among the names, without prefix
     (r"medusa_heads?\.|lm_heads\.|blocks\.\d+\.layers\.|\d+\.", "medusa"),
     (r"speculator\.", "mlp_speculator"),
     (r"candidate_selector\.", "dflash2"),
+    (r"lilicorr\.", "lilicorr"),
     (r"markov_head\.", "dspark"),
     (r"mask_hidden$", "peagle"),
     (r"midlayer\.|layers\.\d+\.hidden_norm\.", "eagle3"),

@@ -16,10 +16,26 @@ from typing import Any
 
 from vllm_adaptive_tree.engine.checkpoint import Checkpoint
 
-CLASSES = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "dspark": "Qwen3DSparkModel"}
+CLASSES = {
+    "dflash": "DFlashDraftModel",
+    "dflash2": "DFlash2DraftModel",
+    "lilicorr": "LiLiCorrDraftModel",
+    "dspark": "Qwen3DSparkModel",
+}
 """vLLM's architecture of the heads with a block that are served."""
-OF_DFLASH2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-"""What a DFlash2 head has beside the DFlash head inside of it."""
+OF_PAIRS = {
+    "dflash2": ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"),
+    "lilicorr": (
+        "lilicorr_candidate_topk",
+        "lilicorr_num_layers",
+        "lilicorr_num_heads",
+        "lilicorr_mlp_ratio",
+        "lilicorr_factor_dim",
+        "lilicorr_vector_eps",
+        "lilicorr_logit_scale",
+    ),
+}
+"""What heads that score pairs of candidates have beside the DFlash head inside of them."""
 PARALLEL = {
     "PEagleDraftModel": "Eagle3LlamaForCausalLM",
     "PeagleLlamaForCausalLM": "Eagle3LlamaForCausalLM",
@@ -122,8 +138,8 @@ def states_of(config: Mapping[str, Any]) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def built(draft: Checkpoint, kind: str) -> Iterator[str]:
-    """A path under which vLLM builds the configuration of a head: of a DFlash2 or DSpark head, on both model runners,
-    as of the DFlash head that it has inside; of a P-EAGLE head as of an EAGLE-3 head, which has the same class."""
+    """A path under which vLLM builds the configuration of a head: of a DFlash2, LiLiCorr or DSpark head, on both model
+    runners, as of the DFlash head inside of it; of a P-EAGLE head as of an EAGLE-3 head, which has the same class."""
     config = draft.config
     if "speculators_model_type" in config and kind != "dflash2":
         yield draft.model
@@ -157,7 +173,7 @@ def settle(spec: Any, draft: Checkpoint, kind: str, levels: int) -> None:
     if kind == "dspark":
         head.sample_from_anchor = samples_anchor(draft.config)
     if kind == "dflash2":
-        head.dflash_config |= {key: draft.config[key] for key in OF_DFLASH2 if key in draft.config}
+        head.dflash_config |= {key: draft.config[key] for key in OF_PAIRS[kind] if key in draft.config}
     if kind != "dflash":
         head.architectures = [CLASSES[kind]]
         spec.update_arch_()

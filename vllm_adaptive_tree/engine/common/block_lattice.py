@@ -1,5 +1,6 @@
 """What a block of a DFlash-like head says of trees, from the hidden states of its rows; for both model runners."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -55,22 +56,29 @@ class Markov(Marginals):
         return found.unflatten(0, tokens.shape)
 
 
-class Pairs(Marginals):
-    """DFlash2: scores of pairs, of a candidate of one depth and one of the next."""
+Scores = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""Candidates [R, K, C], their logits [R, K, C], hidden states [R, K, H] and roots [R] -> scores of pairs
+[R, K, C before, C], of a candidate of one depth and one of the next."""
 
-    def __init__(self, model: Any, vocabulary: int):
+
+class Pairs(Marginals):
+    """DFlash2 and LiLiCorr: scores of pairs of candidates."""
+
+    def __init__(self, model: Any, vocabulary: int, scores: Scores):
         super().__init__(model, vocabulary)
-        self.nodes = ByPair(vocabulary)
+        self.nodes, self.scores = ByPair(vocabulary), scores
 
     def begin(self, hidden: Tensor, roots: Tensor) -> tuple[Rows, Lattice]:
         found = self.model.compute_candidates(hidden.flatten(0, 1))
-        candidates, logits = (one.unflatten(0, hidden.shape[:2]) for one in found)  # [R, K, C]
-        scores = self.model.model.candidate_selector(candidates, logits, hidden, roots)  # [R, K, C before, C]
-        return self.nodes.begin(scores.float(), candidates)
+        candidates, logits = (one.unflatten(0, hidden.shape[:2]) for one in found)
+        return self.nodes.begin(self.scores(candidates, logits, hidden, roots).float(), candidates)
 
 
-def lattice_of(kind: str, model: Any, config: Any, vocabulary: int) -> Marginals:
-    """`kind`: of `one_forward.CLASSES`; `config`: the head's own, as vLLM reads it."""
+def lattice_of(kind: str, model: Any, config: Any, vocabulary: int, correlated: Scores) -> Marginals:
+    """`kind`: of `one_forward.CLASSES`; `config`: the head's own, as vLLM reads it; `correlated`: LiLiCorr's scores,
+    which also depend on the target's states."""
     if kind == "dspark":
         return Markov(model, vocabulary, getattr(config, "dspark_draft_topk", None))
-    return (Pairs if kind == "dflash2" else Marginals)(model, vocabulary)
+    if kind == "dflash2":
+        return Pairs(model, vocabulary, model.model.candidate_selector)
+    return Pairs(model, vocabulary, correlated) if kind == "lilicorr" else Marginals(model, vocabulary)

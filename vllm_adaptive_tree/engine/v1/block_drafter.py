@@ -1,9 +1,10 @@
-"""DFlash, DFlash2 and DSpark heads: one forward over a block, the root and a mask token for each position after it.
+"""DFlash, DFlash2, LiLiCorr and DSpark heads: one forward over a block, a root and a mask token for each depth below.
 
 The head's K/V of a position comes from the target's states there, without a forward, and is written in every step:
 those states are gone after it. The block's own K/V never enters the cache.
 """
 
+import itertools
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from vllm_adaptive_tree.engine.one_forward import as_vllm_drafts
 from vllm_adaptive_tree.engine.v1.catch_up import CatchUp
 from vllm_adaptive_tree.engine.v1.contexts import KeptContexts
 from vllm_adaptive_tree.engine.v1.one_forward import OneForwardDrafter
-from vllm_adaptive_tree.engine.v1.shared_embedding import drop_adapters
+from vllm_adaptive_tree.engine.v1.shared_embedding import drop_adapters, embedding_of
 from vllm_adaptive_tree.trees import SlicedMask
 
 
@@ -36,6 +37,8 @@ class BlockDrafter(OneForwardDrafter, DFlashProposer):
         self.kind = str(options.draft)
         self.contexts = KeptContexts()
         self.places: Tensor | None = None
+        self.last = torch.zeros(1, self.draft_model_config.get_hidden_size(), dtype=self.dtype)
+        """[R, H]: the combined states at the last positions before the roots of the next block."""
 
     def load_model(self, target_model: Any) -> None:
         super().load_model(target_model)
@@ -44,7 +47,8 @@ class BlockDrafter(OneForwardDrafter, DFlashProposer):
         config = self.draft_model_config.hf_config
         self.anchored = self.kind == "dspark" and config.sample_from_anchor
         """Whether the root's row predicts the token after it, and each row the next; else each its own."""
-        self.lattice = lattice_of(self.kind, self.model, config, self.vocabulary)
+        self.lattice = lattice_of(self.kind, self.model, config, self.vocabulary, self._correlated)
+        self.embedding = embedding_of(target_model)
 
     @property
     def layers(self) -> Collection[str]:
@@ -68,10 +72,12 @@ class BlockDrafter(OneForwardDrafter, DFlashProposer):
         """As `V1Drafter.catch_up`."""
         if not items or states is None:
             return Rows(torch.empty(0)), None
-        self._write(items, states)
+        combined = self._write(items, states)
         rooted = [item for item in items if item.root is not None]
         if not rooted:
             return Rows(torch.empty(0)), None
+        ends = itertools.accumulate(len(item.tokens) for item in items)
+        self.last = combined[[end - 1 for item, end in zip(items, ends, strict=True) if item.root is not None]]
         tokens = torch.tensor([item.tokens[-1] for item in rooted])
         hidden = self._block([item.row for item in rooted], [item.start + len(item.tokens) for item in rooted], tokens)
         return self.lattice.begin(hidden, tokens)
@@ -80,8 +86,9 @@ class BlockDrafter(OneForwardDrafter, DFlashProposer):
         hidden = torch.zeros(1, self.levels, self.draft_model_config.get_hidden_size(), dtype=self.dtype)
         return self.lattice.begin(hidden, torch.zeros(1, dtype=torch.int64))[1]
 
-    def _write(self, items: list[CatchUp], states: Sequence[Tensor]) -> None:
-        """The head's K/V of the positions of `items`, to the cache and to the contexts that are kept."""
+    def _write(self, items: list[CatchUp], states: Sequence[Tensor]) -> Tensor:
+        """The K/V of the positions of `items`, to the cache and to the contexts that are kept. Returns the states
+        that it is made of [positions, H]."""
         lengths = [len(item.tokens) for item in items]
         spans = [(item.row, item.start, item.start + length) for item, length in zip(items, lengths, strict=True)]
         position = np.concatenate([np.arange(start, end) for _, start, end in spans])
@@ -92,9 +99,17 @@ class BlockDrafter(OneForwardDrafter, DFlashProposer):
         self.contexts.follow([*names, *[None] * (1 + int(row.max()) - len(names))])
         self.places = self.contexts.places(row, position, spans)
         read = [state for item in items for state in item.states]
-        combined = self.model.combine_hidden_states(torch.cat([state[read] for state in states], -1))
+        combined: Tensor = self.model.combine_hidden_states(torch.cat([state[read] for state in states], -1))
         self.model.precompute_and_store_context_kv(combined, torch.from_numpy(position), torch.from_numpy(slots))
         self.places = None
+        return combined
+
+    def _correlated(self, candidates: Tensor, logits: Tensor, hidden: Tensor, roots: Tensor) -> Tensor:
+        """Of a LiLiCorr head: `block_lattice.Scores`."""
+        anchor = self.model.model.hidden_norm(self.last)
+        there = torch.ones(len(anchor), dtype=torch.bool)
+        found: Tensor = self.model.model.lilicorr(self.embedding(candidates), logits, hidden, anchor, there)
+        return found
 
     def _written(self, layer: str, key: Tensor, value: Tensor) -> None:
         if self.places is not None:

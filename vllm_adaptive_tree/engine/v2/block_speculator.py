@@ -1,4 +1,4 @@
-"""DFlash, DFlash2 and DSpark heads on Model Runner V2: vLLM's forward over the block, and trees of what it leaves."""
+"""DFlash, DFlash2, LiLiCorr and DSpark heads on Model Runner V2: vLLM's forward over the block, and trees of it."""
 
 import copy
 from collections.abc import Callable
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 from vllm.v1.worker.gpu.spec_decode.dflash2.speculator import DFlash2Speculator
 from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
+from vllm.v1.worker.gpu.spec_decode.lilicorr.speculator import LiLiCorrSpeculator
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_adaptive_tree.drafters import Rows
@@ -52,7 +53,16 @@ class PairBlock(Block, DFlash2Speculator):
     pass
 
 
-BLOCKS: dict[str, type[Block]] = {"dflash": Block, "dflash2": PairBlock, "dspark": MarkovBlock}
+class CorrelatedBlock(Block, LiLiCorrSpeculator):
+    pass
+
+
+BLOCKS: dict[str, type[Block]] = {
+    "dflash": Block,
+    "dflash2": PairBlock,
+    "lilicorr": CorrelatedBlock,
+    "dspark": MarkovBlock,
+}
 
 
 class BlockSpeculator(TreeDrafting, DraftModelSpeculator):
@@ -89,7 +99,13 @@ class BlockSpeculator(TreeDrafting, DraftModelSpeculator):
     def load_model(self, target_model: nn.Module) -> None:
         self.block.load_model(target_model)
         norm_each_layer(self.block.model.model)
-        self.lattice = lattice_of(self.kind, self.block.model, self.block.draft_model_config.hf_config, self.vocabulary)
+        self.lattice = lattice_of(
+            self.kind,
+            self.block.model,
+            self.block.draft_model_config.hf_config,
+            self.vocabulary,
+            lambda candidates, logits, hidden, roots: self.block._score_candidates(candidates, logits, hidden),
+        )
 
     def load_draft_model(self, *args: Any) -> nn.Module:
         return self.block.load_draft_model(*args)
