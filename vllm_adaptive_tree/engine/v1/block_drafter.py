@@ -33,6 +33,9 @@ class BlockDrafter(OneForwardDrafter, DFlashProposer):
         assert options.levels is not None
         # vLLM's classes of others are Model Runner V2's; the layers, the cache and the block are those of DFlash.
         super().__init__(as_vllm_drafts(vllm_config, "dflash", options.levels), device, runner)
+        # Copies of a configuration are checked again, and with "dflash" vLLM refuses candidates on this runner: its own
+        # proposer would not call what scores them.
+        self.vllm_config.speculative_config.method = "eagle3"
         self.begin_drafting(vllm_config)
         self.kind = str(options.draft)
         self.contexts = KeptContexts()
