@@ -166,7 +166,11 @@ UNFIT: dict[str, tuple[dict[str, Any], Shapes, list[str]]] = {
         PEAGLE_TENSORS,
         ["mask_token_id 128256", f"of {VOCABULARY} tokens"],
     ),
-    "P-EAGLE without the state of its mask tokens": (PEAGLE, EAGLE3_TENSORS, ["without the tensor 'mask_hidden'"]),
+    "P-EAGLE without the state of its mask tokens": (
+        PEAGLE,
+        EAGLE3_TENSORS,
+        ["a P-EAGLE head (architecture", "an EAGLE-3 head (tensor 'midlayer.hidden_norm.weight') by its tensors"],
+    ),
     "P-EAGLE whose mask has another width": (
         PEAGLE,
         {**PEAGLE_TENSORS, "mask_hidden": (1, 1, 4 * HIDDEN)},

@@ -28,7 +28,7 @@ OF_VLLM: dict[str, dict[str, Any]] = {"peagle": {"method": "eagle3", "parallel_d
 
 def chains(engines: Engines, config: dict[str, Any]) -> dict[tuple[int, ...], list[int]]:
     """Text up to the root -> its draft, while the last tokens of a request are not near."""
-    llm = engines.start(config, max_num_batched_tokens=64)
+    llm = engines.start(config, max_num_batched_tokens=64, max_num_seqs=4)
     scheduler: Any = llm.llm_engine.engine_core.engine_core.scheduler
     found = dict[tuple[int, ...], list[int]]()
     update = scheduler.update_draft_token_ids

@@ -121,7 +121,7 @@ def identical(
     return spy.batches
 
 
-@pytest.mark.parametrize("case", map(parameter, [*CASES, *(case for case in SLOW if case not in CASES)]))
+@pytest.mark.parametrize("case", [parameter(one) for one in [*CASES, *(one for one in SLOW if one not in CASES)]])
 def test_greedy_and_seeded(
     engines: Engines,
     plain: list[Any],

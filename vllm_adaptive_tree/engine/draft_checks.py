@@ -177,11 +177,6 @@ def check_fit(config: Any, draft: Checkpoint, kind: str, levels: int | None = No
                 f"joins inputs of {shape[-1]} ({name}), and {what} of this target have {states * size}; use a head "
                 "trained for this target"
             )
-    if kind == "peagle" and draft.tensors and "mask_hidden" not in draft.tensors:
-        raise draft.refused(
-            "is a P-EAGLE head without the tensor 'mask_hidden', the state of the positions that it predicts; use a "
-            "complete checkpoint"
-        )
     if kind in one_forward.CLASSES and config.use_v2_model_runner and spec.num_speculative_tokens <= (levels or 0):
         raise ValueError(
             f"speculative_config['num_speculative_tokens']={spec.num_speculative_tokens} is too small on Model Runner "
