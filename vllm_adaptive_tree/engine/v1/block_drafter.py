@@ -16,7 +16,7 @@ from vllm.v1.spec_decode.dflash import DFlashProposer
 
 from vllm_adaptive_tree.drafters import Rows
 from vllm_adaptive_tree.engine.common.attention import DraftKeys
-from vllm_adaptive_tree.engine.common.block_lattice import lattice_of
+from vllm_adaptive_tree.engine.common.block_lattice import Marginals, lattice_of
 from vllm_adaptive_tree.engine.common.context_norm import norm_each_layer
 from vllm_adaptive_tree.engine.common.startup import tree_options
 from vllm_adaptive_tree.engine.one_forward import as_vllm_drafts
@@ -28,6 +28,8 @@ from vllm_adaptive_tree.trees import SlicedMask
 
 
 class BlockDrafter(OneForwardDrafter, DFlashProposer):
+    lattice: Marginals
+
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any = None):
         options = tree_options(vllm_config)
         assert options.levels is not None

@@ -15,6 +15,7 @@ from vllm_adaptive_tree.trees import SlicedMask
 
 class MedusaDrafter(OneForwardDrafter, MedusaProposer):
     layers: Collection[str] = ()
+    lattice: ByDepth
 
     def __init__(self, vllm_config: Any, device: torch.device):
         super().__init__(vllm_config, device)
