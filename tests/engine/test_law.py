@@ -227,9 +227,7 @@ def test_other_drafts(engines: Engines, name: str, tmp_path: Path, monkeypatch: 
     if kind is not None:
         draft, text = HEADS[kind](tmp_path / "head"), PROMPT
     p, deep = drawn_by(engines, DRAFTS[name], monkeypatch, draft=draft, text=text)
-    assert deep >= (0.1 if kind in ("dspark", "dflash2", "lilicorr") else 0.15), (
-        "too little of what was drawn came from a tree"
-    )
+    assert deep >= (0.15 if kind in (None, "eagle3") else 0.1), "too little of what was drawn came from a tree"
     assert p > 1e-4
 
 
