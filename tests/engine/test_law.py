@@ -50,9 +50,6 @@ THREE_OF_FOUR = torch.arange(VOCABULARY)[torch.arange(VOCABULARY) % 4 != 3]
 HEADS: dict[str, Callable[[Path], str]] = {
     "eagle3": partial(heads.eagle3, vocabulary=THREE_OF_FOUR),
     "peagle": heads.peagle,
-    "dflash": heads.dflash,
-    "dflash2": heads.dflash2,
-    "lilicorr": heads.lilicorr,
     "dspark": heads.dspark,
 }
 DRAFTS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
@@ -71,12 +68,7 @@ DRAFTS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     ),
     "a conditional head, rrsw": ("dyspec", "rrsw", {"draft": "dspark"}, PLAIN),
     "a conditional head, traversal": ("static_tree", "traversal", {"draft": "dspark", "shape": [2, 2, 1]}, PLAIN),
-    "marginals, rrsw": ("dyspec", "rrsw", {"draft": "dflash"}, PLAIN),
-    "pairs of candidates, rrsw": ("dyspec", "rrsw", {"draft": "dflash2"}, PLAIN),
-    "pairs of candidates, traversal": ("static_tree", "traversal", {"draft": "dflash2", "shape": [2, 2, 1]}, PLAIN),
-    "correlated candidates, rrsw": ("dyspec", "rrsw", {"draft": "lilicorr"}, PLAIN),
     "mask tokens, rrsw": ("dyspec", "rrsw", {"draft": "peagle"}, PLAIN),
-    "mask tokens, traversal": ("static_tree", "traversal", {"draft": "peagle", "shape": [2, 2, 1]}, PLAIN),
     "ngram, rrsw": ("dyspec", "rrsw", {}, PLAIN),
     "ngram, traversal": ("static_tree", "traversal", {"shape": [2, 2, 1]}, PLAIN),
     "a model and ngram, target_only": ("opt_tree", "target_only", {"lookup": "ngram", "threshold": 0}, PLAIN),

@@ -33,7 +33,7 @@ LAWS = "follow and (auto or (dyspec and not top_p) or rrs] or spechub or greedy_
 WHOLE = {
     "methods": (["test_methods.py"], "test_greedy", 17),
     "a law of every kind": (["test_law.py"], LAWS, 6),
-    "laws of other drafts": (["test_law.py"], "other_drafts", 10),
+    "laws of other drafts": (["test_law.py"], "other_drafts", 5),
     "drafts": (["test_drafts.py"], "", 29),
     "heads of one forward": (["test_one_forward.py", "test_candidate_heads.py"], "", 50),
 }
