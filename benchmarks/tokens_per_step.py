@@ -34,13 +34,13 @@ def prompts(count: int) -> list[str]:
     return found[:count]
 
 
-def start(spec: dict[str, Any]) -> Any:
+def start(spec: dict[str, Any] | None, target: Path = PAIR / "target", dtype: str = "float32") -> Any:
     from vllm import LLM
 
     return LLM(
-        str(PAIR / "target"),
+        str(target),
         speculative_config=spec,
-        dtype="float32",
+        dtype=dtype,
         enforce_eager=True,
         max_model_len=1024,
         disable_log_stats=False,

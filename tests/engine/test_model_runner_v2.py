@@ -27,7 +27,7 @@ SHORT = (
     "(greedy_and_seeded and k-config) or (fixed_budget and opt_tree) or (waits and mcsd) or (kernels and traversal)"
     " or asynchronous or rests_reads or (go_on and eagle3) or depth_first or dyspec_fills or price_floor"
     " or measured_once or (dead_rows and dyspec) or (old_name and model) or ngram-dyspec or (outgrow and model)"
-    " or (test_families and identity and (gemma2] or gpt-oss])) or (greedy_and_seeded and dspark and opt_tree)"
+    " or (test_families and identity and (gemma2] or gpt-oss])) or (greedy_and_seeded and dspark-opt_tree-auto])"
     " or resets_of_the_prefix_cache",
     21,
 )
@@ -37,7 +37,7 @@ WHOLE = {
     "a law of every kind": (["test_law.py"], LAWS, 6),
     "laws of other drafts": (["test_law.py"], "other_drafts", 5),
     "drafts": (["test_drafts.py"], "", 29),
-    "heads of one forward": (["test_one_forward.py"], "", 50),
+    "heads of one forward": (["test_one_forward.py", "test_candidate_heads.py"], "", 50),
 }
 MORE = {
     "structured output": (["test_structured.py"], "", 1),

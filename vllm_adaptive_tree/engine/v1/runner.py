@@ -27,6 +27,7 @@ from vllm_adaptive_tree.engine.common.steering import Steering
 from vllm_adaptive_tree.engine.common.step_figures import StepFigures, by_depth
 from vllm_adaptive_tree.engine.common.step_record import step_record
 from vllm_adaptive_tree.engine.common.structured_outputs import masks_of
+from vllm_adaptive_tree.engine.one_forward import CLASSES
 from vllm_adaptive_tree.engine.patches import swapped
 from vllm_adaptive_tree.engine.v1 import scratch
 from vllm_adaptive_tree.engine.v1.acceptance import Requests, accept, held
@@ -38,6 +39,7 @@ from vllm_adaptive_tree.engine.v1.drafts import Draft
 from vllm_adaptive_tree.engine.v1.grammars import Grammars
 from vllm_adaptive_tree.engine.v1.head_drafter import HeadDrafter
 from vllm_adaptive_tree.engine.v1.model_drafter import ModelDrafter
+from vllm_adaptive_tree.engine.v1.parallel_drafter import ParallelDrafter
 from vllm_adaptive_tree.engine.v1.recorder import Recorder
 from vllm_adaptive_tree.engine.v1.scheduling import affordable, scheduled_draft, without_tree
 from vllm_adaptive_tree.engine.v1.scratch import ScratchBlocks
@@ -48,7 +50,7 @@ from vllm_adaptive_tree.engine.v1.thinking_budget import ThinkingBudgets
 from vllm_adaptive_tree.engine.v1.verification import NO_TREE, Verification
 from vllm_adaptive_tree.methods import offering, resolve
 
-HEADS = {"dflash": BlockDrafter, "dspark": BlockDrafter}
+HEADS = {"peagle": ParallelDrafter, **dict.fromkeys(CLASSES, BlockDrafter)}
 """Kinds of drafts that are EAGLE-3 heads to vLLM's scheduler."""
 
 
