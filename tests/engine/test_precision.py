@@ -1,4 +1,4 @@
-"""bfloat16 and vLLM's default compilation: a tree differs from no speculation no more often than vLLM's chain does."""
+"""16 bits and vLLM's default compilation: a tree differs from no speculation no more often than vLLM's chain does."""
 
 import math
 from pathlib import Path
@@ -27,23 +27,32 @@ def first_difference(ours: Any, theirs: Any) -> int | None:
     return next((at for at, (here, there) in pairs if here != there), None)
 
 
-def ulp(value: float) -> float:
-    """Distance to the next bfloat16 (8 bits of significand)."""
-    return 2.0 ** (math.frexp(abs(value))[1] - 8)
+BITS = {"bfloat16": 8, "float16": 11}
+"""Of the significand."""
+
+
+def ulp(value: float, dtype: str) -> float:
+    """Distance to the next number of this kind."""
+    return 2.0 ** (math.frexp(abs(value))[1] - BITS[dtype])
 
 
 @pytest.mark.parametrize(
-    ("draft", "enforce_eager"),
-    [("model", True), ("model", False), pytest.param("eagle3", False, marks=pytest.mark.skipif(V2, reason="as there"))],
-    ids=["eager", "compiled", "head"],
+    ("dtype", "draft", "enforce_eager"),
+    [
+        ("bfloat16", "model", True),
+        ("bfloat16", "model", False),
+        pytest.param("bfloat16", "eagle3", False, marks=pytest.mark.skipif(V2, reason="as there")),
+        ("float16", "model", True),
+    ],
+    ids=["eager", "compiled", "head", "float16"],
 )
-def test_bfloat16(
-    engines: Engines, draft: str, enforce_eager: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_sixteen_bits(
+    engines: Engines, dtype: str, draft: str, enforce_eager: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The head agrees with what is known of the target."""
     assert len(TEXTS) == 100
     model = DRAFT if draft == "model" else eagle3(tmp_path / "head", reduced=True)
-    arguments: dict[str, Any] = {"dtype": "bfloat16", "enforce_eager": enforce_eager, "logprobs_mode": "raw_logits"}
+    arguments: dict[str, Any] = {"dtype": dtype, "enforce_eager": enforce_eager, "logprobs_mode": "raw_logits"}
     plain = generate(engines.start(**arguments), TEXTS, greedy(64))
     config = {"method": CHAINS[draft], "model": model, "num_speculative_tokens": 5}
     chain = generate(engines.start(config, **arguments), TEXTS, greedy(64))
@@ -60,14 +69,15 @@ def test_bfloat16(
     assert len(differing) <= chains + 2 * math.sqrt(chains + 1)
     for output, at in differing:
         best, second = sorted((entry.logprob for entry in output.logprobs[at].values()), reverse=True)[:2]
-        assert best - second <= 2 * ulp(best), f"{best} and {second} are no near tie"
+        assert best - second <= 2 * ulp(best, dtype), f"{best} and {second} are no near tie"
 
 
-def test_ulp() -> None:
+@pytest.mark.parametrize("dtype", BITS)
+def test_ulp(dtype: str) -> None:
     for value in (1.0, 3.7, 11.0, -20.0):
-        here = torch.tensor(value, dtype=torch.bfloat16)
-        above = (here.view(torch.int16) + 1).view(torch.bfloat16)
-        assert abs(above.float() - here.float()) == ulp(here.item())
+        here = torch.tensor(value, dtype=getattr(torch, dtype))
+        above = (here.view(torch.int16) + 1).view(here.dtype)
+        assert abs(above.float() - here.float()) == ulp(here.item(), dtype)
 
 
 def test_float32_compiled(engines: Engines) -> None:

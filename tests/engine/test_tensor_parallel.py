@@ -28,6 +28,7 @@ import json, os, sys
 if os.environ.get("MODEL_RUNNER", "v1") != "v1":  # in every rank
     from tests import interpreter
     interpreter.install(asynchronous=os.environ["MODEL_RUNNER"] == "v2-async")
+from tests.engine.engines import V2
 from tests.engine.leaning import lean, second_best
 from tests.engine.test_tensor_parallel import sampling
 from vllm import LLM
@@ -36,17 +37,33 @@ def agree(worker, known):
     runner = worker.model_runner
     lean(runner, second_best(known, runner.model_config.get_vocab_size()))
 
+def watch(worker):
+    drafting, worker.followed = worker.model_runner.drafting, 0
+    original = drafting.propose
+
+    def propose(scheduled, sampled, states, grammars):
+        worker.followed += len(grammars)
+        return original(scheduled, sampled, states, grammars)
+
+    drafting.propose = propose
+
+def followed(worker):
+    return worker.followed
+
 def main():
     target, spec, ranks, prompts, params, known = json.load(sys.stdin)
     llm = LLM(target, dtype="float32", enforce_eager=True, max_model_len=512, disable_log_stats=False,
               speculative_config=spec, **ranks)
     if known:
         llm.collective_rpc(agree, args=(known,))
+    if not V2:
+        llm.collective_rpc(watch)
     outputs = llm.generate(prompts, [sampling(**own) for own in params], use_tqdm=False)
     names = ["spec_decode_num_accepted_tokens", "spec_decode_num_draft_tokens", "adaptive_tree_nodes"]
     counters = [sum(m.value for m in llm.get_metrics() if m.name == f"vllm:{name}") for name in names]
     print("RESULT" + json.dumps([[list(o.outputs[0].token_ids) for o in outputs],
-                                 [o.outputs[0].text for o in outputs], counters]))
+                                 [o.outputs[0].text for o in outputs], counters,
+                                 [] if V2 else llm.collective_rpc(followed)]))
 
 if __name__ == "__main__":
     main()
@@ -183,8 +200,11 @@ def test_two_ranks(engines: Engines, nodes: Nodes, tmp_path: Path, method: str) 
     )
     lines = [line for line in result.stdout.splitlines() if line.startswith("RESULT")]
     assert lines, result.stdout[-3000:] + result.stderr[-3000:]  # a rank that disagreed would have raised
-    tokens, texts, (accepted, drafted, nodes) = json.loads(lines[0].removeprefix("RESULT"))
+    tokens, texts, (accepted, drafted, nodes), followed = json.loads(lines[0].removeprefix("RESULT"))
     assert accepted > 0
+    if not V2:
+        assert followed[0] > 0, "rank 0's draft follows the grammars of two requests"
+        assert followed[1] == 0, "the others take its trees"
     assert (0 < nodes < drafted) if V2 else (nodes == drafted > 0), "V2's figures come two steps late"
     ours = [
         SimpleNamespace(token_ids=own, text=text, finish_reason="length")
