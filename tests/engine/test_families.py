@@ -20,14 +20,15 @@ from vllm.engine.arg_utils import EngineArgs
 from tests.engine.engines import V2, Engines, assert_identical, generate, metric, runner_of
 from tests.engine.families import FAMILIES, LAYERS, SHORT, Family
 from tests.engine.known import known
+from tests.engine.ties import first_difference, gap
 from vllm_adaptive_tree.engine.v1.startup_costs import target_forward
 
 LENGTHS = [29, 62, 97] if V2 else [29, 62, 40, 97]
 """Of the prompts; blocks have 32 tokens."""
 TOKENS, NODES = (16, 8) if V2 else (40, 12)
 PARAMS = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=2, detokenize=False)
-CLOSE = 0.1
-"""In bfloat16 a row's logits depend on the batch: logprobs that are so close may change places."""
+CLOSE = 2
+"""Units in the last place of a logit in bfloat16: tokens that are so close may change places."""
 
 
 def prompts(lengths: list[int], vocabulary: int, seed: int = 0) -> list[dict[str, list[int]]]:
@@ -100,16 +101,20 @@ def test_identity(engines: Engines, name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [name for name, one in FAMILIES.items() if "dtype" not in one.arguments])
 def test_bfloat16(engines: Engines, name: str, tmp_path: Path) -> None:
-    run = Run(engines, FAMILIES[name], tmp_path, dtype="bfloat16")
+    """A row's logits depend on the rows beside it: without trees, too, a text may differ alone and in a batch."""
+    if V2 and "kv_cache_dtype" in FAMILIES[name].arguments:
+        pytest.skip("refused on Model Runner V2")
+    run = Run(engines, FAMILIES[name], tmp_path, dtype="bfloat16", logprobs_mode="raw_logits")
     assert run.varied, "constant texts prove nothing"
-    for ours, theirs in zip(run.trees(), run.plain, strict=True):
-        pairs = zip(ours.token_ids, theirs.token_ids, strict=True)
-        at = next((i for i, (here, there) in enumerate(pairs) if here != there), None)
-        if at is not None:
-            best, second = sorted((entry.logprob for entry in theirs.logprobs[at].values()), reverse=True)[:2]
-            assert best - second < CLOSE, f"token {at}: {best} {second}"
+    alone = [generate(engines.llm, [prompt], PARAMS)[0] for prompt in run.asked]
+    gaps = []
+    for others in (alone, run.trees()):
+        parts = zip(others, run.plain, strict=True)
+        gaps.append([gap(plain, at) for one, plain in parts if (at := first_difference(one, plain)) is not None])
+    print(f"{name}: gaps of texts alone {gaps[0]}, with trees {gaps[1]} of {len(alone)}")
+    assert all(one <= CLOSE for one in gaps[1])
 
 
 def test_a_commit_to_the_first_group_alone_shows(
