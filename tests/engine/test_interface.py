@@ -278,6 +278,14 @@ def test_connectors_are_refused_by_name(connector: str) -> None:
         build(tree(25), kv_transfer_config=config)
 
 
+@pytest.mark.parametrize(("name", "words"), [("is_multimodal_model", "multimodal models"), ("uses_mrope", "M-RoPE")])
+def test_models_of_more_than_text_are_refused(name: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = build(tree(24))
+    monkeypatch.setattr(type(config.model_config), name, True)
+    with pytest.raises(ValueError, match=f"cannot be served with a tree method: {words} are not supported"):
+        checks.check_config(config, tree_options(config))
+
+
 def test_ranks_of_experts_are_refused() -> None:
     config = build(tree(24), data_parallel_size=2)
     config.model_config.get_num_experts = lambda: 4

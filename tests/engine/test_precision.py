@@ -12,6 +12,7 @@ from vllm import SamplingParams
 from tests.engine.engines import DRAFT, PROMPTS, V2, Engines, assert_identical, generate, metric, runner_of, tree
 from tests.engine.heads import VOCABULARY, eagle3
 from tests.engine.leaning import lean, second_best
+from tests.engine.ties import BITS, first_difference, gap, ulp
 
 TEXTS = [text[start : start + 240] for text in topics.values() for start in (0, 600) if len(text) > 900][:100]
 CHAINS = {"model": "draft_model", "eagle3": "eagle3"}
@@ -20,20 +21,6 @@ CHAINS = {"model": "draft_model", "eagle3": "eagle3"}
 
 def greedy(tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=2)
-
-
-def first_difference(ours: Any, theirs: Any) -> int | None:
-    pairs = enumerate(zip(ours.token_ids, theirs.token_ids, strict=True))
-    return next((at for at, (here, there) in pairs if here != there), None)
-
-
-BITS = {"bfloat16": 8, "float16": 11}
-"""Of the significand."""
-
-
-def ulp(value: float, dtype: str) -> float:
-    """Distance to the next number of this kind."""
-    return 2.0 ** (math.frexp(abs(value))[1] - BITS[dtype])
 
 
 @pytest.mark.parametrize(
@@ -68,8 +55,7 @@ def test_sixteen_bits(
     print(f"{len(differing)} of 100 differ from no speculation; vLLM's chain: {chains}")
     assert len(differing) <= chains + 2 * math.sqrt(chains + 1)
     for output, at in differing:
-        best, second = sorted((entry.logprob for entry in output.logprobs[at].values()), reverse=True)[:2]
-        assert best - second <= 2 * ulp(best, dtype), f"{best} and {second} are no near tie"
+        assert gap(output, at, dtype) <= 2, "no near tie"
 
 
 @pytest.mark.parametrize("dtype", BITS)
