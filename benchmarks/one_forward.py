@@ -3,9 +3,12 @@
     python -m benchmarks.one_forward --out benchmarks/results/one_forward.json
 
 The bundled target and its DSpark head, float32, held-out modules, one request at a time, all rows in one process.
+`--enlarge-to 0.5B --dtype bfloat16` gives the target MLP units whose output is zero: the same text at the cost of a
+larger model, of which a draft forward is a small part.
 vLLM's Model Runner V1 has no DSpark: its chain, and the marginal trees, are of the same checkpoint without the Markov
-head, which is a DFlash head. Every row decodes the same prompts several times, and the fastest round counts. Seconds
-are those of the clock and, for a busy machine, those of this process.
+head, which is a DFlash head. On CPUs its chains sample wrongly (vLLM issue 55005): that is repaired here. Every row
+decodes the same prompts several times, and the fastest round counts. Seconds are those of the clock and, for a busy
+machine, those of this process.
 """
 
 import argparse
@@ -17,6 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.tokens_per_step import PAIR, prompts, start
+from vllm_adaptive_tree.bench.models import enlarge
+from vllm_adaptive_tree.bench.vllm_55005 import repair_sampling
+from vllm_adaptive_tree.cli.arguments import parameters
 
 NEW_TOKENS = 96
 
@@ -86,15 +92,22 @@ def main() -> None:
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--enlarge-to", type=parameters, help="parameters of the target")
+    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--only", default="", help="rows whose name contains this")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     texts, found = prompts(options.prompts), list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as folder:
+        target = PAIR / "target"
+        if options.enlarge_to:
+            target = Path(folder, "target")
+            enlarge(PAIR / "target", target, options.enlarge_to)
         for name, spec in rows(options.head, marginals(options.head, Path(folder)), options.nodes).items():
             if options.only not in name:
                 continue
-            llm = start(spec)
+            llm = start(spec, target, options.dtype)
+            repair_sampling()
             for temperature in options.temperatures:
                 decode(llm, texts[:2], temperature)
                 each = [decode(llm, texts, temperature) for _ in range(options.rounds)]

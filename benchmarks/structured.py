@@ -5,16 +5,20 @@
 float32, the bundled models, half of the requests greedy and half seeded at 0.9, up to 48 tokens each, 16 at a time.
 "First paths": of each tree the most likely path alone, drafted without the grammar, as release 0.1 did. "No draft
 masks": trees with a mask for each node, drafted without the grammar, as Model Runner V2 does. Seconds are medians
-over rounds; the masks' are those of the scheduler's and the draft's together.
+over rounds; the masks' are those of the scheduler's and the draft's together. "Two ranks": with tensor parallelism,
+whose masks of the draft are in another process, and not in these seconds.
 """
 
 import argparse
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from benchmarks.tokens_per_step import PAIR, prompts
 
@@ -38,6 +42,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "structural tag": {"structural_tag": json.dumps(TAGS)},
 }
 MIX = list(SHAPES)[:4]
+KINDS = [*SHAPES, "mix"]
 
 
 def batch(kind: str) -> list[Any]:
@@ -56,21 +61,17 @@ def batch(kind: str) -> list[Any]:
     ]
 
 
-def runner_of(llm: Any) -> Any:
-    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-
-
-def without_draft_masks(llm: Any) -> None:
-    drafting = runner_of(llm).drafting
+def without_draft_masks(worker: Any) -> None:
+    drafting = worker.model_runner.drafting
     original = drafting.propose
     drafting.propose = lambda scheduled, sampled, states, grammars: original(scheduled, sampled, states, {})
 
 
-def first_paths(llm: Any) -> None:
+def first_paths(worker: Any) -> None:
     from vllm_adaptive_tree.trees import TokenTree
 
-    without_draft_masks(llm)
-    drafting = runner_of(llm).drafting
+    without_draft_masks(worker)
+    drafting = worker.model_runner.drafting
     original = drafting.propose
 
     def propose(*args: Any) -> Any:
@@ -93,6 +94,7 @@ class MaskClock:
         self.seconds, self.steps, self.watched = 0.0, 0, set[Any]()
 
     def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)  # what marks it too, or the next engine replaces it once more
         def run(*args: Any, **kwargs: Any) -> Any:
             started = time.perf_counter()
             try:
@@ -103,6 +105,7 @@ class MaskClock:
         return run
 
     def counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
         def run(scheduler: Any, scheduled: Any, output: Any) -> Any:
             self.steps += sum(bool(tokens) for tokens in output.sampled_token_ids)
             return function(scheduler, scheduled, output)
@@ -155,22 +158,25 @@ def measure(llm: Any, clock: MaskClock, kind: str, texts: list[str], rounds: int
     }
 
 
-def run(name: str, clock: MaskClock, count: int, rounds: int) -> list[dict[str, Any]]:
+def run(name: str, clock: MaskClock, kinds: list[str], count: int, rounds: int) -> list[dict[str, Any]]:
     from vllm import LLM
 
-    spec, change = WAYS[name]
-    llm = LLM(
-        str(PAIR / "target"),
-        speculative_config=spec,
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=512,
-        disable_log_stats=False,
-    )
-    change(llm)
+    spec, change, ranks = WAYS[name]
+    cores = {} if ranks == 1 else {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(ranks)))}  # one each
+    with patch.dict(os.environ, cores):
+        llm = LLM(
+            str(PAIR / "target"),
+            speculative_config=spec,
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=512,
+            disable_log_stats=False,
+            tensor_parallel_size=ranks,
+        )
+    llm.collective_rpc(change)
     clock.watch()
     texts, rows = prompts(count), []
-    for kind in (*SHAPES, "mix"):
+    for kind in kinds:
         llm.generate(texts[:BATCH], batch(kind), use_tqdm=False)  # compiles the grammar
         rows.append({"way": name, **measure(llm, clock, kind, texts, rounds)})
         print(rows[-1], flush=True)
@@ -183,22 +189,23 @@ def tree(method: str, **options: Any) -> dict[str, Any]:
     return {"method": method, "model": str(PAIR / "draft"), "num_speculative_tokens": 12, "tree": options}
 
 
-def unchanged(llm: Any) -> None:
+def unchanged(worker: Any) -> None:
     pass
 
 
 OPT_TREE = tree("opt_tree", threshold=0.2)
-WAYS: dict[str, tuple[dict[str, Any] | None, Callable[[Any], None]]] = {
-    "no draft": (None, unchanged),
-    "vLLM's chain of 4": (
-        {"method": "draft_model", "model": str(PAIR / "draft"), "num_speculative_tokens": 4},
-        unchanged,
-    ),
-    "first paths": (OPT_TREE, first_paths),
-    "OPT-Tree, no draft masks": (OPT_TREE, without_draft_masks),
-    "OPT-Tree": (OPT_TREE, unchanged),
-    "DySpec": (tree("dyspec"), unchanged),
+CHAIN = {"method": "draft_model", "model": str(PAIR / "draft"), "num_speculative_tokens": 4}
+WAYS: dict[str, tuple[dict[str, Any] | None, Callable[[Any], None], int]] = {
+    "no draft": (None, unchanged, 1),
+    "vLLM's chain of 4": (CHAIN, unchanged, 1),
+    "first paths": (OPT_TREE, first_paths, 1),
+    "OPT-Tree, no draft masks": (OPT_TREE, without_draft_masks, 1),
+    "OPT-Tree": (OPT_TREE, unchanged, 1),
+    "DySpec": (tree("dyspec"), unchanged, 1),
+    "OPT-Tree, two ranks, no draft masks": (OPT_TREE, without_draft_masks, 2),
+    "OPT-Tree, two ranks": (OPT_TREE, unchanged, 2),
 }
+"""speculative_config, what is changed in each worker, ranks."""
 
 
 def main() -> None:
@@ -206,10 +213,11 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=80)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     clock = MaskClock()
-    rows = [row for way in options.ways for row in run(way, clock, options.prompts, options.rounds)]
+    rows = [row for way in options.ways for row in run(way, clock, options.kinds, options.prompts, options.rounds)]
     if options.out:
         options.out.write_text(json.dumps(rows, indent=2) + "\n")
 

@@ -43,13 +43,13 @@ def _held_out() -> list[str]:
     return [text for name, text in sorted(documents().items()) if is_held_out(name) and len(text) > 2000]
 
 
-def start(spec: dict[str, Any]) -> Any:
+def start(spec: dict[str, Any] | None, target: Path = PAIR / "target", dtype: str = "float32") -> Any:
     from vllm import LLM
 
     return LLM(
-        str(PAIR / "target"),
+        str(target),
         speculative_config=spec,
-        dtype="float32",
+        dtype=dtype,
         enforce_eager=True,
         max_model_len=1024,
         disable_log_stats=False,

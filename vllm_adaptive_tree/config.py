@@ -32,9 +32,6 @@ TEXT_DEPTH = 16
 UNSERVED = {
     "mlp_speculator": "an MLP speculator",
     "xpress": "an XPress head",
-    "peagle": "a P-EAGLE head",
-    "dflash2": "a DFlash2 head",
-    "lilicorr": "a LiLiCorr head",
 }
 """Kinds of drafts that other software serves and this release does not, and what to call them."""
 
@@ -110,7 +107,8 @@ class TreeOptions:
             if key not in OUR_KEYS + VLLM_KEYS:
                 if key == "parallel_drafting":
                     raise ValueError(
-                        f"speculative_config[{key!r}] asks for a P-EAGLE or PARD draft, not served yet; {served()}"
+                        f"speculative_config[{key!r}] is of vLLM's chains; remove it: a P-EAGLE head is told by its "
+                        f"checkpoint, and PARD drafts are not served yet; {served()}"
                     )
                 if key.startswith("synthetic_acceptance_"):
                     raise ValueError(
@@ -175,8 +173,8 @@ def is_tree_method(speculative_config: Any) -> bool:
 def served() -> str:
     """The end of an error about a draft."""
     return (
-        "this release drafts with an independent model, an EAGLE or EAGLE-3 head, the target's MTP layers, Medusa "
-        "heads, a DFlash or DSpark head, or 'model': "
+        "this release drafts with an independent model, an EAGLE, EAGLE-3 or P-EAGLE head, the target's MTP layers, "
+        "Medusa heads, a DFlash, DFlash2, LiLiCorr or DSpark head, or 'model': "
         f"{' or '.join(map(repr, DRAFTERS.names()))}"
     )
 

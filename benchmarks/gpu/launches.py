@@ -40,6 +40,8 @@ CASES: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "opt_tree": ("opt_tree", {}, "auto", "model"),
     "dyspec, rrsw": ("dyspec", {"threshold": 0.02, "max_children": 4}, "rrsw", "model"),
     "opt_tree, EAGLE-3 head": ("opt_tree", {}, "auto", "eagle3"),
+    "opt_tree, DSpark head": ("opt_tree", {}, "auto", "dspark"),
+    "opt_tree, DFlash2 head": ("opt_tree", {}, "auto", "dflash2"),
 }
 IDLE = frozenset(("empty", "empty_like", "new_empty", "empty_strided", "promote_types", "_unsafe_view", "lift_fresh"))
 """Operations that run nothing; so do vLLM's around attention, beside what is in them."""
@@ -208,7 +210,7 @@ def measured(count: Count, case: str, sizes: Sizes) -> dict[str, Any]:
             speculative_config={
                 "method": method,
                 "model": (
-                    heads.eagle3(models / "head")
+                    getattr(heads, draft)(models / "head")
                     if draft != "model"
                     else DRAFT
                     if sizes.layers is None

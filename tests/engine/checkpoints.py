@@ -19,8 +19,10 @@ DFLASH = {"model_type": "qwen3", "dflash_config": {"mask_token_id": 0, "target_l
 Shapes = dict[str, tuple[int, ...]]
 EAGLE_TENSORS: Shapes = {"fc.weight": (HIDDEN, 2 * HIDDEN), "layers.0.self_attn.q_proj.weight": (8, 8)}
 EAGLE3_TENSORS: Shapes = {"fc.weight": (HIDDEN, 3 * HIDDEN), "midlayer.hidden_norm.weight": (HIDDEN,)}
+PEAGLE_TENSORS: Shapes = {**EAGLE3_TENSORS, "mask_hidden": (1, 1, 3 * HIDDEN)}
 DFLASH_TENSORS: Shapes = {"fc.weight": (HIDDEN, 2 * HIDDEN), "hidden_norm.weight": (HIDDEN,)}
 DSPARK_TENSORS: Shapes = {**DFLASH_TENSORS, "markov_head.markov_w1.weight": (VOCABULARY, 16)}
+DFLASH2_TENSORS: Shapes = {**DFLASH_TENSORS, "candidate_selector.predecessor_codebook": (VOCABULARY, 16)}
 WHOLE: Shapes = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN), "lm_head.weight": (VOCABULARY, HIDDEN)}
 
 

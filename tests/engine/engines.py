@@ -34,6 +34,10 @@ PROMPTS = [
 ]
 
 
+ENGINE: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "block_size": 32}
+"""Arguments of an engine, unless a test says otherwise."""
+
+
 def tree(nodes: int, **options: Any) -> dict[str, Any]:
     """A speculative_config for OPT-Tree on the bundled pair, whole trees whatever they cost; options go under
     "tree"."""
@@ -51,9 +55,7 @@ class Engines:
         if speculative_config is not None and speculative_config["method"] in METHODS:  # cold, unless a test says more
             kept = {"cost_profile": None, **speculative_config.get("tree", {})}
             speculative_config = {**speculative_config, "tree": kept}
-        defaults = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "block_size": 32}
-        defaults |= {"kv_cache_memory_bytes": CACHE}
-        arguments = {"model": TARGET, **defaults, **arguments}
+        arguments = {"model": TARGET, "kv_cache_memory_bytes": CACHE, **ENGINE, **arguments}
         self.llm = LLM(speculative_config=speculative_config, disable_log_stats=False, **arguments)
         return self.llm
 

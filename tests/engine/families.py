@@ -26,6 +26,8 @@ COMMON: dict[str, Any] = {
     "pad_token_id": 0,
 }
 LAYERS = ["sliding_attention", "full_attention"] * 2
+GEMMA = "gemma2", "gemma3_text", "gemma4_text"
+"""Their blocks end in a norm, which undoes what their projections were multiplied with."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ def spread(model: Any) -> None:
             one.add_(torch.randn_like(one) * 0.1)
         if tied and "o_proj" in name:  # an average over the context changes slowly, and so would the text
             one.mul_(0.3)
-        if "post_attention_layernorm" in name and model.config.model_type in ("gemma2", "gemma3_text"):
+        if "post_attention_layernorm" in name and model.config.model_type in GEMMA:
             one.sub_(0.7)
 
 
@@ -79,6 +81,19 @@ def rope(kind: str, **more: Any) -> dict[str, Any]:
 LLAMA3 = rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
 YARN = rope("yarn", factor=4.0, original_max_position_embeddings=64)
 DYNAMIC = rope("dynamic", factor=4.0)
+GEMMA4 = {
+    "head_dim": 32,
+    "global_head_dim": 64,
+    "num_key_value_heads": 4,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "sliding_window": 40,
+    "num_hidden_layers": 4,
+    "layer_types": LAYERS,
+    "tie_word_embeddings": True,
+    "final_logit_softcapping": 30.0,
+}
 
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaConfig", "RoPE scaling of Llama 3, head size 64, GQA", {"head_dim": 64, **LLAMA3}),
@@ -114,6 +129,20 @@ FAMILIES: dict[str, Family] = {
         "GraniteConfig",
         "multipliers",
         {"embedding_multiplier": 2.0, "residual_multiplier": 0.7, "attention_multiplier": 0.1, "logits_scaling": 0.8},
+    ),
+    "glm4-moe": Family(
+        "Glm4MoeConfig",
+        "8 experts, 2 per token, one shared, a dense layer first, partial RoPE",
+        {
+            "head_dim": 32,
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "first_k_dense_replace": 1,
+            "use_qk_norm": True,
+            "num_mtp_layers": 0,
+        },
     ),
     "qwen3-moe": Family(
         "Qwen3MoeConfig",
@@ -169,6 +198,18 @@ FAMILIES: dict[str, Family] = {
             "tie_word_embeddings": True,
         },
     ),
+    "gemma4": Family("Gemma4TextConfig", "windows of 40 in every other layer, heads of two sizes, K for V", GEMMA4),
+    "gemma4-moe": Family(
+        "Gemma4TextConfig",
+        "8 experts, 2 per token, beside the dense layer",
+        {
+            **GEMMA4,
+            "enable_moe_block": True,
+            "num_experts": 8,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
+        },
+    ),
     "mistral": Family(
         "MistralConfig", "head size 80, MHA", {"head_dim": 80, "num_key_value_heads": 4, "sliding_window": None}
     ),
@@ -190,10 +231,11 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "llama-fp8-kv": Family("LlamaConfig", "K/V in 8 bits", {"head_dim": 64}, {"kv_cache_dtype": "fp8"}),
+    "llama-e5m2-kv": Family("LlamaConfig", "K/V in 8 bits", {"head_dim": 64}, {"kv_cache_dtype": "fp8_e5m2"}),
     "llama-gptq": Family("LlamaConfig", "weights of 4 bits by GPTQ", {"head_dim": 64}, {"dtype": "bfloat16"}, gptq),
     "llama-awq": Family("LlamaConfig", "weights of 4 bits by AWQ", {"head_dim": 64}, {"dtype": "bfloat16"}, awq),
 }
 
 
 SHORT = ("llama", "phi", "qwen3-moe", "gpt-oss", "gemma2")
-"""Together they have every head size, kind of RoPE, window, soft-cap and sink once."""
+"""Together they have scaled and partial RoPE, biases, experts, windows, soft-caps and sinks."""

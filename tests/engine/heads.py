@@ -2,19 +2,27 @@
 
 import json
 import shutil
+from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tests.engine.engines import TARGET
+from tests.engine.engines import TARGET, V2
 
 CONFIG: dict[str, Any] = json.loads((Path(TARGET) / "config.json").read_text())
 HIDDEN, INNER, VOCABULARY = CONFIG["hidden_size"], CONFIG["intermediate_size"], CONFIG["vocab_size"]
 QUERIES, KEYS = (CONFIG[name] * CONFIG["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
 REDUCED = 512
+
+ON_V1 = pytest.mark.skipif(V2, reason="vLLM has these heads on Model Runner V1 alone")
+WITH_MEDUSA = pytest.mark.skipif(
+    V2 or find_spec("vllm.v1.spec_decode.medusa") is None, reason="this model runner of vLLM has no Medusa"
+)
 
 
 def eagle(folder: Path) -> str:
@@ -31,6 +39,11 @@ def eagle3(folder: Path, *, reduced: bool = False, vocabulary: Tensor | None = N
     """EAGLE-3 with the target's vocabulary, with every fourth of its first tokens, or with these."""
     if reduced:
         vocabulary = torch.arange(0, VOCABULARY, 4)[:REDUCED]
+    return _written(folder, *_eagle3(vocabulary))
+
+
+def _eagle3(vocabulary: Tensor | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Its config.json and its weights."""
     size = VOCABULARY if vocabulary is None else len(vocabulary)
     weights = {
         "fc.weight": _random(1, HIDDEN, 3 * HIDDEN),
@@ -45,8 +58,7 @@ def eagle3(folder: Path, *, reduced: bool = False, vocabulary: Tensor | None = N
     if vocabulary is not None:
         weights |= {"d2t": vocabulary - torch.arange(size), "t2d": torch.zeros(VOCABULARY, dtype=torch.bool)}
         weights["t2d"][vocabulary] = True
-    config = {**_config(), "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": size}
-    return _written(folder, config, weights)
+    return {**_config(), "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": size}, weights
 
 
 def medusa(folder: Path, *, heads: int = 5, **more: Any) -> str:
@@ -63,6 +75,16 @@ def medusa(folder: Path, *, heads: int = 5, **more: Any) -> str:
         **more,
     }
     return _written(folder, config, {**weights, "lm_heads.0.weight": _random(40, VOCABULARY, HIDDEN)})
+
+
+def peagle(folder: Path, *, vocabulary: Tensor | None = None, **changes: Any) -> str:
+    """P-EAGLE: EAGLE-3 of two layers, and the state of its mask tokens; of a reduced vocabulary, or with other keys."""
+    config, weights = _eagle3(vocabulary)
+    weights |= {**_layer("layers.1", HIDDEN), "mask_hidden": _random(60, 1, 1, 3 * HIDDEN)}
+    for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
+        weights[f"layers.1.{name}.weight"] = torch.ones(HIDDEN)
+    own = {"architectures": ["PEagleDraftModel"], "num_hidden_layers": 2, "ptd_token_id": 0, "num_depths": DEPTH}
+    return _written(folder, {**config, **own, **changes}, weights)
 
 
 AUXILIARY = 3, 6
@@ -102,6 +124,79 @@ def dspark(folder: Path, *, vocabulary: Tensor | None = None, scale: float = 0.5
 def dspark_fill_in(folder: Path) -> str:
     """Its root predicts nothing."""
     return dspark(folder, sample_from_anchor=False, block_size=1 + DEPTH)
+
+
+SELECTOR = {"conv_kernel_size": 3, "conv_group_size": 32, "selector_rank": 16, "selector_top_k": 16}
+
+
+def dflash2(folder: Path, *, scale: float = 1.0, **changes: Any) -> str:
+    """The same layers with convolutions along the block, and scores of pairs of candidates; `scale`: of the vectors
+    whose products those are."""
+    weights = _block(None)
+    for at, (layer, part) in enumerate(product(range(2), ("attention", "mlp"))):
+        name = f"layers.{layer}.{part}_conv"
+        base = torch.zeros(2, SELECTOR["conv_kernel_size"], HIDDEN)
+        base[:, 0] = 1.0
+        taps = 2 * SELECTOR["conv_kernel_size"] * HIDDEN // SELECTOR["conv_group_size"]
+        weights[f"{name}.base_kernel"] = base + _random(70 + at, *base.shape)
+        weights[f"{name}.kernel_projection.weight"] = _random(80 + at, taps, HIDDEN)
+    for at, side in enumerate(("predecessor", "successor")):
+        weights[f"candidate_selector.{side}_codebook"] = scale / 0.05 * _random(90 + at, VOCABULARY, 16)
+    weights["candidate_selector.hidden_projection.weight"] = _random(92, 16, HIDDEN)
+    own = {**DFLASH, "architectures": ["DFlash2DraftModel"], "dflash_config": {**DFLASH["dflash_config"], **SELECTOR}}
+    return _written(folder, {**own, **changes}, weights)
+
+
+CORRELATOR: dict[str, Any] = {
+    "lilicorr_hidden_size": 32,
+    "lilicorr_candidate_topk": 16,
+    "lilicorr_num_layers": 1,
+    "lilicorr_num_heads": 2,
+    "lilicorr_mlp_ratio": 2.0,
+    "lilicorr_factor_dim": 8,
+    "lilicorr_vector_eps": 1e-6,
+    "lilicorr_logit_scale": 6.0,
+}
+
+
+def lilicorr(folder: Path, **changes: Any) -> str:
+    """The same layers, and a small network over all candidates that scores their pairs."""
+    inner = CORRELATOR["lilicorr_hidden_size"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "slot_embedding": (1, 1, DEPTH, 1, inner),
+        "rank_embedding": (1, 1, 1, CORRELATOR["lilicorr_candidate_topk"], inner),
+        "relative_slot_bias": (2, 2 * (1 + DEPTH) - 1),
+        "same_slot_bias": (2,),
+        "layers.0.attn.in_proj_weight": (3 * inner, inner),
+        "layers.0.attn.in_proj_bias": (3 * inner,),
+    }
+    linear = {
+        "token_proj": (inner, HIDDEN),
+        "pass_hidden_proj": (inner, HIDDEN),
+        "context_proj": (inner, HIDDEN),
+        "feature_mlp.up_proj": (inner, 5),
+        "feature_mlp.down_proj": (inner, inner),
+        "layers.0.attn.out_proj": (inner, inner),
+        "layers.0.mlp.up_proj": (2 * inner, inner),
+        "layers.0.mlp.down_proj": (inner, 2 * inner),
+        "factor_input_proj": (inner, 3 * inner),
+        "out_head": (CORRELATOR["lilicorr_factor_dim"], inner),
+        "in_head": (CORRELATOR["lilicorr_factor_dim"], inner),
+        "anchor_out_head": (CORRELATOR["lilicorr_factor_dim"], inner),
+    }
+    for name, (rows, columns) in linear.items():
+        shapes |= {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}
+    weights = {name: 4 * _random(100 + at, *shape) for at, (name, shape) in enumerate(shapes.items())}
+    norms = ("output_norm", "anchor_norm", "layers.0.attn_norm", "layers.0.mlp_norm")
+    weights |= {f"{name}.weight": torch.ones(inner) for name in norms}
+    weights |= {"feature_norm.weight": torch.ones(5), "feature_norm.bias": torch.zeros(5)}
+    own = {
+        **DFLASH,
+        "architectures": ["LiLiCorrDraftModel"],
+        "dflash_config": {**DFLASH["dflash_config"], **CORRELATOR},
+    }
+    named = {f"lilicorr.{name}": weight for name, weight in weights.items()}
+    return _written(folder, {**own, **changes}, {**_block(None), **named})
 
 
 def _block(vocabulary: Tensor | None) -> dict[str, Tensor]:

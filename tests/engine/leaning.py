@@ -1,4 +1,7 @@
-"""Random heads that agree with the target: their rows get a bonus by the position of the token that they predict."""
+"""Random heads that agree with the target: their rows get a bonus by the position of the token that they predict.
+
+A head that predicts a few candidates has those with a bonus among them.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,25 +22,34 @@ def lean(runner: Any, bonus: Bonus, change: Callable[[Any, str, Any], None] = se
     drafter = runner.speculator if V2 else runner.drafter
     begin, grow = drafter.roots if V2 else drafter.catch_up, drafter.grow
     roots: list[tuple[Prompt, int]] = []
+    model = getattr(drafter, "model", None)
 
     def caught_up(items: list[Any], *args: Any) -> tuple[Rows, Any]:
-        rows, state = begin(items, *args)
         names = runner.input_batch.req_ids
         trees = [(runner.requests[names[one.row]], one.root) for one in items if one.root is not None]
-        lean_roots(rows, [(request.prompt_token_ids, root) for request, root in trees])
-        return rows, state
+        roots[:] = [(request.prompt_token_ids, root) for request, root in trees]
+        return leaning(begin(items, *args))
 
     def rooted(requests: int) -> tuple[Rows, Any]:
-        (rows, state), inputs, states = begin(requests), drafter.inputs, runner.req_states
+        inputs, states = drafter.inputs, runner.req_states
         of = inputs.request[:requests].tolist()
         prompts = [states.all_token_ids.gpu[one, : states.prompt_len.np[one]].tolist() for one in of]
-        lean_roots(rows, list(zip(prompts, inputs.position[:requests].tolist(), strict=True)))
-        return rows, state
+        roots[:] = zip(prompts, inputs.position[:requests].tolist(), strict=True)
+        return leaning(begin(requests))
 
-    def lean_roots(rows: Rows, trees: list[tuple[Prompt, int]]) -> None:
-        roots[:] = trees
+    def leaning(found: tuple[Rows, Any]) -> tuple[Rows, Any]:
         for row, (prompt, root) in enumerate(roots):
-            rows.logits[row, 0] += bonus(prompt, root + 1)
+            found[0].logits[row, 0] += bonus(prompt, root + 1)
+        return found
+
+    def candidates(hidden: Tensor) -> tuple[Tensor, Tensor]:
+        logits = model.compute_logits(hidden)  # [R * K, V]
+        wanted, levels = logits.clone(), len(hidden) // len(roots)
+        for at, row in enumerate(wanted):
+            prompt, root = roots[at // levels]
+            row += bonus(prompt, root + 1 + at % levels)
+        best = wanted.topk(own(hidden)[0].shape[1]).indices
+        return best, logits.log_softmax(1).gather(1, best)
 
     def grown(tokens: Tensor, parent: Tensor, state: Any) -> tuple[Rows, Any]:
         rows, state = grow(tokens, parent, state)
@@ -49,6 +61,9 @@ def lean(runner: Any, bonus: Bonus, change: Callable[[Any, str, Any], None] = se
 
     change(drafter, *(("roots", rooted) if V2 else ("catch_up", caught_up)))
     change(drafter, "grow", grown)
+    own = getattr(model, "compute_candidates", None)
+    if own is not None:
+        change(model, "compute_candidates", candidates)
 
 
 def second_best(known: Sequence[tuple[Sequence[int], Sequence[int]]], vocabulary: int) -> Bonus:

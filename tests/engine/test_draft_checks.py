@@ -8,12 +8,14 @@ import pytest
 
 from tests.engine import heads
 from tests.engine.checkpoints import (
+    DFLASH2_TENSORS,
     DFLASH_TENSORS,
     DSPARK_TENSORS,
     EAGLE3,
     EAGLE3_TENSORS,
     EAGLE_TENSORS,
     ONE_LAYER,
+    PEAGLE_TENSORS,
     SILENT,
     WHOLE,
     Shapes,
@@ -32,7 +34,13 @@ D2T = {**EAGLE3_TENSORS, "d2t": (512,)}
 MIMO = {**CONFIG, "architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "num_nextn_predict_layers": 1}
 
 MEDUSA = {"model_type": "medusa", "hidden_size": HIDDEN, "vocab_size": VOCABULARY, "medusa_num_heads": 1}
+PEAGLE = {**EAGLE3, "architectures": ["PEagleDraftModel"], "ptd_token_id": 0, "num_depths": 5}
 DFLASH = heads.DFLASH | {"dflash_config": {"mask_token_id": 0, "target_layer_ids": [2, 5]}}
+DFLASH2 = {
+    **DFLASH,
+    "architectures": ["DFlash2DraftModel"],
+    "dflash_config": {**DFLASH["dflash_config"], **heads.SELECTOR},
+}
 
 WINDOWED = {
     **ONE_LAYER,
@@ -146,6 +154,33 @@ UNFIT: dict[str, tuple[dict[str, Any], Shapes, list[str]]] = {
         {**DFLASH_TENSORS, "d2t": (512,)},
         [f"512 of {VOCABULARY} tokens", "no tensor 'lm_head.weight'"],
     ),
+    "P-EAGLE without its number of depths": (
+        {**PEAGLE, "num_depths": None},
+        PEAGLE_TENSORS,
+        ["how many tokens", "num_depths None", "set num_depths"],
+    ),
+    "P-EAGLE of one depth": ({**PEAGLE, "num_depths": 1}, PEAGLE_TENSORS, ["num_depths 1 ", "at least 2"]),
+    "P-EAGLE without a mask token": ({**PEAGLE, "ptd_token_id": None}, PEAGLE_TENSORS, ["mask_token_id None"]),
+    "P-EAGLE with a mask token of another tokenizer": (
+        {**PEAGLE, "ptd_token_id": 128256},
+        PEAGLE_TENSORS,
+        ["mask_token_id 128256", f"of {VOCABULARY} tokens"],
+    ),
+    "P-EAGLE without the state of its mask tokens": (
+        PEAGLE,
+        EAGLE3_TENSORS,
+        ["a P-EAGLE head (architecture", "an EAGLE-3 head (tensor 'midlayer.hidden_norm.weight') by its tensors"],
+    ),
+    "P-EAGLE whose mask has another width": (
+        PEAGLE,
+        {**PEAGLE_TENSORS, "mask_hidden": (1, 1, 4 * HIDDEN)},
+        ["joins inputs of 1024 (mask_hidden)", "3 layers [2, 4, 5] of this target have 768"],
+    ),
+    "P-EAGLE of a family without a class": (
+        {**PEAGLE, "architectures": ["PeagleGemmaForCausalLM"]},
+        PEAGLE_TENSORS,
+        ["a P-EAGLE head of architecture", "PeagleGemmaForCausalLM", "does not have"],
+    ),
     "windows": (
         {**DFLASH, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64},
         DFLASH_TENSORS,
@@ -186,6 +221,21 @@ UNFIT: dict[str, tuple[dict[str, Any], Shapes, list[str]]] = {
         DSPARK_TENSORS,
         ["'Gemma4DSparkModel'", "'Qwen3DSparkModel'"],
     ),
+    "a DFlash2 head without candidates": (
+        {**DFLASH2, "dflash_config": {**DFLASH2["dflash_config"], "selector_top_k": None}},
+        DFLASH2_TENSORS,
+        ["a DFlash2 head with no selector_top_k", "not served yet"],
+    ),
+    "a DFlash2 head of a reduced vocabulary": (
+        {**DFLASH2, "draft_vocab_size": 512},
+        {**DFLASH2_TENSORS, "d2t": (512,)},
+        ["a DFlash2 head with a reduced vocabulary", "not served yet"],
+    ),
+    "a LiLiCorr head without layers": (
+        {**DFLASH, "architectures": ["LiLiCorrDraftModel"]},
+        {**DFLASH_TENSORS, "lilicorr.in_head.weight": (8, 32)},
+        ["a LiLiCorr head with no lilicorr_candidate_topk", "not served yet"],
+    ),
     "another Markov head": (
         {**DFLASH, "architectures": ["Qwen3DSparkModel"], "markov_rank": 16, "markov_head_type": "gated"},
         DSPARK_TENSORS,
@@ -214,7 +264,13 @@ UNFIT: dict[str, tuple[dict[str, Any], Shapes, list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("which", UNFIT)
+@pytest.mark.parametrize(
+    "which",
+    [
+        pytest.param(one, marks=[heads.WITH_MEDUSA] * ("Medusa" in one) + [heads.ON_V1] * ("P-EAGLE" in one))
+        for one in UNFIT
+    ],
+)
 def test_a_head_of_another_target(which: str, tmp_path: Path) -> None:
     config, tensors, words = UNFIT[which]
     with pytest.raises(ValueError, match=r"speculative_config\['model'\]: ") as error:
@@ -262,7 +318,12 @@ def on_v2(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("make", "rows"),
-    [(heads.dflash, 1 + heads.DEPTH), (heads.dspark, heads.DEPTH), (heads.dspark_fill_in, 1 + heads.DEPTH)],
+    [
+        (heads.dflash, 1 + heads.DEPTH),
+        (heads.dflash2, 1 + heads.DEPTH),
+        (heads.dspark, heads.DEPTH),
+        (heads.dspark_fill_in, 1 + heads.DEPTH),
+    ],
 )
 def test_blocks_of_all_requests_fit_a_step(on_v2: None, make: Any, rows: int, tmp_path: Path) -> None:
     draft, room = make(tmp_path / "draft"), 10 * rows + 3
@@ -271,6 +332,12 @@ def test_blocks_of_all_requests_fit_a_step(on_v2: None, make: Any, rows: int, tm
     with pytest.raises(ValueError, match=f"max_num_seqs=11 does not fit max_num_batched_tokens={room}") as error:
         build(draft, keys=keys, max_num_seqs=11, max_num_batched_tokens=room)
     assert f"lower the first to 10, or raise the second to {11 * rows}" in str(error.value)
+
+
+@pytest.mark.parametrize("make", [heads.peagle, pytest.param(heads.medusa, marks=heads.WITH_MEDUSA)])
+def test_heads_that_vllm_has_on_one_runner_alone(on_v2: None, make: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="which vLLM runs on Model Runner V1 alone, on CPUs; use another draft"):
+        build(make(tmp_path / "draft"))
 
 
 @pytest.mark.parametrize(("given", "slots"), [(60, 1 + heads.DEPTH), (1 + heads.DEPTH, 1 + heads.DEPTH), (4, None)])

@@ -11,12 +11,14 @@ import pytest
 from tests.engine import heads
 from tests.engine.checkpoints import (
     DFLASH,
+    DFLASH2_TENSORS,
     DFLASH_TENSORS,
     DSPARK_TENSORS,
     EAGLE3,
     EAGLE3_TENSORS,
     EAGLE_TENSORS,
     ONE_LAYER,
+    PEAGLE_TENSORS,
     SILENT,
     WHOLE,
     Shapes,
@@ -65,11 +67,23 @@ KINDS: dict[str, tuple[Make, str]] = {
         ),
         "medusa",
     ),
+    "P-EAGLE": (heads.peagle, "peagle"),
+    "P-EAGLE under the name of EAGLE-3": (
+        partial(heads.peagle, architectures=["LlamaForCausalLMEagle3"], ptd_token_id=None, pard_token=0),
+        "peagle",
+    ),
+    "P-EAGLE of speculators": (lambda folder: written(folder, speculators("peagle"), PEAGLE_TENSORS), "peagle"),
     "DFlash": (heads.dflash, "dflash"),
     "DFlash of speculators": (
         lambda folder: written(folder, speculators("dflash", block_size=8), DFLASH_TENSORS),
         "dflash",
     ),
+    "DFlash2": (heads.dflash2, "dflash2"),
+    "DFlash2 of speculators": (
+        lambda folder: written(folder, speculators("dflash2", block_size=8, **heads.SELECTOR), DFLASH2_TENSORS),
+        "dflash2",
+    ),
+    "LiLiCorr": (heads.lilicorr, "lilicorr"),
     "DSpark": (heads.dspark, "dspark"),
     "DSpark under its other name": (lambda folder: heads.dspark(folder, architectures=["DSparkDraftModel"]), "dspark"),
     "DSpark of speculators": (
@@ -87,16 +101,20 @@ KINDS: dict[str, tuple[Make, str]] = {
 }
 
 
+def on_v1(kind: str) -> list[Any]:
+    return [heads.WITH_MEDUSA] * (kind == "medusa") + [heads.ON_V1] * (kind == "peagle")
+
+
 @pytest.mark.parametrize("name", ["draft", "eagle3-dflash-eagle-"])
 @pytest.mark.parametrize("said", [False, True], ids=["told", "said"])
-@pytest.mark.parametrize("which", KINDS)
+@pytest.mark.parametrize("which", [pytest.param(one, marks=on_v1(kind)) for one, (_, kind) in KINDS.items()])
 def test_what_a_checkpoint_is_taken_for(which: str, said: bool, name: str, tmp_path: Path) -> None:
     make, kind = KINDS[which]
     draft = make(tmp_path / name)
     config = build(draft, kind if said else None)
     spec = config.speculative_config
     assert tree_options(config).draft == kind
-    assert spec.method == {"model": "draft_model", "dflash": "eagle3", "dspark": "eagle3"}.get(kind, kind)
+    assert spec.method == {"model": "draft_model"}.get(kind, kind if kind in ("eagle", "medusa") else "eagle3")
     assert spec.model == spec.draft_model_config.model == draft
     reserved = 0 if kind == "medusa" else 60
     assert (spec.num_speculative_tokens, config.num_lookahead_tokens) == (60, reserved), "the scheduler's are nodes"
@@ -108,59 +126,37 @@ OF_TARGET = {name: CONFIG[name] for name in ("num_attention_heads", "num_key_val
 """Keys of a config.json that began as a copy of the target's."""
 
 
-@pytest.mark.parametrize(
-    ("make", "levels"),
-    [
-        (heads.medusa, 5),
-        (partial(heads.medusa, heads=3), 3),
-        (partial(heads.medusa, heads=3, **OF_TARGET), 3),
-        (partial(heads.medusa, heads=3, medusa_num_heads=None, num_heads=3, **OF_TARGET), 3),
-        (partial(heads.medusa, medusa_num_heads=None, **OF_TARGET), 5),
-        (heads.dflash, heads.DEPTH),
-        (partial(heads.dflash, block_size=16), 15),
-        (heads.dspark, heads.DEPTH),
-        (partial(heads.dspark, sample_from_anchor=False), heads.DEPTH - 1),
-        (lambda folder: written(folder, speculators("dspark", block_size=8, markov_rank=16), DSPARK_TENSORS), 7),
-        (heads.eagle3, None),
-    ],
-)
-def test_levels_are_the_checkpoint_s(make: Make, levels: int | None, tmp_path: Path) -> None:
+LEVELS: list[tuple[Make, int | None, str]] = [
+    (heads.medusa, 5, "medusa"),
+    (partial(heads.medusa, heads=3), 3, "medusa"),
+    (partial(heads.medusa, heads=3, **OF_TARGET), 3, "medusa"),
+    (partial(heads.medusa, heads=3, medusa_num_heads=None, num_heads=3, **OF_TARGET), 3, "medusa"),
+    (partial(heads.medusa, medusa_num_heads=None, **OF_TARGET), 5, "medusa"),
+    (heads.peagle, heads.DEPTH, "peagle"),
+    (lambda folder: written(folder, speculators("peagle"), PEAGLE_TENSORS), 3, "peagle"),
+    (lambda folder: written(folder, speculators("peagle", num_depths=8), PEAGLE_TENSORS), 8, "peagle"),
+    (heads.dflash, heads.DEPTH, "dflash"),
+    (partial(heads.dflash, block_size=16), 15, "dflash"),
+    (heads.dflash2, heads.DEPTH, "dflash2"),
+    (heads.lilicorr, heads.DEPTH, "lilicorr"),
+    (heads.dspark, heads.DEPTH, "dspark"),
+    (partial(heads.dspark, sample_from_anchor=False), heads.DEPTH - 1, "dspark"),
+    (lambda folder: written(folder, speculators("dspark", block_size=8, markov_rank=16), DSPARK_TENSORS), 7, "dspark"),
+    (heads.eagle3, None, "eagle3"),
+]
+
+
+@pytest.mark.parametrize(("make", "levels", "kind"), [pytest.param(*one, marks=on_v1(one[2])) for one in LEVELS])
+def test_levels_are_the_checkpoint_s(make: Make, levels: int | None, kind: str, tmp_path: Path) -> None:
     """And the heads that vLLM builds, whatever the number of nodes."""
     config = build(make(tmp_path / "draft"))
     assert tree_options(config).levels == levels
     head = config.speculative_config.draft_model_config.hf_config
-    if make is not heads.eagle3 and head.model_type == "medusa":
+    if kind == "medusa":
         assert (head.num_heads, head.num_hidden_layers) == (levels, 1)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], Shapes, list[str]]] = {
-    "P-EAGLE": (
-        {**ONE_LAYER, "architectures": ["PEagleDraftModel"], "ptd_token_id": 0},
-        {**EAGLE3_TENSORS, "mask_hidden": (1, 1, 3 * HIDDEN)},
-        ["a P-EAGLE head", "'PEagleDraftModel'"],
-    ),
-    "P-EAGLE that says it is EAGLE-3": (
-        EAGLE3,
-        {**EAGLE3_TENSORS, "mask_hidden": (1, 1, 3 * HIDDEN)},
-        ["a P-EAGLE head", "'mask_hidden'"],
-    ),
-    "P-EAGLE of speculators": (speculators("peagle"), {}, ["a P-EAGLE head", "speculators_model_type 'peagle'"]),
-    "DFlash2": (
-        {**ONE_LAYER, **DFLASH, "architectures": ["DFlash2DraftModel"]},
-        DFLASH_TENSORS,
-        ["a DFlash2 head", "'DFlash2DraftModel'"],
-    ),
-    "DFlash2 by its tensors": (
-        {**ONE_LAYER, **DFLASH, "architectures": ["DFlashDraftModel"]},
-        {**DFLASH_TENSORS, "candidate_selector.predecessor.weight": (VOCABULARY, 16)},
-        ["a DFlash2 head", "candidate_selector"],
-    ),
-    "DFlash2 of speculators": (speculators("dflash2"), DFLASH_TENSORS, ["a DFlash2 head", "'dflash2'"]),
-    "LiLiCorr": (
-        {**ONE_LAYER, "architectures": ["LiLiCorrDraftModel"]},
-        {},
-        ["a LiLiCorr head", "'LiLiCorrDraftModel'"],
-    ),
     "an MLP speculator": (
         {"model_type": "mlp_speculator", "architectures": ["MLPSpeculatorPreTrainedModel"]},
         {"speculator.emb.0.weight": (VOCABULARY, HIDDEN)},
@@ -183,7 +179,7 @@ def test_kinds_that_are_not_served(which: str, said: str | None, name: str, tmp_
     config, tensors, words = REFUSED[which]
     with pytest.raises(ValueError, match=r"\['model'\]: .*, not served yet; this release drafts with") as error:
         build(written(tmp_path / name, config, tensors), said)
-    assert all(word in str(error.value) for word in (*words, "EAGLE-3 head", "'ngram'")), error.value
+    assert all(word in str(error.value) for word in (*words, "EAGLE-3 or P-EAGLE head", "'ngram'")), error.value
 
 
 CONTRADICTIONS: dict[str, tuple[dict[str, Any], Shapes, str | None, list[str]]] = {
@@ -202,9 +198,21 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], Shapes, str | None, list[str]]] 
         None,
         ["'DFlashDraftModel'", "a DSpark head", "markov_w1", "correct the config.json"],
     ),
+    "config of dflash, tensors of dflash2": (
+        {**ONE_LAYER, **DFLASH, "architectures": ["DFlashDraftModel"]},
+        DFLASH2_TENSORS,
+        None,
+        ["'DFlashDraftModel'", "a DFlash2 head", "candidate_selector", "correct the config.json"],
+    ),
     "said model, tensors of eagle": (SILENT, EAGLE_TENSORS, "model", ["'model'", "EAGLE head", "fc.weight"]),
     "said eagle, tensors of a model": (CONFIG, WHOLE, "eagle", ["'eagle'", "independent model", "token embedding"]),
     "said eagle, architecture of eagle3": (EAGLE3, {}, "eagle", ["'eagle'", "EAGLE-3 head", "LlamaForCausalLMEagle3"]),
+    "architecture of eagle3, tensors of P-EAGLE": (
+        EAGLE3,
+        PEAGLE_TENSORS,
+        None,
+        ["'LlamaForCausalLMEagle3'", "a P-EAGLE head", "'mask_hidden'", "correct the config.json"],
+    ),
     "said mtp, architecture of eagle3": (EAGLE3, EAGLE3_TENSORS, "mtp", ["'mtp'", "EAGLE-3 head"]),
     "config of eagle3, tensors of eagle": (
         EAGLE3,

@@ -18,13 +18,12 @@ from vllm.v1.metrics.loggers import LoggingStatLogger, PrometheusStatLogger
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from tests.engine.engines import DRAFT, PROMPTS, TARGET, V2, Engines, generate, tree
+from tests.engine.engines import DRAFT, ENGINE, PROMPTS, TARGET, V2, Engines, generate, tree
 from vllm_adaptive_tree.engine.common.step_figures import StepFigures
 from vllm_adaptive_tree.engine.mark import Mark
 from vllm_adaptive_tree.engine.names import MARK
 from vllm_adaptive_tree.versions import window
 
-ENGINE = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "block_size": 32}
 PARAMS: list[dict[str, Any]] = [
     {"temperature": 0, "max_tokens": 24, "ignore_eos": True},
     {"temperature": 0.9, "seed": 5, "min_p": 0.1, "max_tokens": 24, "ignore_eos": True},

@@ -14,24 +14,32 @@ import pytest
 import torch
 import transformers
 from vllm import SamplingParams
+from vllm.distributed import destroy_model_parallel
 from vllm.engine.arg_utils import EngineArgs
 
 from tests.engine.engines import V2, Engines, assert_identical, generate, metric, runner_of
 from tests.engine.families import FAMILIES, LAYERS, SHORT, Family
 from tests.engine.known import known
+from tests.engine.ties import first_difference, gap
 from vllm_adaptive_tree.engine.v1.startup_costs import target_forward
 
 LENGTHS = [29, 62, 97] if V2 else [29, 62, 40, 97]
 """Of the prompts; blocks have 32 tokens."""
 TOKENS, NODES = (16, 8) if V2 else (40, 12)
 PARAMS = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=2, detokenize=False)
-CLOSE = 0.1
-"""In bfloat16 a row's logits depend on the batch: logprobs that are so close may change places."""
+CLOSE = 2
+"""Units in the last place of a logit in bfloat16: tokens that are so close may change places."""
 
 
 def prompts(lengths: list[int], vocabulary: int, seed: int = 0) -> list[dict[str, list[int]]]:
     draw = random.Random(seed)
     return [{"prompt_token_ids": [draw.randrange(1, vocabulary) for _ in range(length)]} for length in lengths]
+
+
+def begin_anew(engines: Engines) -> None:
+    """vLLM keeps the groups of ranks of a process, and a first model without experts leaves none for experts."""
+    engines.shutdown()
+    destroy_model_parallel()
 
 
 class Run:
@@ -56,6 +64,7 @@ class Run:
             **arguments,
             **family.arguments,
         }
+        begin_anew(engines)
         self.plain = generate(engines.start(**self.arguments), self.asked, PARAMS)
         self.varied = sum(len(set(output.token_ids)) for output in self.plain) > TOKENS
 
@@ -92,16 +101,22 @@ def test_identity(engines: Engines, name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [name for name, one in FAMILIES.items() if "dtype" not in one.arguments])
 def test_bfloat16(engines: Engines, name: str, tmp_path: Path) -> None:
-    run = Run(engines, FAMILIES[name], tmp_path, dtype="bfloat16")
+    """A row's logits depend on the rows beside it: without trees, too, a text may differ alone and in a batch."""
+    if V2 and "kv_cache_dtype" in FAMILIES[name].arguments:
+        pytest.skip("refused on Model Runner V2")
+    run = Run(engines, FAMILIES[name], tmp_path, dtype="bfloat16", logprobs_mode="raw_logits")
     assert run.varied, "constant texts prove nothing"
-    for ours, theirs in zip(run.trees(), run.plain, strict=True):
-        pairs = zip(ours.token_ids, theirs.token_ids, strict=True)
-        at = next((i for i, (here, there) in enumerate(pairs) if here != there), None)
-        if at is not None:
-            best, second = sorted((entry.logprob for entry in theirs.logprobs[at].values()), reverse=True)[:2]
-            assert best - second < CLOSE, f"token {at}: {best} {second}"
+    alone = [generate(engines.llm, [prompt], PARAMS)[0] for prompt in run.asked]
+    gaps = []
+    for others in (alone, run.trees()):
+        parts = zip(others, run.plain, strict=True)
+        gaps.append(
+            [gap(plain, at, "bfloat16") for one, plain in parts if (at := first_difference(one, plain)) is not None]
+        )
+    print(f"{name}: gaps of texts alone {gaps[0]}, with trees {gaps[1]} of {len(alone)}")
+    assert all(one <= CLOSE for one in gaps[1])
 
 
 def test_a_commit_to_the_first_group_alone_shows(
@@ -167,7 +182,7 @@ SEEDS = 50
 
 
 @pytest.mark.parametrize(
-    "seed", [seed if seed < (1 if V2 else 3) else pytest.param(seed, marks=pytest.mark.slow) for seed in range(SEEDS)]
+    "seed", [seed if seed < (1 if V2 else 8) else pytest.param(seed, marks=pytest.mark.slow) for seed in range(SEEDS)]
 )
 def test_random_configurations(engines: Engines, seed: int, tmp_path: Path) -> None:
     """Of classes that are allowed: heads, groups, windows, block sizes, lengths around borders of blocks and windows,
@@ -208,17 +223,16 @@ def without_weights(family: str, folder: Path, **fields: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "config", "fields", "words"),
+    ("architecture", "config", "words"),
     [
-        ("DeepseekV2ForCausalLM", "DeepseekV2Config", {}, "multi-head latent attention (MLA)"),
-        ("Qwen3NextForCausalLM", "Qwen3NextConfig", {}, "hybrid models"),
-        pytest.param("JambaForCausalLM", "JambaConfig", {}, "hybrid models", marks=pytest.mark.slow),
+        ("DeepseekV2ForCausalLM", "DeepseekV2Config", "multi-head latent attention (MLA)"),
+        pytest.param("DeepseekV3ForCausalLM", "DeepseekV3Config", "latent attention (MLA)", marks=pytest.mark.slow),
+        ("Qwen3NextForCausalLM", "Qwen3NextConfig", "hybrid models"),
+        pytest.param("JambaForCausalLM", "JambaConfig", "hybrid models", marks=pytest.mark.slow),
     ],
 )
-def test_what_is_refused_by_its_config(
-    architecture: str, config: str, fields: dict[str, Any], words: str, tmp_path: Path
-) -> None:
-    folder = without_weights(config, tmp_path, architectures=[architecture], **fields)
+def test_what_is_refused_by_its_config(architecture: str, config: str, words: str, tmp_path: Path) -> None:
+    folder = without_weights(config, tmp_path, architectures=[architecture])
     with pytest.raises(ValueError, match="cannot be served with a tree method") as error:
         EngineArgs(
             model=folder, skip_tokenizer_init=True, max_model_len=256, speculative_config=known([], tmp_path, NODES)
@@ -226,10 +240,31 @@ def test_what_is_refused_by_its_config(
     assert words in str(error.value)
 
 
-def test_a_class_without_a_test_is_refused_by_its_layer(engines: Engines, tmp_path: Path) -> None:
-    family = Family(
-        "Exaone4Config", "windows", {"sliding_window": 40, "num_hidden_layers": 2, "layer_types": LAYERS[:2]}
-    )
-    model = family.saved(tmp_path / "model")
-    with pytest.raises(ValueError, match=r"layer 'model.layers.0.self_attn.attn' uses a sliding window"):
+WINDOWS = {"sliding_window": 40, "num_hidden_layers": 2, "layer_types": LAYERS[:2]}
+CHUNKS = {
+    "head_dim": 32,
+    "num_hidden_layers": 2,
+    "layer_types": ["chunked_attention", "full_attention"],
+    "attention_chunk_size": 64,
+    "intermediate_size_mlp": 96,
+    "num_local_experts": 4,
+}
+SHARED = {**FAMILIES["gemma4"].fields, "num_kv_shared_layers": 2}
+
+
+@pytest.mark.parametrize(
+    ("config", "fields", "words"),
+    [
+        ("Exaone4Config", WINDOWS, r"layer 'model.layers.0.self_attn.attn' uses a sliding window"),
+        ("Llama4TextConfig", CHUNKS, r"layer '\S*layers.0.self_attn.attn' is a ChunkedLocalAttention"),
+        ("Gemma4TextConfig", SHARED, r"layer 'model.layers.2.self_attn.attn' uses the KV cache of another layer"),
+        ("BloomConfig", {"tie_word_embeddings": True}, r"layer '\S*.attn' uses ALiBi"),
+    ],
+)
+def test_what_is_refused_by_its_layer(
+    engines: Engines, config: str, fields: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    model = Family(config, "", fields).saved(tmp_path / "model")
+    begin_anew(engines)
+    with pytest.raises(ValueError, match=words):
         engines.start(known([], tmp_path, NODES), model=model, skip_tokenizer_init=True, max_model_len=256)

@@ -1,6 +1,7 @@
 """Grammars along the branches of trees, without an engine: the mask of a node is that of its path, read alone."""
 
 import pickle
+import time
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -10,17 +11,24 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer
+from vllm import SamplingParams
 from vllm.config import StructuredOutputsConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.output import GrammarOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_guidance import GuidanceBackend
 from vllm.v1.structured_output.backend_outlines import OutlinesBackend
 from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
+from vllm.v1.structured_output.request import StructuredOutputRequest
 
-from tests.engine.engines import TARGET
+from tests.engine.engines import TARGET, tree
 from vllm_adaptive_tree.drafters import Continuations, Rows
 from vllm_adaptive_tree.engine.common.grammar import ANY, Bounds, GrammarWalk, TreeTokens
-from vllm_adaptive_tree.engine.common.structured_outputs import TreeGrammarOutput, advance, masks_of
+from vllm_adaptive_tree.engine.common.structured_outputs import FIRST, TreeGrammarOutput, advance, masks_of, tree_masks
+from vllm_adaptive_tree.engine.v1 import grammars
 from vllm_adaptive_tree.engine.v1.masked_drafter import MaskedDrafter, masked_continuations, unpacked
 from vllm_adaptive_tree.engine.vllm_api import MASKED_ENDS
 
@@ -148,11 +156,13 @@ def test_a_grammar_may_end_inside_what_is_emitted(backend: Any) -> None:
 
     manager, own = SimpleNamespace(_get_constraint_bounds=bounds), SimpleNamespace(reasoning_ended=False)
     request = SimpleNamespace(use_structured_output=True, request_id="", structured_output_request=own)
+    request.output_token_ids = [D] * 5 + [B, X, A, B, E, E, END, D, D]
     own.grammar = backend.compile_grammar(StructuredOutputOptions.REGEX, REGEX)
     assert advance(manager, request, [A, B, C])
     assert not own.reasoning_ended
     assert advance(manager, request, [B, X, A, B, E, E, END, D, D])
     assert own.reasoning_ended
+    assert getattr(own, FIRST) == 5 + 2
     assert own.grammar.is_terminated()
     own.grammar = backend.compile_grammar(StructuredOutputOptions.REGEX, REGEX)
     assert not advance(manager, request, [X, A, D])
@@ -188,12 +198,103 @@ def test_masks_of_what_is_verified() -> None:
     assert masks_of(None, scheduled, verified) is None
 
 
-def test_grammars_stay_in_their_process() -> None:
-    own = TreeGrammarOutput.of(GrammarOutput([], np.zeros((0, 1), np.int32), []), None, {})
-    own.walks = {"a": walk_of(XgrammarBackend(CONFIG, tokenizer=TOKENIZER, vocab_size=VOCABULARY))}
-    sent = pickle.loads(pickle.dumps(own))
-    assert type(sent) is GrammarOutput
-    assert (sent.structured_output_request_ids, sent.grammar_bitmask.shape) == ([], (0, 1))
+class ToX:
+    """A request reasons up to its first x."""
+
+    def __init__(self, tokenizer: Any): ...
+
+    def is_reasoning_end(self, tokens: Said) -> bool:
+        return False
+
+    def is_reasoning_end_streaming(self, tokens: Said, delta: Said) -> bool:
+        return X in delta
+
+
+def compiled(own: StructuredOutputRequest) -> None:
+    while not own.is_grammar_ready:
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_worker_in_another_process_follows_copies(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They stand where the scheduler's grammars stand; the grammars themselves do not travel."""
+    arguments = EngineArgs(model=TARGET, dtype="float32", max_model_len=512, speculative_config=tree(NODES))
+    config = arguments.create_engine_config()
+    manager, worker = StructuredOutputManager(config), grammars.Grammars(config)
+    monkeypatch.setattr(manager, "reasoner_cls", ToX)
+    monkeypatch.setattr(grammars, "is_rank_0", lambda: True)
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex=REGEX))
+    params.structured_outputs._backend = name
+    requests, states = dict[str, Request](), dict[str, Any]()
+    for request, reasons in (("plain", False), ("reasons", True)):
+        requests[request] = Request(request, [D], params, None, reasoning_ended=not reasons)
+        states[request] = SimpleNamespace(sampling_params=params, output_token_ids=[])
+        manager.grammar_init(requests[request])
+        compiled(requests[request].structured_output_request)
+
+    def output() -> TreeGrammarOutput:
+        masks = tree_masks(manager, requests, [*requests], {})
+        return TreeGrammarOutput.of(GrammarOutput([*requests], masks, []), manager, requests)
+
+    def step() -> Any:
+        return worker.of(pickle.loads(pickle.dumps(output())), states)
+
+    def emit(request: str, tokens: Said) -> None:
+        requests[request].append_output_token_ids([*tokens])
+        states[request].output_token_ids += tokens
+        assert advance(manager, requests[request], tokens)
+
+    def allows(walk: GrammarWalk, path: Said) -> Tensor:
+        mask = torch.zeros(1, walk.words, dtype=torch.int32)
+        walk.fill(path, mask)
+        walk.close()
+        return unpacked(mask, VOCABULARY)[0]
+
+    def after(path: Said) -> Tensor:
+        found = alone(BACKENDS[name](CONFIG, tokenizer=TOKENIZER, vocab_size=VOCABULARY), path)
+        assert found is not None
+        return found
+
+    step()  # nothing, unless it has been compiled by then
+    assert [*worker.copies] == ["plain"]
+    compiled(worker.copies["plain"].result().own)
+    found = step()
+    assert [*found] == ["plain"]
+    assert allows(found["plain"], []).equal(after([]))
+    emit("plain", [A])
+    emit("reasons", [D, E, X, C])
+    step()
+    compiled(worker.copies["reasons"].result().own)
+    for _ in range(2):  # a step may emit nothing
+        found = step()
+        assert [*found] == ["plain", "reasons"]
+        assert allows(found["plain"], []).equal(after([A]))
+        assert allows(found["plain"], [B]).equal(after([A, B]))
+        assert allows(found["reasons"], []).equal(after([C]))
+    emit("plain", [B, E, END])
+    emit("reasons", [D])
+    states["reasons"].output_token_ids.append(X)  # which its grammar rejects
+    found = step()
+    assert [*found] == ["plain"]
+    assert allows(found["plain"], []).all(), "it has ended"
+    states["reasons"].output_token_ids.pop()
+    assert [*step()] == ["plain"], "it does not come back"
+    worker.forget(["reasons", "unknown"])
+    assert [*worker.copies] == ["plain"]
+    own = output()
+    assert own.walks is not None
+    assert worker.of(own, states) is own.walks, "in the scheduler's process"
+    assert worker.of(None, states) == {}
+    with monkeypatch.context() as patch:
+        patch.setattr(grammars, "StructuredOutputManager", lambda _: 1 / 0)
+        worker = grammars.Grammars(config)
+        assert step() == {}
+        assert isinstance(worker.copies["plain"].exception(), ZeroDivisionError)
+        assert step() == {}, "no step fails for it"
+    monkeypatch.setattr(grammars, "is_rank_0", lambda: False)
+    worker = grammars.Grammars(config)
+    assert step() == {}
+    assert worker.copies == {}
 
 
 # -- the draft

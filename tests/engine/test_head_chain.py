@@ -19,12 +19,16 @@ HEADS: dict[str, Callable[[Path], str]] = {
     "eagle": heads.eagle,
     "eagle3": heads.eagle3,
     "eagle3, reduced vocabulary": partial(heads.eagle3, reduced=True),
+    "peagle": partial(heads.peagle, architectures=["LlamaForCausalLMEagle3"]),  # vLLM takes no other
+    "medusa": partial(heads.medusa, heads=LENGTH),
 }
+OF_VLLM: dict[str, dict[str, Any]] = {"peagle": {"method": "eagle3", "parallel_drafting": True}}
+"""What vLLM is asked for, if it is not the kind."""
 
 
 def chains(engines: Engines, config: dict[str, Any]) -> dict[tuple[int, ...], list[int]]:
     """Text up to the root -> its draft, while the last tokens of a request are not near."""
-    llm = engines.start(config, max_num_batched_tokens=64)
+    llm = engines.start(config, max_num_batched_tokens=64, max_num_seqs=4)
     scheduler: Any = llm.llm_engine.engine_core.engine_core.scheduler
     found = dict[tuple[int, ...], list[int]]()
     update = scheduler.update_draft_token_ids
@@ -41,14 +45,14 @@ def chains(engines: Engines, config: dict[str, Any]) -> dict[tuple[int, ...], li
     return found
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", [pytest.param(one, marks=[heads.WITH_MEDUSA] * (one == "medusa")) for one in HEADS])
 def test_the_same_chain(engines: Engines, name: str, tmp_path: Path) -> None:
     head = HEADS[name](tmp_path / "head")
     common = {"model": head, "num_speculative_tokens": LENGTH}
     kind = name.partition(",")[0]
     tree = {"draft": kind, "budget": None, "shape": [1] * LENGTH, "children": "top_k"}
     ours = chains(engines, {"method": "static_tree", **common, "tree": tree})
-    theirs = chains(engines, {"method": kind, **common})
+    theirs = chains(engines, {**common, **OF_VLLM.get(kind, {"method": kind})})
     both = ours.keys() & theirs.keys()
     same = sum(ours[text] == theirs[text] for text in both)
     print(f"{name}: {same} of {len(both)} chains are the same")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from vllm.config import KVTransferConfig
+from vllm.config import ECTransferConfig, KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 
@@ -102,10 +102,10 @@ def test_a_plain_draft_is_a_plain_draft_whatever_its_path(name: str, tmp_path: P
         ({"rejection_sample_method": "best"}, ["rejection_sample_method", "'best'", "target_only", "traversal"]),
         (
             {"rejection_sample_method": "synthetic"},
-            ["rejection_sample_method", "'synthetic' is vLLM's rule for chains"],
+            ["rejection_sample_method", "'synthetic' is vLLM's rule for chains", "remove the key or use one of auto"],
         ),
-        ({"synthetic_acceptance_length": 2.0}, ["synthetic_acceptance_length", "'draft_model'", "load"]),
-        ({"synthetic_acceptance_rates": [0.8, 0.5]}, ["synthetic_acceptance_rates", "'draft_model'"]),
+        ({"synthetic_acceptance_length": 2.0}, ["synthetic_acceptance_length", "remove the key", "'draft_model'"]),
+        ({"synthetic_acceptance_rates": [0.8, 0.5]}, ["synthetic_acceptance_rates", "remove the key"]),
         ({"prompt_lookup_max": 3}, ["prompt_lookup_max", "belongs into 'tree'"]),
         ({"use_local_argmax_reduction": True}, ["use_local_argmax_reduction", "remove it", "revision"]),
         ({"attention_backend": "CPU_ATTN"}, ["attention_backend", "remove it"]),
@@ -230,23 +230,39 @@ def test_an_illegal_pair_that_is_asked_for_runs_and_is_logged(spec: Any, monkeyp
     ("arguments", "words"),
     [
         ({"max_num_batched_tokens": 26, "max_num_seqs": 2}, ["num_speculative_tokens", "26", "24"]),
-        ({"pipeline_parallel_size": 2}, ["pipeline_parallel_size"]),
-        ({"cudagraph_metrics": True}, ["cudagraph_metrics", "remove it"]),
         ({"kv_cache_dtype": "fp8"}, ["kv_cache_dtype"]),
-        ({"worker_cls": "some.Worker"}, ["worker_cls"]),
         ({"kv_offloading_size": 1.0}, ["kv_offloading_size=1.0", "native", "committed", "remove it"]),
         ({"kv_offloading_size": 1.0, "kv_offloading_backend": "lmcache"}, ["kv_offloading_size", "lmcache"]),
         (
             {"logits_processors": ["tests.engine.processors:Counting"]},
             ["processors:Counting", "Adapter"],
         ),
-        ({"spec_method": "ngram"}, ["spec_method"]),
     ],
 )
 def test_refused_arguments(arguments: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ValueError, match=words[0]) as error:
         build(tree(25), **arguments)
     assert all(word in str(error.value) for word in words)
+
+
+UNSUPPORTED: dict[str, Any] = {
+    "pipeline_parallel_size": 2,
+    "decode_context_parallel_size": 2,
+    "prefill_context_parallel_size": 2,
+    "ec_transfer_config": ECTransferConfig(ec_connector="ECExampleConnector", ec_role="ec_both"),
+    "worker_cls": "some.Worker",
+    "spec_method": "ngram",
+    "spec_model": DRAFT,
+    "spec_tokens": 3,
+    "enable_dbo": True,
+    "cudagraph_metrics": True,
+}
+
+
+@pytest.mark.parametrize(("name", "remedy"), [(name, remedy) for name, _, remedy in checks.UNSUPPORTED_ARGUMENTS])
+def test_every_unsupported_argument_is_refused(name: str, remedy: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name}=.* is not supported with a tree method; {remedy}$"):
+        build(tree(25), **{name: UNSUPPORTED[name]})
 
 
 def test_an_engine_that_pools_is_refused() -> None:
@@ -260,6 +276,14 @@ def test_connectors_are_refused_by_name(connector: str) -> None:
     config = KVTransferConfig(kv_connector=connector, kv_role="kv_both")
     with pytest.raises(ValueError, match=rf"kv_transfer_config with kv_connector='{connector}' is not supported"):
         build(tree(25), kv_transfer_config=config)
+
+
+@pytest.mark.parametrize(("name", "words"), [("is_multimodal_model", "multimodal models"), ("uses_mrope", "M-RoPE")])
+def test_models_of_more_than_text_are_refused(name: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = build(tree(24))
+    monkeypatch.setattr(type(config.model_config), name, True)
+    with pytest.raises(ValueError, match=f"cannot be served with a tree method: {words} are not supported"):
+        checks.check_config(config, tree_options(config))
 
 
 def test_ranks_of_experts_are_refused() -> None:

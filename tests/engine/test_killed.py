@@ -1,4 +1,4 @@
-"""The engine core of a server is killed: clients are told, the server says why and ends, and nothing stays behind."""
+"""A process of a server is killed: clients are told, the server says why and ends, and nothing stays behind."""
 
 import contextlib
 import os
@@ -33,10 +33,21 @@ def below(process: int) -> dict[int, str]:
 
 
 def test_a_killed_engine_core(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    with started(API_SERVER, {"VLLM_LOGGING_LEVEL": "INFO"}, log) as (url, server):
+    reason = "Engine core proc EngineCore.* died unexpectedly|EngineDeadError"
+    kill("VLLM::EngineCore", API_SERVER, {}, tmp_path / "log", reason)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank(rank: int, tmp_path: Path) -> None:
+    module, threads = [*API_SERVER, "--tensor-parallel-size", "2"], {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    kill(f"VLLM::Worker_TP{rank}", module, threads, tmp_path / "log", rf"Worker proc \S+-{rank} died unexpectedly")
+
+
+def kill(name: str, module: list[str], environment: dict[str, str], log: Path, reason: str) -> None:
+    """Kill the process whose name begins so while a server answers a request. `reason`: what its log has to say."""
+    with started(module, {"VLLM_LOGGING_LEVEL": "INFO", **environment}, log) as (url, server):
         processes = below(server.pid)
-        (victim,) = (one for one, called in processes.items() if called.startswith("VLLM::EngineCore"))
+        (victim,) = (one for one, called in processes.items() if called.startswith(name))
         failed: list[OpenAIError] = []
 
         def ask() -> None:
@@ -64,9 +75,7 @@ def test_a_killed_engine_core(tmp_path: Path) -> None:
                 break
             time.sleep(0.5)
         assert left == {}, "nothing stays behind"
-    assert re.search("Engine core proc EngineCore.* died unexpectedly|EngineDeadError", log.read_text()), (
-        log.read_text()[-3000:]
-    )
+    assert re.search(reason, log.read_text()), log.read_text()[-3000:]
 
 
 def _state(process: int) -> str:

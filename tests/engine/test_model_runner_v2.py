@@ -22,12 +22,14 @@ SHORT = (
         "test_pairs.py",
         "test_families.py",
         "test_one_forward.py",
+        "test_llm_calls.py",
     ],
     "(greedy_and_seeded and k-config) or (fixed_budget and opt_tree) or (waits and mcsd) or (kernels and traversal)"
     " or asynchronous or rests_reads or (go_on and eagle3) or depth_first or dyspec_fills or price_floor"
     " or measured_once or (dead_rows and dyspec) or (old_name and model) or ngram-dyspec or (outgrow and model)"
-    " or (test_families and identity and (gemma2] or gpt-oss])) or (greedy_and_seeded and dspark and opt_tree)",
-    20,
+    " or (test_families and identity and (gemma2] or gpt-oss])) or (greedy_and_seeded and dspark-opt_tree-auto])"
+    " or resets_of_the_prefix_cache",
+    21,
 )
 LAWS = "follow and (auto or (dyspec and not top_p) or rrs] or spechub or greedy_multi_draft)"
 WHOLE = {
@@ -35,7 +37,7 @@ WHOLE = {
     "a law of every kind": (["test_law.py"], LAWS, 6),
     "laws of other drafts": (["test_law.py"], "other_drafts", 5),
     "drafts": (["test_drafts.py"], "", 29),
-    "heads of one forward": (["test_one_forward.py"], "", 50),
+    "heads of one forward": (["test_one_forward.py", "test_candidate_heads.py"], "", 50),
 }
 MORE = {
     "structured output": (["test_structured.py"], "", 1),
@@ -47,6 +49,8 @@ MORE = {
     "pairs": (["test_pairs.py"], "shorter or outgrow", 3),
     "classes of targets": (["test_families.py"], "identity or random or commit", 70),
     "parameters": (["test_sampling.py"], "", 81),
+    "calls": (["test_llm_calls.py"], "", 8),
+    "adapters, processors and embeddings": (["test_request_kinds.py"], "", 7),
     "the doctor": (["test_self_check.py"], "doctors", 1),
 }
 

@@ -22,9 +22,13 @@ THREE_OF_FOUR = torch.arange(VOCABULARY)[torch.arange(VOCABULARY) % 4 != 3]
 
 HEADS: dict[str, Callable[[Path], str]] = {
     "medusa": heads.medusa,
+    "peagle": heads.peagle,
+    "peagle reduced": partial(heads.peagle, vocabulary=THREE_OF_FOUR),
     "dflash": heads.dflash,
     "dflash causal": partial(heads.dflash, dflash_config={**heads.DFLASH["dflash_config"], "causal": True}),
     "dflash reduced": partial(heads.dflash, vocabulary=THREE_OF_FOUR),
+    "dflash2": heads.dflash2,
+    "lilicorr": heads.lilicorr,
     "dspark": heads.dspark,
     "dspark fill-in": heads.dspark_fill_in,
     "dspark candidates": partial(heads.dspark, dspark_draft_topk=64),
@@ -33,20 +37,35 @@ HEADS: dict[str, Callable[[Path], str]] = {
 CASES = [
     ("dflash", "opt_tree", "auto", {"threshold": 0}),
     ("dflash", "dyspec", "rrsw", {}),
+    ("dflash2", "opt_tree", "auto", {"threshold": 0}),
+    ("dflash2", "dyspec", "rrsw", {}),
+    ("lilicorr", "opt_tree", "auto", {"threshold": 0}),
     ("dspark", "opt_tree", "auto", {"threshold": 0}),
     ("dspark", "dyspec", "rrsw", {}),
-    *([] if V2 else [("medusa", "opt_tree", "auto", {"threshold": 0})]),
+    ("medusa", "opt_tree", "auto", {"threshold": 0}),
+    ("peagle", "opt_tree", "auto", {"threshold": 0}),
+    ("peagle", "dyspec", "rrsw", {}),
 ]
+MANY = ("dflash", "dspark")
+"""Heads that are tried with every method and every rule."""
 SLOW = [
-    *((head, *METHODS[name][:1], "auto", METHODS[name][1]) for head in ("dflash", "dspark") for name in METHODS),
-    *((head, method, rule, options) for head in ("dflash", "dspark") for rule, (method, options, _) in RULES.items()),
-    *((head, "opt_tree", "auto", {"threshold": 0}) for head in HEADS if head not in ("dflash", "dspark", "medusa")),
+    *((head, *METHODS[name][:1], "auto", METHODS[name][1]) for head in MANY for name in METHODS),
+    *((head, method, rule, options) for head in MANY for rule, (method, options, _) in RULES.items()),
+    *((head, "opt_tree", "auto", {"threshold": 0}) for head in HEADS),
     *((head, "static_tree", "traversal", {"shape": [3, 2, 1, 1]}) for head in HEADS),
     ("dflash", "static_tree", "auto", {"shape": [2, 1]}),  # fewer nodes than the block has tokens
     ("dflash", "opt_tree", "auto", {"budget": "auto"}),
     ("dspark", "opt_tree", "auto", {"lookup": "ngram"}),
 ]
-SLOW = [case for case in SLOW if case[3].get("stop") != "type1" and not (V2 and case[0] == "medusa")]
+SLOW = [case for case in SLOW if case[3].get("stop") != "type1"]
+
+
+def parameter(case: tuple[str, str, str, dict[str, Any]]) -> Any:
+    head, method, rule, options = case
+    marks = [pytest.mark.slow] * (case not in CASES)
+    marks += [heads.WITH_MEDUSA] * (head == "medusa") + [heads.ON_V1] * head.startswith("peagle")
+    name = f"{head}-{method}-{rule}" + f" {options}" * (case not in CASES)
+    return pytest.param(case, marks=marks, id=name)
 
 
 def parameters() -> list[SamplingParams]:
@@ -86,7 +105,7 @@ def identical(
     spec = {"method": method, "model": HEADS[head](folder / head), "num_speculative_tokens": NODES}
     tree = {"budget": None, **options}
     llm = engines.start({**spec, "rejection_sample_method": rule, "tree": tree})
-    if head != "medusa":
+    if not head.startswith(("medusa", "peagle")):
         assert_each_layer_has_its_norm(runner_of(llm))
     known = [(output.prompt_token_ids, output.outputs[0].token_ids) for output in plain]
     lean(runner_of(llm), second_best(known, VOCABULARY), patch.setattr)
@@ -102,7 +121,7 @@ def identical(
     return spy.batches
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(case[:3]))
+@pytest.mark.parametrize("case", [parameter(one) for one in [*CASES, *(one for one in SLOW if one not in CASES)]])
 def test_greedy_and_seeded(
     engines: Engines,
     plain: list[Any],
@@ -111,17 +130,6 @@ def test_greedy_and_seeded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     batches = identical(engines, plain, folder, case, monkeypatch)
-    assert any(len({tree.parents for tree in batch}) > 1 for batch in batches), "trees of one batch are too alike"
-    assert any(DEPTH in tree.depths and len(tree.branches()) > 2 for batch in batches for tree in batch)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", SLOW, ids=lambda case: f"{' '.join(case[:3])} {case[3]}")
-def test_every_method(
-    engines: Engines,
-    plain: list[Any],
-    folder: Path,
-    case: tuple[str, str, str, dict[str, Any]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    identical(engines, plain, folder, case, monkeypatch)
+    if case in CASES:
+        assert any(len({tree.parents for tree in batch}) > 1 for batch in batches), "trees of one batch are too alike"
+        assert any(DEPTH in tree.depths and len(tree.branches()) > 2 for batch in batches for tree in batch)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM as Model
 from transformers import AutoTokenizer, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
-from vllm import LLM, SamplingParams
+from vllm import SamplingParams
 
 from tests.engine import heads
 from tests.engine.engines import (
@@ -67,17 +67,13 @@ def random_pair(config: PreTrainedConfig, folder: Path) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("config", FAMILIES, ids=lambda config: config.model_type)
-def test_families(config: PreTrainedConfig, tmp_path: Path) -> None:
+def test_families(engines: Engines, config: PreTrainedConfig, tmp_path: Path) -> None:
     target, draft = random_pair(config, tmp_path)
-    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
-    common = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256, "disable_log_stats": False}
-    plain = LLM(target, **common)
-    expected = generate(plain, PROMPTS[:4], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, logprobs=2))
-    plain.llm_engine.engine_core.shutdown()
-    llm = LLM(target, **common, speculative_config={**tree(12, threshold=0), "model": draft})
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, logprobs=2)
+    expected = generate(engines.start(model=target), PROMPTS[:4], params)
+    llm = engines.start({**tree(12, threshold=0), "model": draft}, model=target)
     assert_identical(expected, generate(llm, PROMPTS[:4], params))
     assert metric(llm, "spec_decode_num_accepted_tokens") > 20
-    llm.llm_engine.engine_core.shutdown()
 
 
 def test_a_draft_of_another_shape_and_shorter_context(engines: Engines, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""bfloat16 and vLLM's default compilation: a tree differs from no speculation no more often than vLLM's chain does."""
+"""16 bits and vLLM's default compilation: a tree differs from no speculation no more often than vLLM's chain does."""
 
 import math
 from pathlib import Path
@@ -12,6 +12,7 @@ from vllm import SamplingParams
 from tests.engine.engines import DRAFT, PROMPTS, V2, Engines, assert_identical, generate, metric, runner_of, tree
 from tests.engine.heads import VOCABULARY, eagle3
 from tests.engine.leaning import lean, second_best
+from tests.engine.ties import BITS, first_difference, gap, ulp
 
 TEXTS = [text[start : start + 240] for text in topics.values() for start in (0, 600) if len(text) > 900][:100]
 CHAINS = {"model": "draft_model", "eagle3": "eagle3"}
@@ -22,28 +23,23 @@ def greedy(tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=2)
 
 
-def first_difference(ours: Any, theirs: Any) -> int | None:
-    pairs = enumerate(zip(ours.token_ids, theirs.token_ids, strict=True))
-    return next((at for at, (here, there) in pairs if here != there), None)
-
-
-def ulp(value: float) -> float:
-    """Distance to the next bfloat16 (8 bits of significand)."""
-    return 2.0 ** (math.frexp(abs(value))[1] - 8)
-
-
 @pytest.mark.parametrize(
-    ("draft", "enforce_eager"),
-    [("model", True), ("model", False), pytest.param("eagle3", False, marks=pytest.mark.skipif(V2, reason="as there"))],
-    ids=["eager", "compiled", "head"],
+    ("dtype", "draft", "enforce_eager"),
+    [
+        ("bfloat16", "model", True),
+        ("bfloat16", "model", False),
+        pytest.param("bfloat16", "eagle3", False, marks=pytest.mark.skipif(V2, reason="as there")),
+        ("float16", "model", True),
+    ],
+    ids=["eager", "compiled", "head", "float16"],
 )
-def test_bfloat16(
-    engines: Engines, draft: str, enforce_eager: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_sixteen_bits(
+    engines: Engines, dtype: str, draft: str, enforce_eager: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The head agrees with what is known of the target."""
     assert len(TEXTS) == 100
     model = DRAFT if draft == "model" else eagle3(tmp_path / "head", reduced=True)
-    arguments: dict[str, Any] = {"dtype": "bfloat16", "enforce_eager": enforce_eager, "logprobs_mode": "raw_logits"}
+    arguments: dict[str, Any] = {"dtype": dtype, "enforce_eager": enforce_eager, "logprobs_mode": "raw_logits"}
     plain = generate(engines.start(**arguments), TEXTS, greedy(64))
     config = {"method": CHAINS[draft], "model": model, "num_speculative_tokens": 5}
     chain = generate(engines.start(config, **arguments), TEXTS, greedy(64))
@@ -59,15 +55,15 @@ def test_bfloat16(
     print(f"{len(differing)} of 100 differ from no speculation; vLLM's chain: {chains}")
     assert len(differing) <= chains + 2 * math.sqrt(chains + 1)
     for output, at in differing:
-        best, second = sorted((entry.logprob for entry in output.logprobs[at].values()), reverse=True)[:2]
-        assert best - second <= 2 * ulp(best), f"{best} and {second} are no near tie"
+        assert gap(output, at, dtype) <= 2, "no near tie"
 
 
-def test_ulp() -> None:
+@pytest.mark.parametrize("dtype", BITS)
+def test_ulp(dtype: str) -> None:
     for value in (1.0, 3.7, 11.0, -20.0):
-        here = torch.tensor(value, dtype=torch.bfloat16)
-        above = (here.view(torch.int16) + 1).view(torch.bfloat16)
-        assert abs(above.float() - here.float()) == ulp(here.item())
+        here = torch.tensor(value, dtype=getattr(torch, dtype))
+        above = (here.view(torch.int16) + 1).view(here.dtype)
+        assert abs(above.float() - here.float()) == ulp(here.item(), dtype)
 
 
 def test_float32_compiled(engines: Engines) -> None:

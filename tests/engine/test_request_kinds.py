@@ -15,7 +15,7 @@ from tests.engine.adapters import RANK, adapter
 from tests.engine.engines import PROMPTS, TARGET, V2, Engines, assert_identical, generate, metric, runner_of, tree
 from tests.engine.heads import dflash, eagle3
 
-TOKENS = 32
+TEXTS, TOKENS = (PROMPTS[:9], 16) if V2 else (PROMPTS, 32)  # the interpreter is slow
 ADAPTERS: dict[str, Any] = {
     "enable_lora": True,
     "max_loras": 3,  # one more than are used: vLLM's CPU kernels take a request without one for the last
@@ -29,8 +29,9 @@ EMBEDDINGS: dict[str, Any] = {"enable_prompt_embeds": True}  # vLLM's own do not
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[LoRARequest | None]:
     """Of each prompt."""
     folder = tmp_path_factory.mktemp("adapters")
-    found = [LoRARequest(f"adapter {i}", i, adapter(folder / str(i), TARGET, seed=i, scale=0.02 * i)) for i in (1, 2)]
-    return [[None, *found][i % 3] for i in range(len(PROMPTS))]
+    scale = 0.06 if V2 else 0.02  # of shorter texts each has to change, too
+    found = [LoRARequest(f"adapter {i}", i, adapter(folder / str(i), TARGET, seed=i, scale=scale * i)) for i in (1, 2)]
+    return [[None, *found][i % 3] for i in range(len(TEXTS))]
 
 
 def bound(request: int) -> bool:
@@ -53,7 +54,7 @@ def params(*, processed: bool, **extra: Any) -> list[SamplingParams]:
             **kinds[i // 3 % 3],
             **extra,
         )
-        for i in range(len(PROMPTS))
+        for i in range(len(TEXTS))
     ]
 
 
@@ -67,7 +68,7 @@ def adapted(engines: Engines, adapters: list[LoRARequest | None]) -> list[Any]:
     """Adapters and processors both change what they are given to, and nothing else."""
     llm = engines.start(**ADAPTERS)
     found = outputs(llm, adapters, logprobs=2)
-    without = generate(llm, PROMPTS, params(processed=True))
+    without = generate(llm, TEXTS, params(processed=True))
     same = [list(here.token_ids) == list(there.token_ids) for here, there in zip(found, without, strict=True)]
     assert same == [one is None for one in adapters]
     assert any(repeats(one.token_ids) for i, one in enumerate(found) if not bound(i))
@@ -76,7 +77,7 @@ def adapted(engines: Engines, adapters: list[LoRARequest | None]) -> list[Any]:
 
 
 def outputs(llm: Any, adapters: list[LoRARequest | None], **extra: Any) -> list[Any]:
-    found = llm.generate(PROMPTS, params(processed=True, **extra), lora_request=adapters, use_tqdm=False)
+    found = llm.generate(TEXTS, params(processed=True, **extra), lora_request=adapters, use_tqdm=False)
     return [output.outputs[0] for output in found]
 
 
@@ -97,7 +98,7 @@ def test_adapters_and_processors(
         drafts = metric(llm, "spec_decode_num_drafts")
         runner_of(llm).switch_off()
         assert_identical(adapted, outputs(llm, adapters))
-        assert metric(llm, "spec_decode_num_drafts") - drafts <= 2 * len(PROMPTS), "of the steps before, counted late"
+        assert metric(llm, "spec_decode_num_drafts") - drafts <= 2 * len(TEXTS), "of the steps before, counted late"
         assert metric(llm, "adaptive_tree_fallbacks") > 0
 
 
@@ -120,7 +121,7 @@ def test_adapters_and_a_head(
 def embedded(llm: Any) -> list[Any]:
     """Every second prompt as embeddings."""
     weights = next(value for name, value in load_file(f"{TARGET}/model.safetensors").items() if "embed_tokens" in name)
-    tokens = [llm.get_tokenizer().encode(prompt) for prompt in PROMPTS]
+    tokens = [llm.get_tokenizer().encode(prompt) for prompt in TEXTS]
     return [
         {"prompt_embeds": weights[torch.tensor(one)].float()} if i % 2 else {"prompt_token_ids": one}
         for i, one in enumerate(tokens)
@@ -148,6 +149,6 @@ def test_embeddings(engines: Engines, of_embeddings: list[Any], draft: str, tmp_
     if draft != "model":
         config["model"] = eagle3(tmp_path / "head") if draft == "eagle3" else draft
     llm = engines.start(config, **EMBEDDINGS)
-    generate(llm, PROMPTS[::-1], params(processed=False))
+    generate(llm, TEXTS[::-1], params(processed=False))
     assert_identical(of_embeddings, generate(llm, embedded(llm), params(processed=False)))
     assert metric(llm, "spec_decode_num_accepted_tokens") > 0

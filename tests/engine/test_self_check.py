@@ -12,6 +12,7 @@ from vllm.config.compilation import CUDAGraphMode
 
 from tests.engine.engines import (
     DRAFT,
+    ENGINE,
     PROMPTS,
     TARGET,
     V2,
@@ -210,9 +211,8 @@ def test_the_doctors_engine(engines: Engines, monkeypatch: pytest.MonkeyPatch) -
 
     set_costs(monkeypatch, verify={"rows": [1, 1000], "seconds": [0.5, 0.5 + 1e-6]})
     engines.shutdown()
-    shapes = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "block_size": 32}
     config = {"method": "dyspec", "model": DRAFT, "num_speculative_tokens": 7, "rejection_sample_method": "rrsw"}
-    found = engine_checks(TARGET, config, **shapes)
+    found = engine_checks(TARGET, config, **ENGINE)
     assert all(one["passed"] for one in found), found
     assert found[-1] == {"check": "worth", "passed": True, "figures": {f"{n} requests": 1.0 for n in (1, 8, 32)}}
 

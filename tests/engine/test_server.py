@@ -125,8 +125,10 @@ def test_vllm_serve_with_two_engines(texts: list[str], tmp_path: Path) -> None:
         for engine in (f'engine="{i}"' for i in range(ENGINES)):
             assert metric(url, "spec_decode_num_accepted_tokens_total", engine) > 0
             assert metric(url, "adaptive_tree_phase_seconds_count", engine) > 0
-        for prompt in PROMPTS:  # each by a connection of its own, which either server may take
-            OpenAI(base_url=f"{url}/v1", api_key="none").completions.create(prompt=prompt, **GREEDY)
+        for prompt, text in zip(PROMPTS, texts, strict=True):  # by connections that either server may take
+            own = OpenAI(base_url=f"{url}/v1", api_key="none")
+            answer = own.completions.create(prompt=prompt, **GREEDY, extra_body=IGNORE_EOS)
+            assert answer.choices[0].text == text
         tokens, first = metric(url, "generation_tokens_total"), metric(url, "time_to_first_token_seconds_count")
         # A prompt that is cached but for its last token is read as if it were decoded.
         assert 16 * TOKENS < tokens - first <= metric(url, "adaptive_tree_decode_tokens_total") <= tokens

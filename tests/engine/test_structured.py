@@ -205,10 +205,11 @@ def test_rests_chunks_and_preemptions(engines: Engines, monkeypatch: pytest.Monk
 @pytest.mark.skipif(V2, reason="its draft does not follow the grammar")
 def test_steps_of_the_benchmark(engines: Engines) -> None:
     """Of 80 requests, beside single paths that are drafted without the grammar."""
-    from benchmarks.structured import MaskClock, run
+    from benchmarks.structured import KINDS, MaskClock, run
 
     engines.shutdown()
-    before, after = ({row["kind"]: row for row in run(way, MaskClock(), 80, 1)} for way in ("first paths", "OPT-Tree"))
+    ways = ("first paths", "OPT-Tree")
+    before, after = ({row["kind"]: row for row in run(way, MaskClock(), KINDS, 80, 1)} for way in ways)
     for kind, row in after.items():
         assert row["failed"] == 0
         assert row["tokens"] == before[kind]["tokens"]

@@ -18,8 +18,11 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from tests.engine.engines import PROMPTS, TARGET, V2, Engines, assert_identical, generate, tree
+from tests.engine.families import FAMILIES
 from tests.engine.heads import eagle3
 from tests.engine.installations import with_version
+from tests.engine.known import known
+from tests.engine.test_families import NODES, TOKENS, Run
 
 ROOT = Path(__file__).parents[2]
 COUNT, LENGTH = (3, 16) if V2 else (6, 40)  # requests and their tokens; the interpreter is slow
@@ -28,13 +31,30 @@ import json, os, sys
 if os.environ.get("MODEL_RUNNER", "v1") != "v1":  # in every rank
     from tests import interpreter
     interpreter.install(asynchronous=os.environ["MODEL_RUNNER"] == "v2-async")
+from tests.engine.engines import V2
 from tests.engine.leaning import lean, second_best
 from tests.engine.test_tensor_parallel import sampling
 from vllm import LLM
+from vllm_adaptive_tree.drafters import register_drafter
+
+register_drafter("known", "tests.engine.known:Known")
 
 def agree(worker, known):
     runner = worker.model_runner
     lean(runner, second_best(known, runner.model_config.get_vocab_size()))
+
+def watch(worker):
+    drafting, worker.followed = worker.model_runner.drafting, 0
+    original = drafting.propose
+
+    def propose(scheduled, sampled, states, grammars):
+        worker.followed += len(grammars)
+        return original(scheduled, sampled, states, grammars)
+
+    drafting.propose = propose
+
+def followed(worker):
+    return worker.followed
 
 def main():
     target, spec, ranks, prompts, params, known = json.load(sys.stdin)
@@ -42,11 +62,15 @@ def main():
               speculative_config=spec, **ranks)
     if known:
         llm.collective_rpc(agree, args=(known,))
+    if not V2:
+        llm.generate(prompts[:1], sampling(**params[0]), use_tqdm=False)  # rank 0 loads the tokenizer beside its steps
+        llm.collective_rpc(watch)
     outputs = llm.generate(prompts, [sampling(**own) for own in params], use_tqdm=False)
     names = ["spec_decode_num_accepted_tokens", "spec_decode_num_draft_tokens", "adaptive_tree_nodes"]
     counters = [sum(m.value for m in llm.get_metrics() if m.name == f"vllm:{name}") for name in names]
     print("RESULT" + json.dumps([[list(o.outputs[0].token_ids) for o in outputs],
-                                 [o.outputs[0].text for o in outputs], counters]))
+                                 [o.outputs[0].text for o in outputs], counters,
+                                 [] if V2 else llm.collective_rpc(followed)]))
 
 if __name__ == "__main__":
     main()
@@ -150,30 +174,20 @@ def sampling(*, regex: str | None = None, **own: Any) -> SamplingParams:
     return SamplingParams(**own, structured_outputs=regex and StructuredOutputsParams(regex=regex))
 
 
-@pytest.mark.parametrize("method", SPECS)
-def test_two_ranks(engines: Engines, nodes: Nodes, tmp_path: Path, method: str) -> None:
-    """Of OPT-Tree each has a node of its own. The head agrees with what is known of the target."""
-    asked, apart, spec, known = params(method), method == "opt_tree", SPECS[method], list[Any]()
-    llm = engines.start()
-    plain = generate(llm, PROMPTS[:COUNT], [sampling(**own) for own in params(method, logprobs=2)])
-    if method == "head":
-        spec = {**spec, "model": eagle3(tmp_path / "head", reduced=True)}
-        prompts = llm.get_tokenizer()(PROMPTS[:COUNT]).input_ids
-        known = [(prompt, list(output.token_ids)) for prompt, output in zip(prompts, plain, strict=True)]
-    engines.shutdown()
-    (tmp_path / "two_ranks.py").write_text(SCRIPT)
-    if apart:
-        nodes.start(1, spec)
-    ranks = nodes.arguments(0) if apart else {"tensor_parallel_size": 2}
+def on_ranks(folder: Path, *given: Any) -> tuple[list[list[int]], list[str], list[float], list[int]]:
+    """What `SCRIPT` reads: target, speculative_config, arguments of the engine, prompts, their parameters, and texts
+    that a head agrees with. What it answers: tokens, texts, counters, and the grammars that each rank's draft has
+    followed; none on Model Runner V2."""
+    (folder / "two_ranks.py").write_text(SCRIPT)
     result = subprocess.run(
-        [sys.executable, str(tmp_path / "two_ranks.py")],
-        input=json.dumps([TARGET, spec, ranks, PROMPTS[:COUNT], asked, known]),
+        [sys.executable, str(folder / "two_ranks.py")],
+        input=json.dumps(given),
         env={
             **os.environ,
             "PYTHONPATH": str(ROOT),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
             "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # a function for the workers
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind" if apart else "0|1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind" if "nnodes" in given[2] else "0|1",
             "VLLM_HOST_IP": "127.0.0.1",
         },
         capture_output=True,
@@ -183,9 +197,32 @@ def test_two_ranks(engines: Engines, nodes: Nodes, tmp_path: Path, method: str) 
     )
     lines = [line for line in result.stdout.splitlines() if line.startswith("RESULT")]
     assert lines, result.stdout[-3000:] + result.stderr[-3000:]  # a rank that disagreed would have raised
-    tokens, texts, (accepted, drafted, nodes) = json.loads(lines[0].removeprefix("RESULT"))
+    tokens, texts, counters, followed = json.loads(lines[0].removeprefix("RESULT"))
+    return tokens, texts, counters, followed
+
+
+@pytest.mark.parametrize("method", SPECS)
+def test_two_ranks(engines: Engines, nodes: Nodes, tmp_path: Path, method: str) -> None:
+    """Of OPT-Tree each has a node of its own. The head agrees with what is known of the target."""
+    asked, apart, spec, known = params(method), method == "opt_tree", SPECS[method], list[Any]()
+    llm = engines.start()
+    plain = generate(llm, PROMPTS[:COUNT], [sampling(**own) for own in params(method, logprobs=2)])
+    if method == "head":
+        spec = {**spec, "model": eagle3(tmp_path / "head", reduced=True)}
+        ids = llm.get_tokenizer()(PROMPTS[:COUNT]).input_ids
+        known = [(prompt, list(output.token_ids)) for prompt, output in zip(ids, plain, strict=True)]
+    engines.shutdown()
+    if apart:
+        nodes.start(1, spec)
+    ranks = nodes.arguments(0) if apart else {"tensor_parallel_size": 2}
+    tokens, texts, (accepted, drafted, verified), followed = on_ranks(
+        tmp_path, TARGET, spec, ranks, PROMPTS[:COUNT], asked, known
+    )
     assert accepted > 0
-    assert (0 < nodes < drafted) if V2 else (nodes == drafted > 0), "V2's figures come two steps late"
+    if not V2:
+        assert followed[0] > 0, "rank 0's draft follows the grammars of two requests"
+        assert followed[1] == 0, "the others take its trees"
+    assert (0 < verified < drafted) if V2 else (verified == drafted > 0), "V2's figures come two steps late"
     ours = [
         SimpleNamespace(token_ids=own, text=text, finish_reason="length")
         for own, text in zip(tokens, texts, strict=True)
@@ -193,6 +230,25 @@ def test_two_ranks(engines: Engines, nodes: Nodes, tmp_path: Path, method: str) 
     assert [len(output.token_ids) for output in ours] == [LENGTH] * COUNT
     greedy = [i for i in range(COUNT) if asked[i]["temperature"] == 0]
     assert_identical([plain[i] for i in greedy], [ours[i] for i in greedy])
+
+
+@pytest.mark.slow
+def test_two_cache_groups(engines: Engines, tmp_path: Path) -> None:
+    """Layers with and without a window, each with a block table and a commit of its own in every rank."""
+    run = Run(engines, FAMILIES["gemma2"], tmp_path)
+    engines.shutdown()
+    own = {"temperature": 0.0, "max_tokens": TOKENS, "ignore_eos": True, "detokenize": False}
+    tokens, _, (accepted, *_), _ = on_ranks(
+        tmp_path,
+        run.arguments["model"],
+        known(run.texts(), tmp_path, NODES),
+        {"tensor_parallel_size": 2, "skip_tokenizer_init": True, "block_size": 32},
+        run.asked,
+        [own] * len(run.asked),
+        [],
+    )
+    assert accepted > TOKENS * len(run.asked) / 3
+    assert_identical(run.plain, [SimpleNamespace(token_ids=one, text="", finish_reason="length") for one in tokens])
 
 
 def test_nodes_with_other_options_or_packages_are_refused(nodes: Nodes, tmp_path: Path) -> None:

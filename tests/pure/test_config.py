@@ -261,16 +261,15 @@ def test_mtp_layers_may_be_the_target_s():
     [
         (
             {"tree": {"draft": "beagle"}},
-            r"\['draft'\] must be one of model, eagle, eagle3, mtp, medusa, dflash, dspark, ngram, suffix, got",
+            r"\['draft'\] must be one of model, eagle, eagle3, mtp, medusa, peagle, dflash, dflash2, lilicorr, dspark",
         ),
         ({"tree": {"draft": ["eagle"]}}, r"\['draft'\] must be one of .*, got \['eagle'\]"),
         ({"tree": {"draft": "ngram"}}, r"'ngram', which has no checkpoint: give 'model' as 'ngram' too, not 'draft'"),
-        ({"tree": {"draft": "peagle"}}, r"\['draft'\] asks for a P-EAGLE head, not served yet; .* EAGLE-3 head"),
-        ({"tree": {"draft": "dflash2"}}, r"\['draft'\] asks for a DFlash2 head, not served yet; .* 'ngram'"),
-        ({"model": "peagle"}, r"\['model'\] asks for a P-EAGLE head, not served yet; .* 'ngram' or 'suffix'"),
+        ({"tree": {"draft": "xpress"}}, r"\['draft'\] asks for an XPress head, not served yet; .* P-EAGLE head"),
+        ({"model": "xpress"}, r"\['model'\] asks for an XPress head, not served yet; .* 'ngram' or 'suffix'"),
         (
             {"parallel_drafting": True},
-            r"\['parallel_drafting'\] asks for a P-EAGLE or PARD draft, not served yet; this release drafts",
+            r"\['parallel_drafting'\] is of vLLM's chains; remove it: .* PARD drafts are not served yet; this release",
         ),
     ],
 )

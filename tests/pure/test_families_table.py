@@ -1,5 +1,6 @@
 """The table of target classes in the docs is the one that the checks have, and each line has its test."""
 
+from tests.engine.families import COMMON
 from tests.engine.families import FAMILIES as MODELS
 from tools.families import FILE, written
 from vllm_adaptive_tree.engine.families import FAMILIES
@@ -22,3 +23,15 @@ def test_models_are_of_the_class_that_they_prove() -> None:
         for name in family.tests:
             built = MODELS[name].config.removesuffix("Config").removesuffix("Text")
             assert built == kind, (name, family.architecture)
+
+
+def test_sizes_of_heads_and_groups_are_all_there() -> None:
+    """MQA, groups of query heads for each K/V head, and MHA."""
+    sizes, groups = set[int](), set[int]()
+    for model in MODELS.values():
+        fields = {**COMMON, **model.fields}
+        heads, kv_heads = fields["num_attention_heads"], fields["num_key_value_heads"]
+        sizes.add(fields.get("head_dim", fields["hidden_size"] // heads))
+        groups.add((kv_heads > 1) + (kv_heads == heads))
+    assert sizes >= {32, 64, 80, 96, 128, 256}
+    assert groups == {0, 1, 2}

@@ -1,23 +1,71 @@
-"""docs/support-matrix.md: what it names exists, and what it allows or refuses names a test."""
+"""docs/support-matrix.md and docs/operation.md: the tests that they name exist; what is allowed or refused has one."""
 
+import ast
 import re
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TEXT = (ROOT / "docs" / "support-matrix.md").read_text()
-FILES = {path.name: path for path in (ROOT / "tests").rglob("test_*.py")}
-ROWS = [line.split("|")[1:-1] for line in TEXT.splitlines() if line.startswith("| ") and not line.startswith("| ---")]
+TEXTS = {name: (ROOT / "docs" / name).read_text() for name in ("support-matrix.md", "operation.md")}
+ENGINE = "tests/engine/"
+"""Where files without a folder are, and tests without a file."""
+TESTS = {
+    path.relative_to(ROOT).as_posix(): {
+        node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)
+    }
+    for path in (ROOT / "tests").rglob("test_*.py")
+}
+"""File -> functions."""
 
 
-def test_tests_that_it_names_exist() -> None:
-    named = set(re.findall(r"\btest_\w+\.py", TEXT))
-    assert len(named) > 20
-    assert named - FILES.keys() == set()
-    sources = "\n".join(path.read_text() for path in FILES.values())
-    missing = [name for name in re.findall(r"`(test_\w+)`", TEXT) if f"def {name}(" not in sources]
-    assert missing == []
+def lines(text: str) -> list[str]:
+    return [line for line in text.splitlines() if re.search(r"\btest_\w", line)]
+
+
+def files(text: str) -> list[str]:
+    found = re.findall(r"(?:tests/(?:\w+/)*)?\btest_[\w*]+\.py", text)
+    return [one if "/" in one else ENGINE + one for one in found]
+
+
+def functions(text: str) -> list[str]:
+    return re.findall(r"`(test_\w+)`", text)
+
+
+def missing(text: str) -> list[str]:
+    """Of the files and tests that a line names, those that are not there: a test has to be in a file that the line
+    names, or in tests/engine."""
+    named = files(text)
+    found = [one for one in named if not any(Path(path).match(one) for path in TESTS)]
+    found += [folder for folder in re.findall(r"`(tests/\w+)`", text) if not (ROOT / folder).is_dir()]
+    for name in functions(text):
+        if not any(name in own for path, own in TESTS.items() if path in named or path.startswith(ENGINE)):
+            found.append(name)
+    return found
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_tests_that_it_names_exist(page: str) -> None:
+    said = lines(TEXTS[page])
+    assert [(line, names) for line in said if (names := missing(line))] == []
+    assert len({name for line in said for name in (*files(line), *functions(line))}) > 12
+
+
+@pytest.mark.parametrize(
+    ("line", "names"),
+    [
+        ("`test_server.py`, `tests/ray/test_serve.py`, `test_v2_*.py`, `tests/cuda`", []),
+        ("`test_serve.py`", ["tests/engine/test_serve.py"]),
+        ("`tests/ray/test_server.py`, `tests/gpu`", ["tests/ray/test_server.py", "tests/gpu"]),
+        ("`tests/pure/test_static_tree.py` (`test_siblings_differ`), `test_async_llm`", []),
+        ("`test_siblings_differ`, `tests/pure/test_config.py`", ["test_siblings_differ"]),
+    ],
+)
+def test_what_is_missing(line: str, names: list[str]) -> None:
+    assert missing(line) == names
+
+
+ROWS = [line.split("|")[1:-1] for line in TEXTS["support-matrix.md"].splitlines() if re.match(r"\| (?!---)", line)]
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if len(row) == 3], ids=lambda row: row[0].strip()[:40])

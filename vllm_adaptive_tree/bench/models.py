@@ -26,7 +26,8 @@ def chain(target: str, draft: str, tokens: int) -> dict[str, Any]:
     kind = kind_of(checkpoint, said=None, target=target)
     if kind in ONE_FORWARD:
         tokens = min(tokens, levels_of(checkpoint, kind))
-    return {"method": VLLM_METHODS[kind], "model": draft, "num_speculative_tokens": tokens}
+    spec = {"method": VLLM_METHODS[kind], "model": draft, "num_speculative_tokens": tokens}
+    return spec | ({"parallel_drafting": True} if kind == "peagle" else {})
 
 
 def enlarge(source: Path, target: Path, to: int) -> int:

@@ -7,7 +7,7 @@ from vllm_adaptive_tree.drafters.lookup import Continuations, Lookup
 from vllm_adaptive_tree.drafters.one_forward import ByDepth, ByPair, ByParent
 from vllm_adaptive_tree.registry import Registry
 
-ONE_FORWARD = ("medusa", "dflash", "dspark")
+ONE_FORWARD = ("medusa", "peagle", "dflash", "dflash2", "lilicorr", "dspark")
 """Heads that predict all levels of a tree in one forward."""
 CHECKPOINTS = ("model", "eagle", "eagle3", "mtp", *ONE_FORWARD)
 """Kinds of drafts that have a checkpoint: an independent model, and heads that read the target's hidden states."""

@@ -1,18 +1,17 @@
 """Whether a draft fits the target, and this release: errors at start-up with both facts and the remedy."""
 
 import copy
-from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any, get_args
 
 from vllm_adaptive_tree.config import served
 from vllm_adaptive_tree.drafters import CHECKPOINTS, ONE_FORWARD
-from vllm_adaptive_tree.engine import one_forward
+from vllm_adaptive_tree.engine import one_forward, one_forward_checks
 from vllm_adaptive_tree.engine.checkpoint import Checkpoint, written_config
-from vllm_adaptive_tree.engine.draft_kind import BUILT_AS, NAMES
+from vllm_adaptive_tree.engine.draft_kind import BUILT_AS, NAMES, VLLM_METHODS
 from vllm_adaptive_tree.methods import Pair
 
-AUXILIARY = ("eagle3", *one_forward.CLASSES)
+AUXILIARY = ("eagle3", "peagle", *one_forward.CLASSES)
 """Heads that read states of the target's layers."""
 REFUSED_MTP = {
     "gemma4_mtp": "Gemma 4's assistant, which shares the target's K/V",
@@ -67,7 +66,9 @@ def check_draft(args: Any, draft: Checkpoint, kind: str, keys: dict[str, Any]) -
     from vllm.transformers_utils.config import get_config
 
     if kind == "medusa":
-        _check_medusa_runs(draft)
+        one_forward_checks.check_medusa_is_there(draft)
+    if kind in ("medusa", "peagle"):
+        one_forward_checks.check_runs_on_v1(draft, kind)
     try:
         overrides = {"hf_overrides_kw": {"model_type": "medusa"}} if kind == "medusa" else {}
         config = get_config(draft.model, args.trust_remote_code, revision=keys.get("revision"), **overrides)
@@ -76,7 +77,7 @@ def check_draft(args: Any, draft: Checkpoint, kind: str, keys: dict[str, Any]) -
     target = get_config(args.model, args.trust_remote_code, revision=args.revision)
     sizes = [part.get_text_config().vocab_size for part in (config, target)]
     if kind == "medusa":
-        _check_medusa(draft, sizes)
+        one_forward_checks.check_medusa(draft, sizes)
     if sizes[0] != sizes[1]:
         raise draft.refused(
             f"has a vocabulary of {sizes[0]} tokens and the target one of {sizes[1]}; use a draft trained with the "
@@ -85,9 +86,11 @@ def check_draft(args: Any, draft: Checkpoint, kind: str, keys: dict[str, Any]) -
     if kind == "mtp":
         _check_mtp(draft, config)
     elif kind in one_forward.CLASSES:
-        _check_block_head(draft, kind, config, sizes[0])
+        one_forward_checks.check_block_head(draft, kind, config, sizes[0])
     elif kind != "model":
         _check_architecture(draft, kind, config)
+    if kind == "peagle":
+        one_forward_checks.check_mask(draft, sizes[0])
     _check_ranks(draft, config.get_text_config(), args.tensor_parallel_size, keys)
 
 
@@ -107,72 +110,16 @@ def _check_mtp(draft: Checkpoint, config: Any) -> None:
         raise draft.refused(f"has {modules} MTP modules, one for each depth, not served yet; {served()}")
 
 
-def _check_medusa_runs(draft: Checkpoint) -> None:
-    from vllm import __version__, envs
-    from vllm.platforms import current_platform
-
-    if find_spec("vllm.v1.spec_decode.medusa") is None:
-        raise draft.refused(
-            f"has Medusa heads, which vLLM {__version__} no longer runs; use another draft, or vLLM 0.32"
-        )
-    if not current_platform.is_cpu() or envs.VLLM_USE_V2_MODEL_RUNNER:
-        raise draft.refused(
-            "has Medusa heads, which vLLM runs on Model Runner V1 alone, on CPUs; use another draft, or unset "
-            "VLLM_USE_V2_MODEL_RUNNER on a CPU"
-        )
-
-
-def _check_medusa(draft: Checkpoint, sizes: list[int]) -> None:
-    """`sizes`: vocabularies of its config and of the target; the former is vLLM's default if the file has none."""
-    if "vocab_size" not in draft.config:
-        rows = [shape[0] for name, shape in (draft.tensors or {}).items() if "lm_head" in name and shape]
-        sizes[0] = rows[0] if rows else sizes[1]
-
-
-def _check_block_head(draft: Checkpoint, kind: str, built: Any, vocabulary: int) -> None:
-    """What vLLM does not check of a DFlash or DSpark head, checks too late, or cannot do with trees. `built`: its own
-    reading of the config, where the layers are those of the model, also in the format of speculators."""
-    from vllm.platforms import current_platform
-
-    config = draft.config
-    own = {**(config.get("transformer_layer_config") or {}), **config, **(config.get("dflash_config") or {})}
-    layers = {*(own.get("layer_types") or ()), *(getattr(built, "layer_types", None) or ())}
-    if not current_platform.is_cpu():
-        raise draft.refused(f"is {NAMES[kind]}, not served on GPUs yet; use an EAGLE-3 head or an independent model")
-    said, known = config.get("architectures") or ["none"], {one_forward.CLASSES[kind]}
-    if kind == "dspark" and config.get("model_type") == "qwen3":
-        known.add(one_forward.DENSE_DSPARK)
-    if "speculators_model_type" not in config and not known & set(said):
-        raise draft.refused(
-            f"is {NAMES[kind]} of architecture {', '.join(map(repr, said))}, not served yet; this release serves "
-            f"{one_forward.CLASSES[kind]!r}"
-        )
-    mask = one_forward.mask_token(config)
-    if not isinstance(mask, int) or not 0 <= mask < vocabulary:
-        raise draft.refused(
-            f"names no token for the positions that it predicts (mask_token_id {mask!r} in its config.json, of "
-            f"{vocabulary} tokens); set mask_token_id to the one that it was trained with"
-        )
-    for refused, what in (
-        ("sliding_attention" in layers or own.get("use_swa"), "sliding-window attention"),
-        (own.get("attention_sink_bias") or own.get("add_swa_attention_sink_bias"), "attention sinks"),
-        (own.get("use_aux_hidden_state") is False, "no auxiliary states of the target (use_aux_hidden_state false)"),
-        (kind == "dflash" and own.get("sample_from_anchor"), "predictions from the root's row (sample_from_anchor)"),
-        (own.get("markov_head_type", "vanilla") != "vanilla", f"a Markov head of type {own.get('markov_head_type')!r}"),
-        (kind == "dspark" and not own.get("markov_rank"), "no markov_rank"),
-    ):
-        if refused:
-            raise draft.refused(f"is {NAMES[kind]} with {what}, not served yet; {served()}")
-
-
 def _check_architecture(draft: Checkpoint, kind: str, config: Any) -> None:
     """vLLM has a class of its own for the heads of every family of targets."""
     from vllm.model_executor.models import ModelRegistry
     from vllm.transformers_utils.configs.eagle import EAGLEConfig
     from vllm.transformers_utils.configs.speculators import SpeculatorsConfig
 
+    if kind == "peagle":
+        config.architectures = [one_forward.PARALLEL.get(one, one) for one in config.architectures or ()]
     if kind != "medusa" and not isinstance(config, EAGLEConfig | SpeculatorsConfig):
-        config = EAGLEConfig(config, method=kind, model_type="eagle")
+        config = EAGLEConfig(config, method=VLLM_METHODS[kind], model_type="eagle")
     if not set(config.architectures) & ModelRegistry.get_supported_archs():
         raise draft.refused(
             f"is {NAMES[kind]} of architecture {config.architectures[0]!r}, which this vLLM does not have; correct "
@@ -223,12 +170,13 @@ def check_fit(config: Any, draft: Checkpoint, kind: str, levels: int | None = No
         _check_vocabulary(draft, head, target.get_vocab_size(), kind)
         ids = _check_auxiliary(draft, head, target, kind)
         states, what = len(ids), f"the auxiliary states of {len(ids)} layers {list(ids)}"
-    shape = (draft.tensors or {}).get("fc.weight")
-    if kind != "mtp" and states and shape is not None and shape[-1] != states * size:
-        raise draft.refused(
-            f"joins inputs of {shape[-1]} (fc.weight), and {what} of this target have {states * size}; use a head "
-            "trained for this target"
-        )
+    for name in ("fc.weight", "mask_hidden"):
+        shape = (draft.tensors or {}).get(name)
+        if kind != "mtp" and states and shape is not None and shape[-1] != states * size:
+            raise draft.refused(
+                f"joins inputs of {shape[-1]} ({name}), and {what} of this target have {states * size}; use a head "
+                "trained for this target"
+            )
     if kind in one_forward.CLASSES and config.use_v2_model_runner and spec.num_speculative_tokens <= (levels or 0):
         raise ValueError(
             f"speculative_config['num_speculative_tokens']={spec.num_speculative_tokens} is too small on Model Runner "
@@ -236,18 +184,7 @@ def check_fit(config: Any, draft: Checkpoint, kind: str, levels: int | None = No
             f"{1 + (levels or 0)}"
         )
     if kind in one_forward.CLASSES and config.use_v2_model_runner:
-        _check_room(config.scheduler_config, kind, one_forward.rows_of(draft, kind, levels or 1))
-
-
-def _check_room(scheduler: Any, kind: str, rows: int) -> None:
-    """vLLM writes the blocks of all requests to buffers of one step's tokens, and checks no bound."""
-    requests, room = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
-    if requests * rows > room:
-        raise ValueError(
-            f"max_num_seqs={requests} does not fit max_num_batched_tokens={room} on Model Runner V2: {NAMES[kind]} "
-            f"reads {rows} tokens of every request in one forward, {requests * rows} of all; lower the first to "
-            f"{room // rows}, or raise the second to {requests * rows}"
-        )
+        one_forward_checks.check_room(config.scheduler_config, kind, one_forward.rows_of(draft, kind, levels or 1))
 
 
 def _check_vocabulary(draft: Checkpoint, head: Any, vocabulary: int, kind: str) -> None:

@@ -18,11 +18,15 @@ NAMES = {
     "eagle3": "an EAGLE-3 head",
     "mtp": "an MTP module",
     "medusa": "Medusa heads",
+    "peagle": "a P-EAGLE head",
     "dflash": "a DFlash head",
+    "dflash2": "a DFlash2 head",
+    "lilicorr": "a LiLiCorr head",
     "dspark": "a DSpark head",
     **UNSERVED,
 }
-VLLM_METHODS = {kind: kind for kind in CHECKPOINTS} | {"model": "draft_model"}
+VLLM_METHODS = {kind: kind for kind in CHECKPOINTS}
+VLLM_METHODS |= {"model": "draft_model", "peagle": "eagle3", "dflash2": "dflash", "lilicorr": "dflash"}
 """Kind -> vLLM's method."""
 BUILT_AS = VLLM_METHODS | {"dspark": "dflash"}
 """The same while a configuration is built: Model Runner V1 refuses "dspark"."""
@@ -44,6 +48,8 @@ ARCHITECTURES = (  # the first that is found in a name
     ("^Eagle[A-Z]", "eagle"),  # Eagle2_5_VL is a model
     ("MTP", "mtp"),
 )
+PARALLEL = ("num_depths", "pard_token", "ptd_token_id")
+"""Keys of a config.json that make of an EAGLE-3 head, which is vLLM's class of them too, a P-EAGLE head."""
 KEYS = {
     "medusa_num_heads": "medusa",
     "dflash_config": "dflash",
@@ -58,6 +64,7 @@ TENSORS = (  # the first that is found among the names, without prefix
     (r"medusa_heads?\.|lm_heads\.|blocks\.\d+\.layers\.|\d+\.", "medusa"),
     (r"speculator\.", "mlp_speculator"),
     (r"candidate_selector\.", "dflash2"),
+    (r"lilicorr\.", "lilicorr"),
     (r"markov_head\.", "dspark"),
     (r"mask_hidden$", "peagle"),
     (r"midlayer\.|layers\.\d+\.hidden_norm\.", "eagle3"),
@@ -123,6 +130,9 @@ def of_config(config: Mapping[str, Any]) -> Fact | None:
     for architecture in config.get("architectures") or ():
         for pattern, kind in ARCHITECTURES:
             if re.search(pattern, architecture):
+                own = next((key for key in PARALLEL if kind == "eagle3" and config.get(key) is not None), None)
+                if own is not None:
+                    return Fact("peagle", f"architecture {architecture!r} with {own}")
                 return Fact(kind, f"architecture {architecture!r}")
     if model_type == "eagle":
         return Fact("eagle", f"model_type {model_type!r}")

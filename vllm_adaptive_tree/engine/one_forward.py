@@ -10,13 +10,38 @@ import json
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from vllm_adaptive_tree.engine.checkpoint import Checkpoint
 
-CLASSES = {"dflash": "DFlashDraftModel", "dspark": "Qwen3DSparkModel"}
-"""vLLM's architecture of the heads with layers that are served."""
+CLASSES = {
+    "dflash": "DFlashDraftModel",
+    "dflash2": "DFlash2DraftModel",
+    "lilicorr": "LiLiCorrDraftModel",
+    "dspark": "Qwen3DSparkModel",
+}
+"""vLLM's architecture of the heads with a block that are served."""
+OF_PAIRS = {
+    "dflash2": ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"),
+    "lilicorr": (
+        "lilicorr_candidate_topk",
+        "lilicorr_num_layers",
+        "lilicorr_num_heads",
+        "lilicorr_mlp_ratio",
+        "lilicorr_factor_dim",
+        "lilicorr_vector_eps",
+        "lilicorr_logit_scale",
+    ),
+}
+"""What heads that score pairs of candidates have beside the DFlash head inside of them."""
+PARALLEL = {
+    "PEagleDraftModel": "Eagle3LlamaForCausalLM",
+    "PeagleLlamaForCausalLM": "Eagle3LlamaForCausalLM",
+    "PeagleQwen3ForCausalLM": "Eagle3Qwen3ForCausalLM",
+}
+"""Names of P-EAGLE heads -> vLLM's class of them, under a name that its configuration of EAGLE-3 heads keeps."""
 DENSE_DSPARK = "DSparkDraftModel"
 """Another name of it, where `model_type` is qwen3; of DeepSeek's models it is another head."""
 HEADS = 5
@@ -29,7 +54,19 @@ def levels_of(draft: Checkpoint, kind: str) -> int:
     Raises:
         ValueError: it does not say so, or its tensors say otherwise.
     """
-    return _medusa_heads(draft) if kind == "medusa" else _block(draft, kind)
+    return {"medusa": _medusa_heads, "peagle": _depths}.get(kind, partial(_block, kind=kind))(draft)
+
+
+def _depths(draft: Checkpoint) -> int:
+    """Of a P-EAGLE head; vLLM predicts as many tokens as the user asks for."""
+    methods = (draft.config.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    depths = draft.config.get("num_depths", methods[0].get("speculative_tokens"))
+    if not isinstance(depths, int) or depths < 2:
+        raise draft.refused(
+            f"does not say how many tokens it predicts at once (num_depths {depths!r} in its config.json); set "
+            "num_depths to the one that it was trained with, at least 2"
+        )
+    return depths
 
 
 def _medusa_heads(draft: Checkpoint) -> int:
@@ -54,7 +91,7 @@ def _block(draft: Checkpoint, kind: str) -> int:
     config = draft.config
     own = {**config, **(config.get("dflash_config") or {})}
     size = own.get("block_size", own.get("dspark_block_size"))
-    if not isinstance(size, int) or size < 1 + (kind == "dflash"):
+    if not isinstance(size, int) or size < 1 + (kind != "dspark"):
         raise draft.refused(
             f"does not say how many tokens it predicts at once (block_size {size!r} in its config.json); set "
             "block_size to the one that it was trained with"
@@ -87,7 +124,8 @@ def fewest_slots(kind: str, levels: int) -> int:
 def mask_token(config: Mapping[str, Any]) -> Any:
     """The token that stands at the positions to predict; None: the config.json does not say."""
     own = {**config, **(config.get("dflash_config") or {})}
-    return own.get("mask_token_id", own.get("dspark_noise_token_id"))
+    keys = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")  # in vLLM's order
+    return next((own[key] for key in keys if own.get(key) is not None), None)
 
 
 def states_of(config: Mapping[str, Any]) -> tuple[int, ...]:
@@ -99,16 +137,21 @@ def states_of(config: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 @contextlib.contextmanager
-def built_as_dflash(draft: Checkpoint) -> Iterator[str]:
-    """A path under which vLLM builds the configuration of a DSpark head, on both model runners: as of the DFlash head
-    that it has inside."""
-    if "speculators_model_type" in draft.config:
+def built(draft: Checkpoint, kind: str) -> Iterator[str]:
+    """A path under which vLLM builds the configuration of a head: of a DFlash2, LiLiCorr or DSpark head, on both model
+    runners, as of the DFlash head inside of it; of a P-EAGLE head as of an EAGLE-3 head, which has the same class."""
+    config = draft.config
+    if "speculators_model_type" in config and kind != "dflash2":
         yield draft.model
         return
-    layers = [one - 1 for one in states_of(draft.config)]
-    own = {"mask_token_id": mask_token(draft.config), "target_layer_ids": layers}
-    own |= draft.config.get("dflash_config") or {}
-    config = {**draft.config, "architectures": [CLASSES["dflash"]], "dflash_config": own}
+    if "speculators_model_type" in config:
+        config = config | {"speculators_model_type": "dflash"}
+    elif kind == "peagle":
+        config = config | {"architectures": [PARALLEL.get(one, one) for one in config.get("architectures") or ()]}
+    else:
+        layers = [one - 1 for one in states_of(config)]
+        own = {"mask_token_id": mask_token(config), "target_layer_ids": layers} | (config.get("dflash_config") or {})
+        config = config | {"architectures": [CLASSES["dflash"]], "dflash_config": own}
     with tempfile.TemporaryDirectory(prefix="draft") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         yield folder
@@ -125,9 +168,14 @@ def settle(spec: Any, draft: Checkpoint, kind: str, levels: int) -> None:
         head.num_lookahead_tokens = levels
         head.num_hidden_layers = _of_medusa(draft.config, "layers") or head.num_hidden_layers
         return
+    if kind == "peagle":  # the mask tokens have slots of no cache
+        return
     if kind == "dspark":
-        head.architectures = [CLASSES[kind]]
         head.sample_from_anchor = samples_anchor(draft.config)
+    if kind == "dflash2":
+        head.dflash_config |= {key: draft.config[key] for key in OF_PAIRS[kind] if key in draft.config}
+    if kind != "dflash":
+        head.architectures = [CLASSES[kind]]
         spec.update_arch_()
     head.max_position_embeddings = max(head.max_position_embeddings, spec.target_model_config.max_model_len)
     head.eagle_aux_hidden_state_layer_ids = list(states_of(draft.config))
@@ -135,7 +183,7 @@ def settle(spec: Any, draft: Checkpoint, kind: str, levels: int) -> None:
 
 
 def as_vllm_drafts(config: Any, kind: str, levels: int) -> Any:
-    """A VllmConfig for vLLM's own class of such heads. `kind`: "dflash" or "dspark"."""
+    """A VllmConfig for vLLM's own class of such heads. `kind`: vLLM's method."""
     own = copy.copy(config)
     spec = own.speculative_config = copy.copy(config.speculative_config)
     spec.method, spec.parallel_drafting, spec.num_speculative_tokens = kind, True, levels

@@ -131,8 +131,8 @@ def _path(
     options: TreeOptions, draft: Checkpoint | None, vllm_keys: dict[str, Any]
 ) -> contextlib.AbstractContextManager[str]:
     """What vLLM is told to load. It judges some kinds by the path, whatever `method` says."""
-    if draft is not None and options.draft == "dspark":
-        return one_forward.built_as_dflash(draft)
+    if draft is not None and options.draft in ("peagle", "dflash2", "lilicorr", "dspark"):
+        return one_forward.built(draft, str(options.draft))
     if options.draft in ("model", "mtp", "medusa"):
         return _neutral_path(vllm_keys["model"], vllm_keys.get("revision"))
     return contextlib.nullcontext(vllm_keys["model"] if options.text is None else "ngram")

@@ -14,6 +14,10 @@ from vllm_adaptive_tree.drafters import Frontier
 from vllm_adaptive_tree.proposers import Proposal
 
 
+def is_rank_0() -> bool:
+    return bool(get_tp_group().rank_in_group == 0)
+
+
 def from_rank_0(decision: Tensor) -> Tensor:
     """`decision` as rank 0 has it; every rank passes a tensor of the same shape."""
     group = get_tp_group()

@@ -8,7 +8,7 @@ without our patches ignores them. Between processes vLLM decodes the slot by its
 import json
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from vllm.compilation.cuda_graph import CUDAGraphStat
@@ -56,7 +56,7 @@ class StepFigures:
 
     def stat(self) -> CUDAGraphStat:
         """For `ModelRunnerOutput.cudagraph_stats`."""
-        return CUDAGraphStat(0, 0, 0, runtime_mode=json.dumps({KEY: asdict(self)}))
+        return CUDAGraphStat(0, 0, 0, runtime_mode=json.dumps({KEY: vars(self)}))
 
     @classmethod
     def of(cls, stat: CUDAGraphStat) -> Self:

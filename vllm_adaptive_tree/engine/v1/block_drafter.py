@@ -1,9 +1,10 @@
-"""DFlash and DSpark heads: one forward over a block, the root and a mask token for each of the positions after it.
+"""DFlash, DFlash2, LiLiCorr and DSpark heads: one forward over a block, a root and a mask token for each depth below.
 
 The head's K/V of a position comes from the target's states there, without a forward, and is written in every step:
 those states are gone after it. The block's own K/V never enters the cache.
 """
 
+import itertools
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -13,40 +14,46 @@ from torch import Tensor
 from vllm.forward_context import set_forward_context
 from vllm.v1.spec_decode.dflash import DFlashProposer
 
-from vllm_adaptive_tree.drafters import ByParent, Rows
+from vllm_adaptive_tree.drafters import Rows
 from vllm_adaptive_tree.engine.common.attention import DraftKeys
+from vllm_adaptive_tree.engine.common.block_lattice import Marginals, lattice_of
 from vllm_adaptive_tree.engine.common.context_norm import norm_each_layer
 from vllm_adaptive_tree.engine.common.startup import tree_options
 from vllm_adaptive_tree.engine.one_forward import as_vllm_drafts
 from vllm_adaptive_tree.engine.v1.catch_up import CatchUp
 from vllm_adaptive_tree.engine.v1.contexts import KeptContexts
 from vllm_adaptive_tree.engine.v1.one_forward import OneForwardDrafter
-from vllm_adaptive_tree.engine.v1.shared_embedding import drop_adapters
+from vllm_adaptive_tree.engine.v1.shared_embedding import drop_adapters, embedding_of
 from vllm_adaptive_tree.trees import SlicedMask
 
 
 class BlockDrafter(OneForwardDrafter, DFlashProposer):
+    lattice: Marginals
+
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any = None):
         options = tree_options(vllm_config)
         assert options.levels is not None
-        # vLLM's DSpark class is Model Runner V2's; the layers, the cache and the block are those of DFlash.
+        # vLLM's classes of others are Model Runner V2's; the layers, the cache and the block are those of DFlash.
         super().__init__(as_vllm_drafts(vllm_config, "dflash", options.levels), device, runner)
+        # Copies of a configuration are checked again, and with "dflash" vLLM refuses candidates on this runner: its own
+        # proposer would not call what scores them.
+        self.vllm_config.speculative_config.method = "eagle3"
         self.begin_drafting(vllm_config)
-        self.markov = options.draft == "dspark"
+        self.kind = str(options.draft)
         self.contexts = KeptContexts()
         self.places: Tensor | None = None
+        self.last = torch.zeros(1, self.draft_model_config.get_hidden_size(), dtype=self.dtype)
+        """[R, H]: the combined states at the last positions before the roots of the next block."""
 
     def load_model(self, target_model: Any) -> None:
         super().load_model(target_model)
         drop_adapters(self.model.model)
         norm_each_layer(self.model.model)
-        self.anchored = self.markov and self.draft_model_config.hf_config.sample_from_anchor
+        config = self.draft_model_config.hf_config
+        self.anchored = self.kind == "dspark" and config.sample_from_anchor
         """Whether the root's row predicts the token after it, and each row the next; else each its own."""
-        self.most: int | None = None
-        """How many of its tokens a DSpark head predicts at each depth; None: all."""
-        if self.markov:
-            self.most = getattr(self.draft_model_config.hf_config, "dspark_draft_topk", None)
-            self.rows = ByParent(self.bias, self.vocabulary)
+        self.lattice = lattice_of(self.kind, self.model, config, self.vocabulary, self._correlated)
+        self.embedding = embedding_of(target_model)
 
     @property
     def layers(self) -> Collection[str]:
@@ -70,28 +77,23 @@ class BlockDrafter(OneForwardDrafter, DFlashProposer):
         """As `V1Drafter.catch_up`."""
         if not items or states is None:
             return Rows(torch.empty(0)), None
-        self._write(items, states)
+        combined = self._write(items, states)
         rooted = [item for item in items if item.root is not None]
         if not rooted:
             return Rows(torch.empty(0)), None
+        ends = itertools.accumulate(len(item.tokens) for item in items)
+        self.last = combined[[end - 1 for item, end in zip(items, ends, strict=True) if item.root is not None]]
         tokens = torch.tensor([item.tokens[-1] for item in rooted])
-        logits = self._block([item.row for item in rooted], [item.start + len(item.tokens) for item in rooted], tokens)
-        if self.most is None:
-            return self.rows.begin(logits, roots=tokens)
-        best = logits.topk(self.most)
-        return self.rows.begin(best.values, best.indices, tokens)
+        hidden = self._block([item.row for item in rooted], [item.start + len(item.tokens) for item in rooted], tokens)
+        return self.lattice.begin(hidden, tokens)
 
-    def bias(self, tokens: Tensor) -> Tensor:
-        """Of a Markov head: what is added to the logits [R, W, V] of the children of `tokens` [R, W]."""
-        found: Tensor = self.model.markov_bias(self.model.markov_embed(tokens.flatten()))
-        moved: Tensor | None = self.model.draft_id_to_target_id
-        if moved is not None:
-            places = torch.arange(len(moved)) + moved
-            found = found.new_zeros(len(found), self.vocabulary).index_copy_(1, places, found)
-        return found.unflatten(0, tokens.shape)
+    def sample_state(self) -> Any:
+        hidden = torch.zeros(1, self.levels, self.draft_model_config.get_hidden_size(), dtype=self.dtype)
+        return self.lattice.begin(hidden, torch.zeros(1, dtype=torch.int64))[1]
 
-    def _write(self, items: list[CatchUp], states: Sequence[Tensor]) -> None:
-        """The head's K/V of the positions of `items`, to the cache and to the contexts that are kept."""
+    def _write(self, items: list[CatchUp], states: Sequence[Tensor]) -> Tensor:
+        """The K/V of the positions of `items`, to the cache and to the contexts that are kept. Returns the states
+        that it is made of [positions, H]."""
         lengths = [len(item.tokens) for item in items]
         spans = [(item.row, item.start, item.start + length) for item, length in zip(items, lengths, strict=True)]
         position = np.concatenate([np.arange(start, end) for _, start, end in spans])
@@ -102,17 +104,25 @@ class BlockDrafter(OneForwardDrafter, DFlashProposer):
         self.contexts.follow([*names, *[None] * (1 + int(row.max()) - len(names))])
         self.places = self.contexts.places(row, position, spans)
         read = [state for item in items for state in item.states]
-        combined = self.model.combine_hidden_states(torch.cat([state[read] for state in states], -1))
+        combined: Tensor = self.model.combine_hidden_states(torch.cat([state[read] for state in states], -1))
         self.model.precompute_and_store_context_kv(combined, torch.from_numpy(position), torch.from_numpy(slots))
         self.places = None
+        return combined
+
+    def _correlated(self, candidates: Tensor, logits: Tensor, hidden: Tensor, roots: Tensor) -> Tensor:
+        """Of a LiLiCorr head: `block_lattice.Scores`."""
+        anchor = self.model.model.hidden_norm(self.last)
+        there = torch.ones(len(anchor), dtype=torch.bool)
+        found: Tensor = self.model.model.lilicorr(self.embedding(candidates), logits, hidden, anchor, there)
+        return found
 
     def _written(self, layer: str, key: Tensor, value: Tensor) -> None:
         if self.places is not None:
             self.contexts.write(layer, self.places, key, value)
 
     def _block(self, rows: list[int], ends: list[int], tokens: Tensor) -> Tensor:
-        """Logits [R, K, V] of the depths below the roots, `tokens` [R], of these rows of the batch, at the positions
-        `ends`."""
+        """Hidden states [R, K, H] that predict the depths below the roots, `tokens` [R], of these rows of the batch, at
+        the positions `ends`."""
         width = self.levels + (not self.anchored)
         blocks, size = self.block_table.block_table, self.block_table.block_size
         root = torch.tensor(ends)
@@ -125,9 +135,7 @@ class BlockDrafter(OneForwardDrafter, DFlashProposer):
         metadata = dict.fromkeys(self.layers, keys)
         with set_forward_context(metadata, self.vllm_config, num_tokens=block.numel(), slot_mapping={}):
             hidden: Tensor = self.model(input_ids=block.flatten().int(), positions=positions.flatten())
-        predicting = hidden.unflatten(0, block.shape)[:, width - self.levels :]
-        logits: Tensor = self.model.compute_logits(predicting.flatten(0, 1))
-        return logits.unflatten(0, (len(rows), self.levels))
+        return hidden.unflatten(0, block.shape)[:, width - self.levels :]
 
     @property
     def block_table(self) -> Any:

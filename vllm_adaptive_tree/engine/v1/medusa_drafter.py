@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from vllm.v1.spec_decode.medusa import MedusaProposer
 
-from vllm_adaptive_tree.drafters import Rows
+from vllm_adaptive_tree.drafters import ByDepth, Rows
 from vllm_adaptive_tree.engine.v1.catch_up import CatchUp
 from vllm_adaptive_tree.engine.v1.one_forward import OneForwardDrafter
 from vllm_adaptive_tree.trees import SlicedMask
@@ -15,10 +15,12 @@ from vllm_adaptive_tree.trees import SlicedMask
 
 class MedusaDrafter(OneForwardDrafter, MedusaProposer):
     layers: Collection[str] = ()
+    lattice: ByDepth
 
     def __init__(self, vllm_config: Any, device: torch.device):
         super().__init__(vllm_config, device)
         self.begin_drafting(vllm_config)
+        self.lattice = ByDepth()
 
     def begin_cache(self, blocks: int) -> None:
         """It has no K/V."""
@@ -35,4 +37,7 @@ class MedusaDrafter(OneForwardDrafter, MedusaProposer):
         if not last or states is None:
             return Rows(torch.empty(0)), None
         (hidden,) = states
-        return self.rows.begin(torch.stack(self.model.compute_logits(self.model(hidden[last])), 1))
+        return self.lattice.begin(torch.stack(self.model.compute_logits(self.model(hidden[last])), 1))
+
+    def sample_state(self) -> Any:
+        return self.lattice.begin(torch.zeros(1, self.levels, self.vocabulary))[1]

@@ -3,11 +3,11 @@
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from vllm_adaptive_tree.drafters import ByDepth, Rows
+from vllm_adaptive_tree.drafters import Rows
 from vllm_adaptive_tree.drafters.one_forward import OneForward
+from vllm_adaptive_tree.engine.common.block_lattice import Marginals
 from vllm_adaptive_tree.engine.common.startup import tree_options
 from vllm_adaptive_tree.engine.v1.catch_up import CatchUp, Step
 
@@ -17,11 +17,10 @@ class OneForwardDrafter:
 
     runner: Any
     hidden_size: int | None
-    rows: OneForward
-    """What the rows of a level are, given those of its depth."""
+    lattice: OneForward | Marginals
+    """What the rows of a level are, given what the forward has left."""
 
     def begin_drafting(self, vllm_config: Any) -> None:
-        self.rows = ByDepth()
         self.levels, self.vocabulary = tree_options(vllm_config).levels or 1, vllm_config.model_config.get_vocab_size()
 
     def forget(self, requests: Collection[str]) -> None:
@@ -31,7 +30,4 @@ class OneForwardDrafter:
         return step.new_states(accepted)
 
     def grow(self, tokens: Tensor, parent: Tensor, state: Any) -> tuple[Rows, Any]:
-        return self.rows.grow(tokens, parent, state)
-
-    def sample_state(self) -> Any:
-        return self.rows.begin(torch.zeros(1, self.levels, self.vocabulary))[1]
+        return self.lattice.grow(tokens, parent, state)

@@ -41,7 +41,7 @@ class PagedDrafter(SpecDecodeBaseProposer):
 
     def catch_up(
         self, items: list[CatchUp], states: Sequence[Tensor] | None, mask: SlicedMask | None
-    ) -> tuple[Rows, TreeState | None]:
+    ) -> tuple[Rows, Any | None]:
         """As `V1Drafter.catch_up`."""
         tokens = [token for item in items for token in item.tokens]
         if not tokens:
@@ -77,7 +77,7 @@ class PagedDrafter(SpecDecodeBaseProposer):
         roots = hidden[last]
         return Rows(self.model.compute_logits(roots)[:, None], roots[:, None]), state
 
-    def grow(self, tokens: Tensor, parent: Tensor, state: TreeState) -> tuple[Rows, TreeState]:
+    def grow(self, tokens: Tensor, parent: Tensor, state: Any) -> tuple[Rows, Any]:
         """Read one level, `tokens` and `parent` [R, W] as in `Frontier`; only real nodes cost a row."""
         depth, given = state.below(parent)
         places = (tokens >= 0).flatten().nonzero().flatten()
@@ -89,10 +89,8 @@ class PagedDrafter(SpecDecodeBaseProposer):
         rows = Rows(state.keys.pad(logits), state.keys.pad(hidden))
         return rows, state.extended(depth, None if feedback is None else state.keys.pad(feedback))
 
-    def sample_state(self) -> TreeState:
-        _, state = self.catch_up([CatchUp(row=0, start=0, tokens=[0], root=0)], None, None)
-        assert state is not None
-        return state
+    def sample_state(self) -> Any:
+        return self.catch_up([CatchUp(row=0, start=0, tokens=[0], root=0)], None, None)[1]
 
     def _forward(
         self, tokens: Tensor, positions: Tensor, slots: Tensor | None, metadata: Any, inputs: Tensor | None

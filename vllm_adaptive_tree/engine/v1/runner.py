@@ -27,6 +27,7 @@ from vllm_adaptive_tree.engine.common.steering import Steering
 from vllm_adaptive_tree.engine.common.step_figures import StepFigures, by_depth
 from vllm_adaptive_tree.engine.common.step_record import step_record
 from vllm_adaptive_tree.engine.common.structured_outputs import masks_of
+from vllm_adaptive_tree.engine.one_forward import CLASSES
 from vllm_adaptive_tree.engine.patches import swapped
 from vllm_adaptive_tree.engine.v1 import scratch
 from vllm_adaptive_tree.engine.v1.acceptance import Requests, accept, held
@@ -35,8 +36,10 @@ from vllm_adaptive_tree.engine.v1.budget import HostBudget
 from vllm_adaptive_tree.engine.v1.clock import PhaseClock
 from vllm_adaptive_tree.engine.v1.drafting_step import DraftingStep
 from vllm_adaptive_tree.engine.v1.drafts import Draft
+from vllm_adaptive_tree.engine.v1.grammars import Grammars
 from vllm_adaptive_tree.engine.v1.head_drafter import HeadDrafter
 from vllm_adaptive_tree.engine.v1.model_drafter import ModelDrafter
+from vllm_adaptive_tree.engine.v1.parallel_drafter import ParallelDrafter
 from vllm_adaptive_tree.engine.v1.recorder import Recorder
 from vllm_adaptive_tree.engine.v1.scheduling import affordable, scheduled_draft, without_tree
 from vllm_adaptive_tree.engine.v1.scratch import ScratchBlocks
@@ -47,7 +50,7 @@ from vllm_adaptive_tree.engine.v1.thinking_budget import ThinkingBudgets
 from vllm_adaptive_tree.engine.v1.verification import NO_TREE, Verification
 from vllm_adaptive_tree.methods import offering, resolve
 
-HEADS = {"dflash": BlockDrafter, "dspark": BlockDrafter}
+HEADS = {"peagle": ParallelDrafter, **dict.fromkeys(CLASSES, BlockDrafter)}
 """Kinds of drafts that are EAGLE-3 heads to vLLM's scheduler."""
 
 
@@ -80,6 +83,7 @@ class TreeModelRunner(CPUModelRunner):
         self.speculative_config.disable_padded_drafter_batch = True
         self.drafts: dict[str, Draft] = {}  # drafted, not yet scheduled
         self.scheduled: dict[int, Draft] = {}  # of this step, by row
+        self.known_grammars = Grammars(vllm_config)
         self.grammars: Mapping[str, GrammarWalk] = {}  # of this step's requests, as the scheduler's stand
         self.asked: Mapping[str, list[int]] = {}  # draft tokens of this step as scheduled, and those verified
         self.verified: Mapping[str, list[int]] = {}
@@ -139,6 +143,7 @@ class TreeModelRunner(CPUModelRunner):
         for request in (*finished, *(scheduler_output.preempted_req_ids or ())):
             self.drafts.pop(request, None)
         self.seeds.forget(finished)
+        self.known_grammars.forget(finished)
         self.drafter.forget(finished)
         if self.lookup is not None:
             self.lookup.forget(finished)
@@ -211,7 +216,7 @@ class TreeModelRunner(CPUModelRunner):
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         sampling = self.execute_model_state is not None
-        self.grammars = getattr(grammar_output, "walks", {})
+        self.grammars = self.known_grammars.of(grammar_output, self.requests)
         with without_discarded(self.input_batch.generators, self.discard_request_mask.np):
             output = super().sample_tokens(masks_of(grammar_output, self.asked, self.verified))
         self.grammars = {}

@@ -14,3 +14,10 @@ def drop_adapters(backbone: Any) -> None:
     shared = getattr(backbone, "embed_tokens", None)
     if isinstance(shared, BaseLayerWithLoRA):
         backbone.embed_tokens = shared.base_layer
+
+
+def embedding_of(target: Any) -> Any:
+    """The target's own, without LoRA."""
+    inner = getattr(target, "model", target)
+    found = getattr(inner, "embed_tokens", None) or getattr(inner, "embedding", None)
+    return found.base_layer if isinstance(found, BaseLayerWithLoRA) else found

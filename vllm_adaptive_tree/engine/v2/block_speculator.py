@@ -1,4 +1,4 @@
-"""DFlash and DSpark heads on Model Runner V2: vLLM's own forward over the block, and trees of what it leaves."""
+"""DFlash, DFlash2, LiLiCorr and DSpark heads on Model Runner V2: vLLM's forward over the block, and trees of it."""
 
 import copy
 from collections.abc import Callable
@@ -8,12 +8,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
+from vllm.v1.worker.gpu.spec_decode.dflash2.speculator import DFlash2Speculator
 from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
+from vllm.v1.worker.gpu.spec_decode.lilicorr.speculator import LiLiCorrSpeculator
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
-from vllm_adaptive_tree.drafters import ByDepth, ByParent, Rows
-from vllm_adaptive_tree.drafters.one_forward import OneForward
+from vllm_adaptive_tree.drafters import Rows
+from vllm_adaptive_tree.engine.common.block_lattice import lattice_of
 from vllm_adaptive_tree.engine.common.context_norm import norm_each_layer
+from vllm_adaptive_tree.engine.draft_kind import VLLM_METHODS
 from vllm_adaptive_tree.engine.one_forward import as_vllm_drafts
 from vllm_adaptive_tree.engine.v2.drafting import TargetOutput, TreeDrafting
 
@@ -46,7 +49,20 @@ class MarkovBlock(Block, DSparkSpeculator):
     pass
 
 
-BLOCKS: dict[str, type[Block]] = {"dflash": Block, "dspark": MarkovBlock}
+class PairBlock(Block, DFlash2Speculator):
+    pass
+
+
+class CorrelatedBlock(Block, LiLiCorrSpeculator):
+    pass
+
+
+BLOCKS: dict[str, type[Block]] = {
+    "dflash": Block,
+    "dflash2": PairBlock,
+    "lilicorr": CorrelatedBlock,
+    "dspark": MarkovBlock,
+}
 
 
 class BlockSpeculator(TreeDrafting, DraftModelSpeculator):
@@ -60,17 +76,11 @@ class BlockSpeculator(TreeDrafting, DraftModelSpeculator):
     hidden_size = None
 
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any, req_states: Any):
-        kind, levels = str(runner.options.draft), runner.options.levels
-        self.block = BLOCKS[kind](as_vllm_drafts(vllm_config, kind, levels), device)
+        self.kind, levels = str(runner.options.draft), runner.options.levels
+        self.block = BLOCKS[self.kind](as_vllm_drafts(vllm_config, VLLM_METHODS[self.kind], levels), device)
         TreeDrafting.__init__(self, runner, req_states)
         self.block_levels, self.vocabulary = levels, vllm_config.model_config.get_vocab_size()
         self.limit = min(self.block.draft_model_config.max_model_len, self.block.max_model_len)
-        self.lattice: OneForward = ByDepth()
-        self.most: int | None = None
-        """How many of its tokens the head predicts at each depth; None: all."""
-        if kind == "dspark":
-            self.most = self.block._draft_topk
-            self.lattice = ByParent(self.bias, self.vocabulary)
 
     def __getattr__(self, name: str) -> Any:
         """What vLLM's runner asks of a speculator with a model."""
@@ -89,6 +99,13 @@ class BlockSpeculator(TreeDrafting, DraftModelSpeculator):
     def load_model(self, target_model: nn.Module) -> None:
         self.block.load_model(target_model)
         norm_each_layer(self.block.model.model)
+        self.lattice = lattice_of(
+            self.kind,
+            self.block.model,
+            self.block.draft_model_config.hf_config,
+            self.vocabulary,
+            lambda candidates, logits, hidden, roots: self.block._score_candidates(candidates, logits, hidden),
+        )
 
     def load_draft_model(self, *args: Any) -> nn.Module:
         return self.block.load_draft_model(*args)
@@ -141,30 +158,14 @@ class BlockSpeculator(TreeDrafting, DraftModelSpeculator):
         )
 
     def roots(self, requests: int) -> tuple[Rows, Any]:
-        hidden = self.block.predicting[: requests * self.block_levels]
-        logits = self.block.model.compute_logits(hidden).unflatten(0, (requests, self.block_levels))
-        tokens = self.block.tokens[:requests].long()
-        if self.most is None:
-            return self.lattice.begin(logits, roots=tokens)
-        best = logits.topk(self.most)
-        return self.lattice.begin(best.values, best.indices, tokens)
+        hidden = self.block.predicting[: requests * self.block_levels].unflatten(0, (requests, self.block_levels))
+        return self.lattice.begin(hidden, self.block.tokens[:requests].long())
 
     def grow(self, tokens: Tensor, parent: Tensor, state: Any) -> tuple[Rows, Any]:
         self.forwards += 1
         return self.lattice.grow(tokens, parent, state)
 
-    def bias(self, tokens: Tensor) -> Tensor:
-        """Of a Markov head: what is added to the logits [R, W, V] of the children of `tokens` [R, W]."""
-        model = self.block.model
-        found: Tensor = model.markov_bias(model.markov_embed(tokens.flatten()))
-        moved: Tensor | None = model.draft_id_to_target_id
-        if moved is not None:
-            places = torch.arange(len(moved), device=moved.device) + moved
-            found = found.new_zeros(len(found), self.vocabulary).index_copy_(1, places, found)
-        return found.unflatten(0, tokens.shape)
-
     def measure(self, rows: int) -> Callable[[], Any]:
-        logits = torch.zeros(1, self.block_levels, self.vocabulary, device=self.device)
-        _, state = self.lattice.begin(logits)
+        _, state = self.roots(1)
         tokens = torch.zeros(1, rows, dtype=torch.int64, device=self.device)
         return lambda: self.lattice.grow(tokens, tokens, state)

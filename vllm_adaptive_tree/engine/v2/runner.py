@@ -20,6 +20,7 @@ from vllm_adaptive_tree.engine.common.request_flags import RequestFlags
 from vllm_adaptive_tree.engine.common.startup import check_ranks, draft_memory, tree_options
 from vllm_adaptive_tree.engine.common.steering import Steering
 from vllm_adaptive_tree.engine.common.step_record import step_record
+from vllm_adaptive_tree.engine.one_forward import CLASSES
 from vllm_adaptive_tree.engine.patches import swapped
 from vllm_adaptive_tree.engine.v2 import verification
 from vllm_adaptive_tree.engine.v2.adapters import Adapters
@@ -52,8 +53,7 @@ SPECULATORS: dict[str, Any] = {
     "eagle": HeadSpeculator,
     "eagle3": HeadSpeculator,
     "mtp": HeadSpeculator,
-    "dflash": BlockSpeculator,
-    "dspark": BlockSpeculator,
+    **dict.fromkeys(CLASSES, BlockSpeculator),
 }
 """By the kind of the draft; any other is without a checkpoint."""
 IN_FLIGHT = 2
