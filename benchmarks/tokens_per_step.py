@@ -28,10 +28,19 @@ BATCH, PROMPT_CHARACTERS, NEW_TOKENS = 16, 300, 128
 
 def prompts(count: int) -> list[str]:
     """Beginnings and middles of held-out modules, the same in every run."""
-    held_out = [text for name, text in sorted(documents().items()) if is_held_out(name) and len(text) > 2000]
     starts = [eighth / 8 for eighth in range(8)]
-    found = [t[int(s * len(t)) :][:PROMPT_CHARACTERS] for s in starts for t in held_out]
+    found = [t[int(s * len(t)) :][:PROMPT_CHARACTERS] for s in starts for t in _held_out()]
     return found[:count]
+
+
+def files(count: int) -> list[int]:
+    """Which module each of the `prompts` is from."""
+    modules = len(_held_out())
+    return [number % modules for number in range(min(count, 8 * modules))]
+
+
+def _held_out() -> list[str]:
+    return [text for name, text in sorted(documents().items()) if is_held_out(name) and len(text) > 2000]
 
 
 def start(spec: dict[str, Any] | None, target: Path = PAIR / "target", dtype: str = "float32") -> Any:

@@ -1,6 +1,8 @@
-"""Classifiers for C2T's ablation, trained on texts of the pair's own training set, never on held-out ones."""
+"""What methods learn about the pair for these tables, from texts of its own training set, never from held-out ones."""
 
+import json
 import random
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,13 +13,14 @@ from benchmarks.papers.decoding import Cell, measure
 from benchmarks.tokens_per_step import PROMPT_CHARACTERS
 from examples.train_demo_pair import documents, is_held_out
 from vllm_adaptive_tree.acceptance import Accepted
-from vllm_adaptive_tree.gates.training import new_gate, train_c2t
+from vllm_adaptive_tree.gates.training import Trained, new_gate, train_c2t
 from vllm_adaptive_tree.proposers import Proposal
 from vllm_adaptive_tree.proposers.base import log_softmax_at
 from vllm_adaptive_tree.proposers.c2t import features
 from vllm_adaptive_tree.proposers.gate import Gate, entropy
 
-TOP_K, LEVELS, ENTROPY_TOP, NEGATIVES = 10, 11, 1000, 8  # C2T's training trees
+TOP_K, LEVELS, ENTROPY_TOP = 10, 11, 1000  # C2T's training trees
+NEGATIVES = 8  # the default of `train-gate`, with which the bundled gate is trained
 
 
 def training_texts(count: int) -> tuple[str, ...]:
@@ -37,14 +40,9 @@ class Examples(NamedTuple):
     prompt: Tensor
 
 
-def c2t_gates(
-    folder: Path, *, gates: dict[str, list[Any]], prompts: int, tokens: int, nodes: int, seeds: int
-) -> dict[str, dict[str, Any]]:
-    """Weights of classifiers trained on the same trees of EAGLE-2, the best of several seeds each.
-
-    Args:
-        gates: name -> [the features that it may read, of "P", "H" and "d"; hidden units; how it reads P].
-    """
+@lru_cache(maxsize=1)
+def examples(prompts: int, tokens: int, nodes: int) -> Examples:
+    """Of C2T's classifier: the nodes of EAGLE-2's trees."""
     parts: list[Examples] = []
 
     def look(proposal: Proposal, logits: Tensor, result: Accepted, alive: Tensor) -> None:
@@ -60,11 +58,45 @@ def c2t_gates(
 
     cell = Cell("eagle2", nodes, tree={"top_k": TOP_K, "max_depth": LEVELS}, prompts=prompts, tokens=tokens)
     measure(cell, texts=training_texts(prompts), look=look)
-    found = Examples(*(torch.cat(column) for column in zip(*parts, strict=True)))
-    return {name: _trained(found, *how, seeds=seeds) for name, how in gates.items()}
+    return Examples(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
-def _trained(found: Examples, reads: str, hidden: int, kind: str, *, seeds: int) -> dict[str, Any]:
+def c2t_gates(
+    _: Path, *, gates: dict[str, list[Any]], prompts: int, tokens: int, nodes: int, seeds: int
+) -> dict[str, dict[str, Any]]:
+    """C2T's classifier, the best of several seeds, as `train-gate` gives it.
+
+    Args:
+        gates: name -> [the features that it may read, of "P", "H" and "d"; hidden units; how it reads P].
+    """
+    found = {name: _train(examples(prompts, tokens, nodes), *how, seeds=seeds) for name, how in gates.items()}
+    return {
+        name: {
+            "weights": _weights(trained.best.gate),
+            "features": trained.best.gate.features,
+            "loss": trained.best.loss,
+            "losses": [run.best.loss for run in trained.runs],
+            "constant": trained.run.constant,
+        }
+        for name, trained in found.items()
+    }
+
+
+def c2t_trainings(
+    _: Path, *, reads: str, hidden: int, prompts: int, tokens: int, nodes: int, seeds: int
+) -> dict[str, Any]:
+    """C2T's classifier from every seed that learnt something; arguments as of `c2t_gates`."""
+    trained = _train(examples(prompts, tokens, nodes), reads, hidden, "paper", seeds=seeds)
+    learnt = [run.best for run in trained.runs if run.failed is None]
+    return {
+        "weights": [_weights(one.gate) for one in learnt],
+        "losses": [one.loss for one in learnt],
+        "failed": seeds - len(learnt),
+        "constant": trained.run.constant,
+    }
+
+
+def _train(found: Examples, reads: str, hidden: int, kind: str, *, seeds: int) -> Trained:
     blind = torch.tensor([column for column, name in enumerate("PHd") if name not in reads], dtype=torch.int64)
     inputs = features(found.path, found.entropy, found.depth, kind).index_fill(1, blind, 0.0)
     trained = train_c2t(
@@ -73,25 +105,48 @@ def _trained(found: Examples, reads: str, hidden: int, kind: str, *, seeds: int)
         negatives=NEGATIVES,
         seeds=range(seeds),
     )
-    weights = trained.best.gate.state_dict()
-    weights["layers.0.weight"][:, blind] = 0.0  # never trained: the column was 0
-    return {
-        "weights": {name: weight.tolist() for name, weight in weights.items()},
-        "features": kind,
-        "loss": trained.best.loss,
-        "constant": trained.run.constant,
-        "losses": [run.best.loss for run in trained.runs],
-        "failed": sum(run.failed is not None for run in trained.runs),
-        "recall": trained.best.score.recall,
-        "positive_rate": trained.best.score.positive_rate,
-        "examples": len(found.label),
-    }
+    for run in trained.runs:
+        run.best.gate.state_dict()["layers.0.weight"][:, blind] = 0.0  # never trained: the column was 0
+    return trained
 
 
-def write_gates(trained: dict[str, dict[str, Any]], folder: Path) -> None:
-    """The files that cells name with an "@"."""
-    for name, one in trained.items():
-        weights = {key: torch.tensor(value) for key, value in one["weights"].items()}
-        gate = Gate(3, len(weights["layers.0.bias"]), features=one["features"])
-        gate.load_state_dict(weights)
-        gate.save(folder / f"{name}.safetensors", {})
+def _weights(gate: Gate) -> dict[str, Any]:
+    return {name: weight.tolist() for name, weight in gate.state_dict().items()}
+
+
+def write_gate(name: str, weights: dict[str, Any], folder: Path, *, kind: str = "paper") -> None:
+    """The file that cells name "@{name}.safetensors"."""
+    tensors = {key: torch.tensor(value) for key, value in weights.items()}
+    gate = Gate(3, len(tensors["layers.0.bias"]), features=kind)
+    gate.load_state_dict(tensors)
+    gate.save(folder / f"{name}.safetensors", {})
+
+
+def joint_gate(folder: Path, least: float) -> None:
+    """DyJoint of C2T's Table 3 as a gate: a node passes at 0.5 where its path probability is at least this."""
+    gate = Gate(3, 1)
+    steep = 1e4
+    gate.load_state_dict(
+        {
+            "layers.0.weight": torch.tensor([[1.0, 0.0, 0.0]]),
+            "layers.0.bias": torch.zeros(1),
+            "layers.2.weight": torch.tensor([[steep]]),
+            "layers.2.bias": torch.tensor([-steep * least]),
+        }
+    )
+    gate.save(folder / f"joint {least:g}.safetensors", {})
+
+
+def acceptance_rates(
+    _: Path, *, rule: str, children: str | None, width: int, temperature: float, prompts: int, tokens: int
+) -> list[float]:
+    """Sequoia's vector for a rule: how often each child of the root is the accepted one, in trees of one level."""
+    tree = {"shape": [width]} | ({"children": children} if children else {})
+    cell = Cell("static_tree", width, temperature, rule, tree, prompts=prompts, tokens=tokens)
+    record = measure(cell, texts=training_texts(prompts))
+    return [round(count / sum(record["steps"]), 5) for count in record["ranks"][:width]]
+
+
+def write_vector(name: str, vector: list[float], folder: Path) -> None:
+    """The file that cells name "@{name}.json"."""
+    (folder / f"{name}.json").write_text(json.dumps({"vector": vector}))

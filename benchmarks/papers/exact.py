@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.papers.decoding import _prefilled, _read_one, held_out_texts, models
+from benchmarks.papers.models import held_out_texts, models, prefilled, read_one
+from benchmarks.tokens_per_step import files
 from vllm_adaptive_tree.acceptance.hub import without_argmax
 from vllm_adaptive_tree.acceptance.optimal import optimal_acceptance
 from vllm_adaptive_tree.proposers.base import softmax_at
@@ -65,7 +66,7 @@ RULES = {"RRS": rrs, "RRSw": rrsw, "SpecHub": spechub}
 def nodes_of_pair(_: Path, *, temperature: float, prompts_: int, tokens: int, every: int) -> Any:
     """First- and second-draft acceptance of every rule at the same places of the target's own text: per prompt."""
     texts = held_out_texts(prompts_)
-    given, logits, target, draft = _prefilled(texts)
+    given, logits, target, draft = prefilled(texts)
     requests = torch.arange(len(given))
     target, draft = target.of(requests), draft.of(requests)
     position = torch.tensor([len(one) for one in given])
@@ -74,14 +75,14 @@ def nodes_of_pair(_: Path, *, temperature: float, prompts_: int, tokens: int, ev
     p = softmax_at(logits, heat)
     for step in range(tokens):
         token = CounterRNG(requests + 1, position, purpose=1).sample(p)
-        q = softmax_at(models().draft.logits(_read_one(models().draft, draft, token, position, requests)), heat)
-        p = softmax_at(models().target.logits(_read_one(models().target, target, token, position, requests)), heat)
+        q = softmax_at(models().draft.logits(read_one(models().draft, draft, token, position, requests)), heat)
+        p = softmax_at(models().target.logits(read_one(models().target, target, token, position, requests)), heat)
         if step % every == 0:
             for rule, accepted in RULES.items():
                 for which, value in accepted(p.double(), q.double())._asdict().items():
                     found[f"{rule} {which}"].append(value.tolist())
         position = position + 1
-    return {name: torch.tensor(values).mean(0).tolist() for name, values in found.items()}
+    return {name: torch.tensor(values).mean(0).tolist() for name, values in found.items()} | {"file": files(prompts_)}
 
 
 def toy_table(_: Path, *, pairs: int) -> Any:

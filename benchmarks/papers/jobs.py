@@ -2,7 +2,7 @@
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
@@ -13,6 +13,7 @@ from typing import Any
 from safetensors.torch import load_file
 from tqdm import tqdm
 
+from benchmarks.papers.bootstrap import merged
 from benchmarks.papers.decoding import Cell
 
 Results = Mapping[str, Any]
@@ -31,6 +32,21 @@ class Job:
     def run(self, folder: Path) -> Any:
         module, _, name = self.function.partition(":")
         return getattr(import_module(f"benchmarks.papers.{module}"), name)(folder, **self.arguments)
+
+
+Work = Job | tuple[Job, ...]
+"""A job, or the same cell with several sets of random numbers."""
+
+
+def draws(count: int, method: str, nodes: int, temperature: float, **rest: Any) -> tuple[Job, ...]:
+    """The same cell `count` times; its records are merged."""
+    return tuple(cell(method, nodes, temperature, draw=draw, **rest) for draw in range(count))
+
+
+def in_turn(works: Iterable[Work]) -> list[Job]:
+    """All jobs, the first draw of every cell before any second one."""
+    rows = [work if isinstance(work, tuple) else (work,) for work in works]
+    return [row[draw] for draw in range(max(map(len, rows))) for row in rows if draw < len(row)]
 
 
 def cell(method: str, nodes: int, temperature: float = 0.0, **rest: Any) -> Job:
@@ -71,9 +87,15 @@ class Store:
         beside.write_text("{\n" + lines + "\n}\n")
         beside.replace(self.file)
 
-    def of(self, jobs: Mapping[str, Job]) -> dict[str, Any]:
-        """Results by the names of their jobs; jobs without one are left out."""
-        return {name: self.found[job.key] for name, job in jobs.items() if job.key in self.found}
+    def of(self, works: Mapping[str, Work]) -> dict[str, Any]:
+        """Results by the names of their jobs, those of several draws merged; jobs without one are left out."""
+        return {name: self._result(work) for name, work in works.items() if self.has(work)}
+
+    def has(self, work: Work) -> bool:
+        return all(job.key in self.found for job in in_turn([work]))
+
+    def _result(self, work: Work) -> Any:
+        return merged([self.found[job.key] for job in work]) if isinstance(work, tuple) else self.found[work.key]
 
 
 def workers(count: int) -> Executor:

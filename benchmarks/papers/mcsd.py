@@ -2,121 +2,194 @@
 
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
-from benchmarks.papers.jobs import Job, Results, cell
-from benchmarks.papers.judging import Estimate, difference, judge, ratio
+from benchmarks.papers.bootstrap import Estimate, Record, costed, difference, ratio
+from benchmarks.papers.jobs import Results, Work, cell
+from benchmarks.papers.judging import OURS, Claim, Source
 from benchmarks.papers.scale import Scale
 from benchmarks.papers.writing import Section, table
 
-T = 0.7
-GRID = ([4, 2, 2, 1], [2, 2, 2, 1], [3, 3, 1, 1], [4, 3, 1, 1], [4, 4, 1, 1], [8, 2, 2, 1])
+PAPER = "Target-initialised MCSD (arXiv 2409.10644)"
+T, MU = 0.7, 0.1
+MARGIN = 0.1  # of a log probability
+SD, MCSD, LOSSLESS, LOSSY, WIDER = "1x1x1x1", "4x2x2x1", "4x3x1x1", "2+4x3x1x1", "3+4x3x1x1"
+HEADLINE = (SD, MCSD, LOSSLESS, LOSSY, WIDER)
+GRID = ("2x2x2x1", "3x3x1x1", "4x4x1x1", "8x2x2x1")
+INITIALISED = ("2+4x4x1x1", "2+1x1x1x1")
 FORKS = (1, 2, 4, 8, 16)
+WIDE = "16+1x1x1x1x1"
+STOPS = ("none", "type1", "type2")
 THEIRS = {  # alpha at T = 0.7 of SD with 4 tokens, MCSD 4x2x2x1, and 2x4x3x1x1 (draft 68M)
     "LLaMA-2-7B, MT-Bench": (0.17, 0.29, 0.47),
     "LLaMA-2-7B, TriviaQA": (0.15, 0.21, 0.53),
     "LLaMA-2-7B, Alpaca": (0.20, 0.34, 0.52),
     "Vicuna-7B, MT-Bench": (0.18, 0.31, 0.40),
 }
-STOPS = ("none", "type1", "type2")
+ALPHA = {
+    (MCSD, SD): Source("Table 2, MCSD beside SD", "alpha 0.17 -> 0.29 (7B, MT-Bench)", headline=True),
+    (LOSSY, MCSD): Source("Table 2, 2x4x3x1x1 beside MCSD", "alpha 0.29 -> 0.47 (7B, MT-Bench)", headline=True),
+}
+OTHERS = Source("Tables 3 and 4, T = 0 and 1", "alpha SD .11-.14, MCSD .20-.23")
+FORK = Source("Tables 3 and 4, D = 5 and W = 16", "alpha .74-.80 beside MCSD's .20-.23", headline=True)
+QUALITY = Source("Table 1, MT-Bench score over W0", "6.29 at W0 = 1, 5.83 at 2, 5.69 at 3 (68M)", headline=True)
+KEPT = Source("Table 1, W0 = 1 keeps the score", "within 0.05", headline=True)
+CONFIGS = Source("Figure 4, 2x4x3x1x1 is the best of the grid", "alpha .473; 2x4x4x1x1 .468, 2x1x1x1x1 .156")
+WIDTH = Source("Figure 6, alpha over the width", "a curve")
+SPEED = Source('abstract, "a maximum 27.5% speedup compared to our MCSD baseline"', "up to +27.5 %", headline=True)
+STOP = Source("Figures 7 and 8, the decision model brings no speed", "curves")
 
 
-def jobs(scale: Scale) -> dict[str, Job]:
-    found = {}
+def jobs(scale: Scale) -> dict[str, Work]:
+    found: dict[str, Work] = {}
 
-    def add(name: str, shape: list[int], **rest: object) -> None:
-        nodes = _size(shape)
-        found[name] = cell("mcsd", nodes, T, rule="rrsw", tree={"shape": shape, **rest}, **scale.sampled)
+    def add(name: str, t: float, own: dict[str, int] = scale.sampled, **rest: Any) -> None:
+        width, shape = _parsed(name)
+        tree = {"shape": shape, **rest} | ({"init_width": width, "allow_lossy": True} if width > 1 else {})
+        nodes = sum(_layers(shape)) * width + (width if width > 1 else 0)
+        likely = {"keep_likelihood": True} if name in (*HEADLINE, *INITIALISED, WIDE) else {}
+        key = f"{name} {t:g}" + (f" {rest['stop']}" if rest else "")
+        found[key] = cell("mcsd", nodes, t, rule="rrsw", tree=tree, **likely, **own)
 
-    add("config 1x1x1x1", [1, 1, 1, 1])
-    for shape in scale.some(GRID, GRID[:1]):
-        add(f"config {_named(shape)}", shape)
+    for name in (SD, MCSD, LOSSLESS, LOSSY):
+        add(name, T)
+        for t in scale.some((0.0, 1.0), ()):
+            add(name, t, scale.few if t else scale.greedy)
+    for name in scale.some((WIDER, *GRID), ()):
+        add(name, T)
+    for name in scale.some(INITIALISED, ()):
+        add(name, T, scale.few)
+    for t in scale.some((0.0, 1.0), ()):
+        add(WIDE, t, scale.few | {"prompts": 15})
     for width in scale.some(FORKS, (1, 4)):
-        add(f"fork {width}", [width, 1, 1, 1, 1])
+        add(_fork(width), T)
     for stop in scale.some(STOPS, ("none", "type2")):
-        add(f"stop {stop}", [4, 2, 1, 1, 1], **({} if stop == "none" else {"stop": stop}))
+        add("4x2x1x1x1", T, **({} if stop == "none" else {"stop": stop}))
     return found
 
 
 def section(r: Results, figures: Path) -> Section:
-    claims = []
+    claims: list[Claim] = []
+    temperatures = [t for t in (T, 0.0, 1.0) if f"{SD} {t:g}" in r]
     parts = [
-        f"T = {T}, children drawn without replacement, RRSw; the root is the target's own last token (target "
-        "initialisation of width 1, the lossless one). alpha: accepted draft tokens over the depth of the tree. "
-        "*1x1x1x1* is plain speculative decoding with four draft tokens."
+        "Children drawn without replacement, RRSw. *2+4x3x1x1* is the paper's 2x4x3x1x1: two initial tokens of the "
+        "target above the k-config 4x3x1x1, which is lossy; without a plus the root is the target's own last token "
+        "(target initialisation of width 1, the lossless one). alpha: accepted draft tokens over the k-config's "
+        "depth. *1x1x1x1* is plain speculative decoding with four draft tokens. Quality: the target's mean log "
+        "probability, at temperature 1, of a token of the text that comes out. It stands for the paper's MT-Bench "
+        "score, which models of this size have not.",
     ]
-    rows = []
-    for name in [name for name in r if name.startswith("config ")]:
-        shape = name.split()[1]
-        rows.append(
-            (shape, _size([int(k) for k in shape.split("x")]), ratio(r[name]), _alpha(r[name], shape.count("x") + 1))
-        )
-    parts.append(table(("k-config", "nodes", "tokens per step", "alpha"), rows))
-    parts.append("The paper's alpha; 2x4x3x1x1 draws two initial tokens from the target, which is lossy:")
+    rows: list[tuple[object, ...]] = []
+    for t in temperatures:
+        for name in (*HEADLINE, *GRID, *INITIALISED, WIDE):
+            if (record := r.get(f"{name} {t:g}")) is not None:
+                likely = _signed(ratio(record, "likelihood", "tokens")) if "likelihood" in record else None
+                figures_ = (ratio(record), _alpha(record, name), ratio(record, "forwards"), likely)
+                rows.append((f"{t:g}", name, ratio(record, "nodes").mean, *figures_))
+    heads = ("T", "k-config", "nodes", "tokens per step", "alpha", "draft forwards per step", "quality")
+    parts += [table(heads, rows), "The paper's alpha, T = 0.7:"]
     parts.append(table(("pair and text", "SD", "4x2x2x1", "2x4x3x1x1"), [(k, *v) for k, v in THEIRS.items()]))
-    plain = r["config 1x1x1x1"]
-    for name in [name for name in r if name.startswith("config ") and name != "config 1x1x1x1"]:
-        claims.append(
-            judge(f"{name.split()[1]} > plain speculative decoding", difference(r[name], plain), REASONS["plain"])
-        )
+    for t in temperatures:
 
-    widths = sorted(int(name.split()[1]) for name in r if name.startswith("fork "))
-    parts.append("Width of a fork: W sequences of five tokens that branch at the root only.")
-    rows = [(w, 5 * w, ratio(r[f"fork {w}"]), _alpha(r[f"fork {w}"], 5)) for w in widths]
+        def at(name: str, t: float = t) -> Record:
+            return dict(r[f"{name} {t:g}"])
+
+        for (a, b), source in ALPHA.items():
+            gain = _over(difference(at(a), at(b)), 4)
+            claims.append((source if t == T else OTHERS).judge(f"alpha: {a} > {b} (T = {t:g})", gain))
+        lossless = difference(at(MCSD), at(SD), "likelihood", "tokens")
+        text = f"quality of {MCSD} is that of {SD} (T = {t:g})"
+        claims.append(KEPT.judge_equal(text, lossless, MARGIN))
+        for a, b in ((LOSSLESS, LOSSY), (LOSSY, WIDER)):
+            if f"{b} {t:g}" in r:
+                text = f"quality falls from {a} to {b} (T = {t:g})"
+                claims.append(QUALITY.judge(text, difference(at(a), at(b), "likelihood", "tokens"), SAMPLED))
+        if f"{WIDE} {t:g}" in r:
+            gain = difference(_rated(at(WIDE), 5), _rated(at(MCSD), 4), "rate")
+            claims.append(FORK.judge(f"alpha: {WIDE} > {MCSD} (T = {t:g})", gain))
+    gain = difference(costed(r[f"{LOSSY} {T}"], MU), costed(r[f"{MCSD} {T}"], MU), "tokens", "cost")
+    share = ratio(costed(r[f"{MCSD} {T}"], MU), "tokens", "cost").mean
+    shown = _over(gain, share).percent()
+    claims.append(SPEED.judge(f"{LOSSY} is faster than {MCSD}, modelled (T = {T:g}, mu = {MU:g})", gain, shown=shown))
+    for name in [name for name in INITIALISED if f"{name} {T}" in r]:
+        gain = _over(difference(r[f"{LOSSY} {T}"], r[f"{name} {T}"]), 4)
+        claims.append(CONFIGS.judge(f"alpha: {LOSSY} > {name} (T = {T:g})", gain))
+
+    widths = [width for width in FORKS if f"{_fork(width)} {T}" in r]
+    parts.append(f"Width of a fork: W sequences of five tokens that branch at the root only, T = {T}.")
+    rows = [(w, 5 * w, ratio(r[f"{_fork(w)} {T}"]), _alpha(r[f"{_fork(w)} {T}"], _fork(w))) for w in widths]
     parts.append(table(("W", "nodes", "tokens per step", "alpha"), rows))
     for small, large in pairwise(widths):
-        gain = difference(r[f"fork {large}"], r[f"fork {small}"])
-        claims.append(judge(f"{large} sequences accept more than {small}", gain, REASONS["width"]))
+        gain = difference(r[f"{_fork(large)} {T}"], r[f"{_fork(small)} {T}"])
+        claims.append(WIDTH.judge(f"{large} sequences accept more than {small}", gain, LESS))
+    parts += _stops(r, claims)
+    return Section(PAPER, PAPER, parts, claims)
 
-    stops = [stop for stop in STOPS if f"stop {stop}" in r]
-    parts.append(
-        "Decision models on the k-config 4x2x1x1x1: growth ends behind a level for which the model believes in no "
-        "sequence (threshold 0.4). Type 1 reads the draft's hidden state, type 2 entropy and the ten best "
-        "probabilities; both are the bundled ones."
-    )
-    rows = []
-    for stop in stops:
-        one = r[f"stop {stop}"]
-        rows.append((stop, ratio(one), ratio(one, "nodes").mean, ratio(one, "forwards").mean))
-    parts.append(table(("model", "tokens per step", "nodes per step", "draft forwards per step"), rows))
-    for stop in stops[1:]:
-        none, one = r["stop none"], r[f"stop {stop}"]
-        spared = difference(none, one, "forwards")
-        claims.append(judge(f"{stop} spares draft forwards", spared, REASONS["stop"]))
+
+def _stops(r: Results, claims: list[Claim]) -> list[str]:
+    found = {stop: r[key] for stop in STOPS if (key := f"4x2x1x1x1 {T}" + (f" {stop}" if stop != "none" else "")) in r}
+    rows = [
+        (
+            stop,
+            ratio(one),
+            ratio(one, "nodes").mean,
+            ratio(one, "forwards").mean,
+            ratio(costed(one, MU), "tokens", "cost"),
+        )
+        for stop, one in found.items()
+    ]
+    none = found.pop("none")
+    for stop, one in found.items():
+        gain = difference(costed(none, MU), costed(one, MU), "tokens", "cost")
+        claims.append(STOP.judge(f"{stop} is no faster than none, modelled (mu = {MU:g})", gain, SPARES))
+        claims.append(OURS.judge(f"{stop} spares draft forwards", difference(none, one, "forwards")))
         lost = difference(one, none)
         keeps = Estimate(*(x + 0.05 * ratio(none).mean for x in lost))
-        claims.append(
-            judge(
-                f"{stop} keeps 95 % of the tokens per step",
-                keeps,
-                REASONS["kept"],
-                shown=f"{lost.mean:+.3f} [{lost.low:+.3f}, {lost.high:+.3f}]",
-            )
-        )
-    return Section("Target-initialised MCSD (arXiv 2409.10644)", parts, claims)
+        claims.append(OURS.judge(f"{stop} keeps 95 % of the tokens per step", keeps, SPARES, shown=lost.signed()))
+    heads = ("model", "tokens per step", "nodes per step", "draft forwards per step", f"speed at mu = {MU:g}")
+    return [
+        f"Decision models on the k-config 4x2x1x1x1, T = {T}: growth ends behind a level for which the model "
+        "believes in no sequence (threshold 0.4). Type 1 reads the draft's hidden state, type 2 entropy and the ten "
+        "best probabilities; both are the bundled ones. Speed is modelled as tokens / (1 + mu * draft forwards).",
+        table(heads, rows),
+    ]
 
 
-def _size(shape: list[int]) -> int:
-    nodes, level = 0, 1
+def _parsed(name: str) -> tuple[int, list[int]]:
+    """Initial tokens and the k-config below them."""
+    width, _, shape = name.rpartition("+")
+    return int(width or 1), [int(k) for k in shape.split("x")]
+
+
+def _layers(shape: list[int]) -> list[int]:
+    found, level = [], 1
     for k in shape:
         level *= k
-        nodes += level
-    return nodes
+        found.append(level)
+    return found
 
 
-def _named(shape: list[int]) -> str:
-    return "x".join(map(str, shape))
+def _fork(width: int) -> str:
+    return f"{width}x1x1x1x1"
 
 
-def _alpha(record: dict[str, list[float]], depth: int) -> float:
-    return (ratio(record).mean - 1) / depth
+def _rated(record: Record, depth: int) -> Record:
+    """With `rate`: per step, alpha."""
+    return record | {"rate": [(t - s) / depth for t, s in zip(record["tokens"], record["steps"], strict=True)]}
 
 
-REASONS = {
-    "plain": "",
-    "width": "each doubling adds less, as every sequence is less likely than the ones before",
-    "stop": "",
-    "kept": (
-        "the model ends some growths that would have gone on; it spares draft forwards, and the paper too found no "
-        "speed in that"
-    ),
-}
+def _alpha(record: Record, name: str) -> float:
+    return (ratio(record).mean - 1) / len(_parsed(name)[1])
+
+
+def _over(x: Estimate, amount: float) -> Estimate:
+    return Estimate(*(value / amount for value in x))
+
+
+def _signed(x: Estimate) -> str:
+    return f"{x.mean:.3f} ± {x.resolution:.3f}"
+
+
+SAMPLED = "sampled texts differ in how likely they are by as much"
+LESS = "each doubling adds less, as every sequence is less likely than the ones before"
+SPARES = "the model ends some growths that would have gone on, and spares draft forwards"

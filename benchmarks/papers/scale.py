@@ -12,6 +12,15 @@ class Scale(NamedTuple):
     def some(self, everything: tuple, few: tuple) -> tuple:  # type: ignore[type-arg]
         return few if self.quick else everything
 
+    def draws(self, count: int) -> int:
+        """Sets of random numbers that a sampled cell is decoded with."""
+        return 1 if self.quick else count
+
+    @property
+    def few(self) -> dict[str, int]:
+        """For cells that are many or slow: two cuts of every file."""
+        return {"prompts": min(32, self.prompts), "tokens": self.tokens}
+
     @property
     def greedy(self) -> dict[str, int]:
         return {"prompts": self.prompts, "tokens": self.tokens}

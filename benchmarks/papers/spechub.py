@@ -1,19 +1,29 @@
-"""SpecHub (Sun et al., arXiv 2411.05289)."""
+"""SpecHub (Sun et al., arXiv 2411.05289): its trees against those of the rules before it."""
 
+import zlib
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from benchmarks.papers.jobs import Job, Results, cell
-from benchmarks.papers.judging import Estimate, bootstrap_mean, judge, judge_fact, pooled, ratio
+from benchmarks.papers.bootstrap import difference, pooled, ratio
+from benchmarks.papers.calibration import write_vector
+from benchmarks.papers.jobs import Job, Results, Work, cell, draws
+from benchmarks.papers.judging import OURS, Claim, Source
 from benchmarks.papers.scale import Scale
 from benchmarks.papers.writing import Section, table
 
+PAPER = "SpecHub (arXiv 2411.05289)"
 RULES = {  # name -> (children, rule)
     "RRS": ("iid", "rrs"),
     "RRSw": ("without_replacement", "rrsw"),
     "SpecHub": (None, "spechub"),
     "traversal": ("without_replacement", "traversal"),
 }
+THREE = ("RRS", "RRSw", "SpecHub")
 DEPTHS = {2: 2, 3: 6, 4: 14, 5: 30}  # the paper's 2^d counts the root: d - 1 drafted levels -> nodes
+SEQUOIA = {32: 31}  # biSeqN counts the root
+HOT = 1.0  # where the rules differ most
+TERNARY = {4: 39}
 THEIRS = {  # JF68M -> LLaMA-2-7B, CNN: tokens per step of RRS, RRSw, SpecHub
     (0.6, 2): (1.554, 1.600, 1.616),
     (0.6, 3): (1.848, 1.969, 1.986),
@@ -24,35 +34,74 @@ THEIRS = {  # JF68M -> LLaMA-2-7B, CNN: tokens per step of RRS, RRSw, SpecHub
     (1.0, 4): (1.976, 2.044, 2.211),
     (1.0, 5): (2.069, 2.138, 2.310),
 }
-SECOND = {0.3: (0.043, 0.111, 0.118), 0.6: (0.074, 0.109, 0.138), 1.0: (0.102, 0.114, 0.166)}
-TOY = {  # (T, lambda) -> RRS, RRSw, OTM, OTMw, SpecHub
-    (0.1, 0.7): (0.627, 0.712, 0.638, 0.735, 0.740),
-    (0.1, 0.5): (0.332, 0.406, 0.335, 0.413, 0.412),
-    (0.25, 0.7): (0.735, 0.765, 0.785, 0.832, 0.811),
-    (0.25, 0.5): (0.456, 0.498, 0.474, 0.525, 0.497),
-    (0.5, 0.7): (0.809, 0.812, 0.904, 0.915, 0.850),
-    (0.5, 0.5): (0.646, 0.659, 0.705, 0.721, 0.640),
+THEIRS_SEQUOIA = {32: (2.120, 2.160, 2.345)}  # biSeqN at T = 1, as above
+MORE = (
+    'abstract, "consistently generates 0.05-0.27 and 0.02-0.16 more tokens per step than RRS and RRS without '
+    'replacement"'
+)
+OVER_RRS, OVER_RRSW = Source(MORE, "+0.05 to +0.27", headline=True), Source(MORE, "+0.02 to +0.16", headline=True)
+ORDER = Source("tables of batch efficiency, columns RRS and RRSw", "2.051 -> 2.169 (2^4, T = 0.6, CNN)")
+HALF = "Figure 1, batch efficiency over 3 to 31 nodes of a binary tree"
+HALVES = {  # T, the rule with twice the nodes; at T = 0.6 the paper's own RRSw is ahead
+    ("1", "RRSw"): Source(HALF, "SpecHub 2^4 2.211, RRSw 2^5 2.138 (T = 1, CNN)", headline=True),
+    ("1", "RRS"): Source(HALF, "SpecHub 2^4 2.211, RRS 2^5 2.069 (T = 1, CNN)", headline=True),
+    ("0.6", "RRS"): Source(HALF, "SpecHub 2^4 2.246, RRS 2^5 2.139 (T = 0.6, CNN)", headline=True),
+    ("0.6", "RRSw"): OURS,
 }
+BISEQ = Source("tables of batch efficiency, rows biSeq", "2.160 -> 2.345 (biSeq32, T = 1, CNN)", True)
+THIRD = Source("tables of batch efficiency, rows 3^3 and 3^4", "RRSw 3^4 2.682 (160M, T = 0.6, CNN)", True)
+AGAIN = {("RRSw", 4, 0.6), ("SpecHub", 4, 1.0)}
+"""Cells that are decoded several times, so that the check against the engine knows how far draws lie apart."""
+DRAWS = 3
 
 
-def jobs(scale: Scale) -> dict[str, Job]:
-    found = {"toy": Job("exact:toy_table", {"pairs": 100 if scale.quick else 2000})}
-    for t in scale.some((0.3, 0.6, 1.0), (0.6,)):
-        every = {"prompts_": 8, "tokens": 16, "every": 4} if scale.quick else {"prompts_": 64, "tokens": 64, "every": 4}
-        found[f"node {t}"] = Job("exact:nodes_of_pair", {"temperature": t, **every})
-        for depth in scale.some(tuple(DEPTHS), (2, 3)):
-            for name, (children, rule) in RULES.items():
-                tree = {"shape": "binary"} | ({"children": children} if children else {})
-                own = scale.sampled | ({"prompts": min(24, scale.prompts)} if rule == "traversal" else {})
-                found[f"{name} {depth} {t}"] = cell("static_tree", DEPTHS[depth], t, rule=rule, tree=tree, **own)
+def learnt(scale: Scale) -> dict[str, Job]:
+    """Sequoia's vector of each rule, with two children."""
+    found = {}
+    for t in scale.some((HOT,), ()):
+        for name in THREE:
+            children, rule = RULES[name]
+            about = {"rule": rule, "children": children, "width": 2, "temperature": t, "prompts": 64, "tokens": 32}
+            found[f"{name} {t:g}"] = Job("calibration:acceptance_rates", about)
     return found
 
 
+def write_learnt(results: Mapping[str, Any], folder: Path) -> None:
+    for name, vector in results.items():
+        write_vector(name, vector, folder)
+
+
+def jobs(scale: Scale) -> dict[str, Work]:
+    found: dict[str, Work] = {}
+    for t in scale.some((0.3, 0.6, 1.0), (0.6,)):
+        for depth in scale.some(tuple(DEPTHS), (2, 3)):
+            for name, (children, rule) in RULES.items():
+                tree = {"shape": "binary"} | ({"children": children} if children else {})
+                slow = rule == "traversal"
+                own = scale.sampled | ({"prompts": min(24, scale.prompts)} if slow else {})
+                count = scale.draws(DRAWS) if (name, depth, t) in AGAIN else 1
+                found[f"{name} {depth} {t:g}"] = draws(
+                    count, "static_tree", DEPTHS[depth], t, rule=rule, tree=tree, **own
+                )
+    for name, job in learnt(scale).items():
+        rule, t = name.split()
+        children = RULES[rule][0]
+        for size, nodes in SEQUOIA.items():
+            tree = {"vector": f"@{name}.json", "max_depth": 16} | ({"children": children} if children else {})
+            key = {"shipped": f"{zlib.crc32(job.key.encode()):08x}", "rule": RULES[rule][1], "tree": tree}
+            found[f"biSeq {rule} {size} {t}"] = cell("sequoia", nodes, float(t), **key, **scale.few)
+    for t in scale.some((HOT,), ()):
+        for depth, nodes in TERNARY.items():
+            tree = {"shape": "ternary", "children": "without_replacement"}
+            cells = cell("static_tree", nodes, t, rule="rrsw", tree=tree, **scale.few)
+            found[f"ternary {depth} {t:g}"] = cells
+    return found | {f"vector {name}": job for name, job in learnt(scale).items()}
+
+
 def section(r: Results, figures: Path) -> Section:
-    temperatures = sorted({float(name.split()[1]) for name in r if name.startswith("node ")})
+    temperatures = sorted({name.split()[2] for name in r if name.startswith("RRS ")}, key=float)
     depths = sorted({int(name.split()[1]) for name in r if name.startswith("RRS ")})
-    names = list(RULES)
-    claims = []
+    claims: list[Claim] = []
     parts = [
         "Tokens per step on full binary trees. Depth counts the root's level, as in the paper: 2, 6, 14 and 30 "
         "nodes. Draft and target at the same temperature. Traversal verification, on the same trees as RRSw, is "
@@ -61,87 +110,70 @@ def section(r: Results, figures: Path) -> Section:
     rows = []
     for t in temperatures:
         for depth in depths:
-            theirs = THEIRS.get((t, depth))
+            theirs = THEIRS.get((float(t), depth))
             shown = " / ".join(f"{x:.3f}" for x in theirs) if theirs else None
-            rows.append((f"{t:g}", depth, *(ratio(r[f"{name} {depth} {t}"]) for name in names), shown))
-    parts.append(table(("T", "depth", *names, "paper: RRS / RRSw / SpecHub (68M -> LLaMA-2-7B, CNN)"), rows))
+            rows.append((t, depth, *(ratio(r[f"{name} {depth} {t}"]) for name in RULES), shown))
+    parts.append(table(("T", "depth", *RULES, "paper: RRS / RRSw / SpecHub (68M -> LLaMA-2-7B, CNN)"), rows))
+    lines = (
+        ("SpecHub", "RRS", OVER_RRS),
+        ("SpecHub", "RRSw", OVER_RRSW),
+        ("RRSw", "RRS", ORDER),
+        ("traversal", "RRSw", OURS),
+    )
     for t in temperatures:
-        for a, b in (("RRSw", "RRS"), ("SpecHub", "RRSw"), ("traversal", "RRSw")):
+        for a, b, source in lines:
             gain = pooled([(r[f"{a} {depth} {t}"], r[f"{b} {depth} {t}"]) for depth in depths])
-            text = f"{a} >= {b} in tokens per step (T = {t:g}, mean over depths)"
-            claims.append(judge(text, gain, REASONS[a]))
+            text = f"{a} > {b} in tokens per step (T = {t}, mean over depths)"
+            claims.append(source.judge(text, gain, FEW if a == "traversal" else EXACT))
+    for (t, other), source in HALVES.items():
+        if f"SpecHub 4 {t}" in r:
+            gain = difference(r[f"SpecHub 4 {t}"], r[f"{other} 5 {t}"])
+            claims.append(source.judge(f"SpecHub with 14 nodes >= {other} with 30 (T = {t})", gain, DEEP))
+    parts += _sequoia(r, claims) + _ternary(r, claims)
+    return Section(PAPER, PAPER, parts, claims)
 
-    parts.append(
-        "The children of the root: how often the first and the second draft is the accepted one, counted in the "
-        "trees above (all depths together), and exactly, by closed forms over the two laws at the same places of "
-        "the target's own text in every row. Measured shares carry the noise of drawing, and steps "
-        "begin behind rejections more often than text does, where drafts are worse; the exact ones carry neither."
-    )
+
+def _sequoia(r: Results, claims: list[Claim]) -> list[str]:
+    if f"vector RRS {HOT:g}" not in r:
+        return []
     rows = []
-    for t in temperatures:
-        exact = r[f"node {t}"]
-        for place, name in enumerate(("RRS", "RRSw", "SpecHub")):
-            cells = [r[f"{name} {depth} {t}"] for depth in depths]
-            counted = {
-                w: sum(sum(one[w]) for one in cells) / sum(sum(one["steps"]) for one in cells)
-                for w in ("first", "second")
-            }
-            values = {w: bootstrap_mean(exact[f"{name} {w}"]) for w in ("first", "second")}
-            paper = SECOND[t][place] if t in SECOND else None
-            row = (f"{counted[w]:.3f}" for w in counted)
-            shown = (_three(values[w]) for w in values)
-            rows.append((f"{t:g}", name, *row, *shown, None if paper is None else f"{paper:.3f}"))
-        for a, b in (("RRSw", "RRS"), ("SpecHub", "RRSw")):
-            gain = bootstrap_mean([x - y for x, y in zip(exact[f"{a} second"], exact[f"{b} second"], strict=True)])
-            claims.append(judge(f"{a} >= {b} in second-draft acceptance, exact (T = {t:g})", gain, REASONS["second"]))
-            both = [[x + y for x, y in zip(exact[f"{n} first"], exact[f"{n} second"], strict=True)] for n in (a, b)]
-            gain = bootstrap_mean([x - y for x, y in zip(*both, strict=True)])
-            claims.append(judge(f"{a} >= {b} in acceptance of the pair, exact (T = {t:g})", gain, REASONS["both"]))
-    heads = ("T", "rule", "first, counted", "second, counted", "first, exact", "second, exact", "paper: second (68M)")
-    parts.append(table(heads, rows))
+    for size in SEQUOIA:
+        theirs = THEIRS_SEQUOIA.get(size)
+        shown = " / ".join(f"{x:.3f}" for x in theirs) if theirs else None
+        rows.append((f"biSeq{size}", *(ratio(r[f"biSeq {rule} {size} {HOT:g}"]) for rule in THREE), shown))
+    for other in ("RRSw", "RRS"):
+        pairs = [(r[f"biSeq SpecHub {size} {HOT:g}"], r[f"biSeq {other} {size} {HOT:g}"]) for size in SEQUOIA]
+        source = BISEQ if other == "RRSw" else BISEQ._replace(headline=False)
+        text = f"SpecHub > {other} on binary Sequoia trees (T = {HOT:g}, biSeq32)"
+        claims.append(source.judge(text, pooled(pairs), EXACT))
+    shares = (f"{rule} {' and '.join(f'{x:.3f}' for x in r[f'vector {rule} {HOT:g}'])}" for rule in THREE)
+    return [
+        f"T = {HOT:g}, Sequoia's trees with at most two children, each for the rule's own vector (biSeqN, N with the "
+        "root), which `vllm-adaptive-tree calibrate sequoia --rule` measures for any pair. Measured on texts of the "
+        f"pair's training set (first and second child): {', '.join(shares)}. 32 prompts.",
+        table(("tree", *THREE, "paper: RRS / RRSw / SpecHub"), rows),
+    ]
 
-    parts.append(
-        "Appendix D's toy: vocabulary 50, two drafts, p = softmax(u_p / T), q = softmax((lambda u_p + (1 - lambda) "
-        "u_q) / T) with standard normal u (the paper says uniform, which does not give its figures); exact "
-        "acceptance, ours / paper's. OTM: the optimum for two drafts with replacement, OTMw without."
-    )
+
+def _ternary(r: Results, claims: list[Claim]) -> list[str]:
     rows = []
-    order = ("RRS", "RRSw", "OTM", "OTMw", "SpecHub")
-    off = 0.0
-    for one in r["toy"]:
-        setting = (one["T"], one["lambda"])
-        means = {name: one[name] for name in order}
-        off = max(off, *(abs(means[name] - x) for name, x in zip(order, TOY[setting], strict=True)))
-        rows.append((*setting, *(f"{means[n]:.3f} / {x:.3f}" for n, x in zip(order, TOY[setting], strict=True))))
-    parts.append(table(("T", "lambda", *order), rows))
-    by = {(one["T"], one["lambda"]): {n: one[n] for n in order} for one in r["toy"]}
-    where = [s for s, m in by.items() if m["SpecHub"] <= m["RRSw"]]
-    claims.append(
-        judge_fact(
-            "toy: SpecHub > RRSw but at lambda = 0.5 and T >= 0.25",
-            all(s in ((0.25, 0.5), (0.5, 0.5)) for s in where),
-            f"not above at {', '.join(f'T = {t:g}, lambda = {share:g}' for t, share in where) or 'none'}",
-        )
-    )
-    optima = all(m["OTM"] >= m["RRS"] and m["OTMw"] >= m["RRSw"] and m["OTMw"] >= m["OTM"] for m in by.values())
-    claims.append(
-        judge_fact("toy: OTM >= RRS, OTMw >= RRSw, OTMw >= OTM", optima, "in all six settings" if optima else "not")
-    )
-    claims.append(
-        judge_fact("toy: within 0.05 of the paper's table", off < 0.05, f"largest distance {off:.3f}", REASONS["toy"])
-    )
-    return Section("SpecHub (arXiv 2411.05289)", parts, claims)
+    for depth, nodes in TERNARY.items():
+        if (three := r.get(f"ternary {depth} {HOT:g}")) is None:
+            continue
+        binary, more = r[f"SpecHub {depth + 1} {HOT:g}"], DEPTHS[depth + 1]
+        pair = (f"3^{depth}, {nodes} nodes", ratio(three), f"2^{depth + 1}, {more} nodes", ratio(binary))
+        rows.append(pair)
+        text = f"SpecHub on 2^{depth + 1} with {more} nodes > RRSw on 3^{depth} with {nodes} (T = {HOT:g})"
+        claims.append(THIRD.judge(text, difference(binary, three), DEEP))
+    if not rows:
+        return []
+    heads = ("ternary tree", "RRSw", "binary tree", "SpecHub")
+    return [
+        f"T = {HOT:g}, ternary trees, for which SpecHub has no rule (32 prompts), beside binary ones:",
+        table(heads, rows),
+    ]
 
 
-def _three(x: Estimate) -> str:
-    return f"{x.mean:.3f} ± {(x.high - x.low) / 2:.3f}"
-
-
-REASONS = {
-    "RRSw": "the exact acceptance of a pair is higher (below), by less than these draws resolve",
-    "SpecHub": "the exact acceptance of a pair is higher (below), by less than these draws resolve",
-    "traversal": "on small models, enumerated, traversal gains about 1 %; 24 prompts do not resolve that",
-    "second": "see the exact shares",
-    "both": "see the exact shares",
-    "toy": "the paper averages 100 pairs of laws, which alone leaves some hundredths at T = 0.1",
-}
+EXACT = "the exact acceptance of a pair is higher, by less than these draws resolve"
+FEW = "on small models, enumerated, traversal gains about 1 %; 24 prompts do not resolve that"
+DEEP = "a level more is worth more here than a better second draft"

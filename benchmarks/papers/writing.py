@@ -1,22 +1,34 @@
-"""Sections of the docs: tables, claims, heat maps."""
+"""Sections of the appendix: tables, lines and heat maps."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.papers.judging import Claim
-from benchmarks.papers.scale import Scale
 
 
 class Section(NamedTuple):
+    paper: str  # "": none
     title: str
     parts: list[str]  # Markdown
     claims: list[Claim]
 
+    @property
+    def papers(self) -> list[Claim]:
+        """The lines that a paper claims."""
+        return [claim for claim in self.claims if claim.source]
+
     def markdown(self) -> str:
-        return "\n\n".join(
-            [f"## {self.title}", *self.parts, "What the paper says, and what we see:", _lines(self.claims)]
-        )
+        found = [f"## {self.title}", *self.parts]
+        ours = [claim for claim in self.claims if not claim.source]
+        if self.papers:
+            rows = [(claim.text, *_verdict(claim), claim.source, claim.theirs) for claim in self.papers]
+            heads = ("line", "verdict", "difference or figures", "why", "where the paper says it", "the paper's")
+            found += ["What the paper says, and what we see:", table(heads, rows)]
+        if ours:
+            rows = [(claim.text, *_verdict(claim)) for claim in ours]
+            found += ["Ours, which no paper claims:", table(("line", "verdict", "difference or figures", "why"), rows)]
+        return "\n\n".join(found)
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
@@ -31,15 +43,8 @@ def _shown(value: Any) -> str:
     return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
-UNEXPLAINED = {"within noise": "not resolved by these prompts", "does not hold": "unexplained"}
-
-
-def _lines(claims: Sequence[Claim]) -> str:
-    rows = []
-    for claim in claims:
-        explained = "" if claim.verdict == "holds" else claim.reason or UNEXPLAINED[claim.verdict]
-        rows.append((claim.text, claim.verdict, claim.figures, explained))
-    return table(("line", "verdict", "difference or figures", "why"), rows)
+def _verdict(claim: Claim) -> tuple[str, str, str]:
+    return claim.verdict, claim.figures, "" if claim.verdict == "holds" else claim.reason
 
 
 def heat_map(file: Path, pairs: Sequence[tuple[float, int]], title: str) -> None:
@@ -69,32 +74,3 @@ def heat_map(file: Path, pairs: Sequence[tuple[float, int]], title: str) -> None
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=110, metadata={"Software": None})
     pyplot.close(figure)
-
-
-def page(sections: Sequence[Section], scale: Scale) -> str:
-    claims = [claim for section in sections for claim in section.claims]
-    counts = ", ".join(f"{sum(c.verdict == verdict for c in claims)} {word}" for verdict, word in WORDS.items())
-    return (
-        "\n\n".join([INTRO.format(scale=scale, lines=len(claims), counts=counts), *(s.markdown() for s in sections)])
-        + "\n"
-    )
-
-
-WORDS = {"holds": "hold", "within noise": "are within noise", "does not hold": "do not hold"}
-INTRO = """# The papers' figures on the bundled pair
-
-One section per paper: ours beside theirs. Theirs come from other models (named beside each figure), so orders and
-ratios compare, absolute figures do not. Ours are the bundled pair's (a 6.4 M target, a 0.7 M draft, a vocabulary of
-2,048, the text of Python's standard library), in float32, behind beginnings and middles of modules held out from its
-training: {scale.prompts} prompts for greedy cells, {scale.sampled_prompts} for sampled ones, {scale.tokens} tokens
-each. They are figures of acceptance: tokens per step count the token that every step adds, nodes per step leave out the
-root. Nothing here is a speed.
-
-± is half the 95 % bootstrap interval over prompts of the figure itself. A line "A >= B" is judged by the 95 % interval
-of the difference over prompts that both decoded, resampled together: it *holds* when the interval lies above 0, *does
-not hold* when it lies below, and is *within noise* otherwise. At T > 0 both also differ by their draws. Of {lines}
-lines, {counts}.
-
-`python -m benchmarks.papers` measures, in a quarter of an hour on two idle cores, and writes this page (`--render`
-writes it from `benchmarks/results/papers`). It runs the package's proposers, rules and RNG in batches over a plain
-PyTorch Llama; the target is read along the walk only."""

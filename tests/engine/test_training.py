@@ -160,11 +160,15 @@ def test_a_killed_run_of_type_1_goes_on(tmp_path: Path, monkeypatch: pytest.Monk
     assert {one.temperature for one in seen} == {0.0, 1.0}
 
 
-def test_sequoia_s_vector_counts_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("rule", "children"), [("rrsw", 6), ("spechub", 2)])
+def test_sequoia_s_vector_counts_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], rule: str, children: int
+) -> None:
     """Against the two models in Hugging Face: the place of the target's best token among the draft's."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    assert main(command(tmp_path, "calibrate", "sequoia", "--children", "6")) == 0
+    wide = [] if rule == "spechub" else ["--children", str(children)]
+    assert main(command(tmp_path, "calibrate", "sequoia", "--rule", rule, *wide)) == 0
     found = json.loads((tmp_path / "out").read_text())
     target, draft = (AutoModelForCausalLM.from_pretrained(x, dtype=torch.float32) for x in (TARGET, DRAFT))
     ranks = []
@@ -174,21 +178,26 @@ def test_sequoia_s_vector_counts_ranks(tmp_path: Path, capsys: pytest.CaptureFix
         with torch.no_grad():
             while len(tokens) < end:
                 tokens.append(int(target(torch.tensor([tokens])).logits[0, -1].argmax()))
-            best = draft(torch.tensor([tokens])).logits[0].topk(6).indices.tolist()
+            best = draft(torch.tensor([tokens])).logits[0].topk(children).indices.tolist()
         root = end - LENGTH  # the prefill's token
         while root < end - 2:  # nothing is drafted for the last token
             rank = best[root].index(tokens[root + 1]) if tokens[root + 1] in best[root] else -1
             ranks.append(rank)
             root += 1 if rank < 0 else 2
     assert found["positions"] == len(ranks)
-    assert found["vector"] == pytest.approx([ranks.count(child) / len(ranks) for child in range(6)], abs=1e-5)
-    assert (found["method"], found["temperatures"], found["rejection_sample_method"]) == ("static_tree", [0.0], "rrsw")
-    assert "child  6: " in capsys.readouterr().out
-    spec = {**tree(20, vector=str(tmp_path / "out")), "method": "sequoia"}
+    assert found["vector"] == pytest.approx([ranks.count(child) / len(ranks) for child in range(children)], abs=1e-5)
+    assert (found["method"], found["temperatures"], found["rejection_sample_method"]) == ("static_tree", [0.0], rule)
+    assert f"child {children:2}: " in capsys.readouterr().out
+    spec = {**tree(20, vector=str(tmp_path / "out")), "method": "sequoia", "rejection_sample_method": rule}
     assert (
         resolve(tree_options(config_of(spec))).proposer.shape
-        != resolve(tree_options(config_of({**spec, "tree": {}}))).proposer.shape
+        != resolve(tree_options(config_of({**spec, "tree": {}, "rejection_sample_method": "rrsw"}))).proposer.shape
     )
+
+
+def test_a_hub_has_two_children(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command(tmp_path, "calibrate", "sequoia", "--rule", "spechub", "--children", "3")) == 2
+    assert "give --children 2" in capsys.readouterr().err
 
 
 def config_of(spec: dict[str, Any]) -> Any:

@@ -3,20 +3,33 @@
 import argparse
 import json
 import sys
+from collections.abc import Mapping
 
 from vllm_adaptive_tree.cli import collecting
 from vllm_adaptive_tree.cli.arguments import positive
 from vllm_adaptive_tree.cli.collecting import collect, job_of, resumable
 from vllm_adaptive_tree.files import atomic_write
 
-RULE = "rrsw"
+CHILDREN: Mapping[str, str | None] = {"rrsw": "without_replacement", "rrs": "iid", "spechub": None}
+"""Rule: the kind of children that it tests; None: the only one it takes."""
+MOST, PAIR = 16, 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
     sequoia = what.add_parser("sequoia", help="acceptance rates of the first, second, .. child (arXiv 2402.12374)")
     collecting.add_arguments(sequoia, what="the vector (JSON)")
-    sequoia.add_argument("--children", type=positive, default=16, help="of a node, at most (default: %(default)s)")
+    sequoia.add_argument(
+        "--children",
+        type=positive,
+        help=f"of a node, at most (default: {MOST}; {PAIR} for spechub, which takes no more)",
+    )
+    sequoia.add_argument(
+        "--rule",
+        choices=tuple(CHILDREN),
+        default="rrsw",
+        help="that the trees will be verified with, as `rejection_sample_method` (default: %(default)s)",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -24,10 +37,15 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _sequoia(options: argparse.Namespace) -> None:
-    tree = {"shape": [options.children], "children": "without_replacement"}
-    job = job_of(options, "sequoia", {}, "static_tree", options.children, tree, rule=RULE)
+    hub = options.rule == "spechub"
+    children = options.children or (PAIR if hub else MOST)
+    if hub and children > PAIR:
+        raise ValueError(f"--rule spechub tests {PAIR} children of a node; give --children {PAIR}, or leave it out")
+    kind = CHILDREN[options.rule]
+    tree = {"shape": [children]} | ({} if kind is None else {"children": kind})
+    job = job_of(options, "sequoia", {}, "static_tree", children, tree, rule=options.rule)
     rank = collect(job).columns["rank"]
-    vector = [float((rank == child).float().mean()) for child in range(options.children)]
+    vector = [float((rank == child).float().mean()) for child in range(children)]
     for child, rate in enumerate(vector, 1):
         print(f"child {child:2}: {rate:.4f} ± {(rate * (1 - rate) / len(rank)) ** 0.5:.4f}")
     print(f"one of them: {sum(vector):.4f}, of {len(rank):,} positions")

@@ -1,0 +1,173 @@
+"""How lines of the papers' pages are judged, and that the pages say what the results say."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.papers.__main__ import main
+from benchmarks.papers.bootstrap import Estimate, costed, difference, lead, mean, merged, pooled, ratio
+from benchmarks.papers.judging import OURS, Source
+from benchmarks.papers.saving import nodes_saved
+from benchmarks.papers.scale import FULL
+from benchmarks.papers.summary import SETTINGS, page
+from benchmarks.papers.writing import Section
+
+ROOT = Path(__file__).parents[1]
+SAID = Source("Table 1", "2 -> 3", headline=True)
+
+
+def record(tokens, nodes=None, files=None):
+    count = len(tokens)
+    return {
+        "steps": [10] * count,
+        "tokens": tokens,
+        "nodes": nodes or [100] * count,
+        "forwards": [50] * count,
+        "file": files or list(range(count)),
+    }
+
+
+def test_a_line_is_judged_by_paired_prompts():
+    lower = [20 + 3 * (i % 7) for i in range(40)]  # prompts differ by more than the two cells do
+    higher = [tokens + 1 + i % 2 for i, tokens in enumerate(lower)]
+    gain = difference(record(higher), record(lower))
+    assert gain.mean == pytest.approx(0.15)
+    assert SAID.judge("", gain).verdict == "holds"
+    assert SAID.judge("", difference(record(lower), record(higher))).verdict == "does not hold"
+    assert SAID.judge("", difference(record(lower), record(lower))).verdict == "within noise"
+    assert ratio(record(lower)).resolution > 4 * gain.resolution
+    assert pooled([(record(higher), record(lower)), (record(lower), record(lower))]).mean == pytest.approx(0.075)
+
+
+def test_prompts_of_a_file_are_resampled_together():
+    """Eight equal cuts of five files tell no more than five prompts."""
+    tokens = [20 + 4 * (i % 5) for i in range(40)]
+    together, apart = ratio(record(tokens, files=[i % 5 for i in range(40)])), ratio(record(tokens))
+    assert together.mean == apart.mean
+    assert together.resolution == pytest.approx(8**0.5 * apart.resolution, rel=0.15)
+    values = [tokens[i] / 10 for i in range(40)]
+    assert mean(values, [i % 5 for i in range(40)]) == pytest.approx(together)
+
+
+def test_draws_of_a_cell_are_added_up():
+    one, other = record([20, 30]), record([22, 36])
+    both = merged([one | {"each": [(1.0, 1)]}, other | {"each": [(2.0, 2)]}])
+    assert both["tokens"] == [42, 66]
+    assert both["steps"] == [20, 20]
+    assert both["file"] == [0, 1]
+    assert both["each"] == [(1.0, 1), (2.0, 2)]
+
+
+def test_noise_says_what_it_would_have_resolved():
+    noisy = SAID.judge("", Estimate(0.01, -0.04, 0.08))
+    assert noisy.verdict == "within noise"
+    assert noisy.figures.endswith("; resolves 0.060")
+    assert "resolves" not in SAID.judge("", Estimate(0.05, 0.01, 0.08)).figures
+
+
+@pytest.mark.parametrize(
+    ("change", "verdict"),
+    [((0.0, -0.09, 0.09), "holds"), ((0.0, -0.2, 0.2), "within noise"), ((-0.3, -0.4, -0.2), "does not hold")],
+)
+def test_what_should_stay_the_same_is_within_a_margin(change, verdict):
+    assert SAID.judge_equal("", Estimate(*change), 0.1).verdict == verdict
+
+
+def test_nodes_at_equal_acceptance():
+    theirs = [record([20 + i % 3 for i in range(20)], [100] * 20), record([30 + i % 3 for i in range(20)], [400] * 20)]
+    ours = [record([18 + i % 3 for i in range(20)], [50] * 20), record([32 + i % 3 for i in range(20)], [240] * 20)]
+    saved = nodes_saved([ours], [theirs], at=theirs[1])
+    expected = 50 * (240 / 50) ** (12 / 14)
+    assert saved.mean == pytest.approx(1 - expected / 400, abs=1e-6)
+
+
+def test_curves_are_not_extrapolated():
+    few = [record([20] * 20, [50] * 20), record([24] * 20, [60] * 20)]
+    most = [record([10] * 20, [10] * 20), record([30] * 20, [400] * 20)]
+    saved = nodes_saved([few], [most], at=most[1])
+    assert saved.mean == -np.inf
+    claim = SAID.judge("", saved, shown=saved.percent())
+    assert claim.verdict == "not reached"
+    assert claim.figures == "not reached [not reached, not reached]"
+    below = nodes_saved([few], [most], at=record([15] * 20))  # no smaller tree of `few` is known
+    assert below.mean == pytest.approx(1 - 50 / (10 * 40**0.25))
+
+
+def test_an_interval_that_some_resamples_do_not_reach_has_no_end():
+    at = record([20 + 2 * (i % 5) for i in range(20)], files=[i % 5 for i in range(20)])
+    ours = [record([10] * 20, [10] * 20), record([25] * 20, [40] * 20)]
+    theirs = [record([10] * 20, [10] * 20), record([40] * 20, [900] * 20)]
+    saved = nodes_saved([ours], [theirs], at)
+    assert saved.mean > 0
+    assert saved.low == -np.inf
+    assert saved.percent().split("[")[1].startswith("not reached, ")
+    assert SAID.judge("", saved).verdict == "within noise"
+
+
+def test_trainings_are_resampled():
+    def curve(factor):
+        return [record([20] * 20, [100 * factor] * 20), record([30] * 20, [400 * factor] * 20)]
+
+    at = record([25] * 20)
+    one, three = nodes_saved([curve(1)], [curve(2)], at), nodes_saved([curve(0.5), curve(1), curve(2)], [curve(2)], at)
+    assert one.mean == pytest.approx(0.5)
+    assert three.mean == pytest.approx(0.5)  # the geometric mean of the trainings
+    assert one.resolution == pytest.approx(0, abs=1e-9)
+    assert three.resolution > 0.2
+
+
+def test_the_best_of_some_thresholds_must_lead():
+    slow, fast = record([20, 22, 24]), record([30, 32, 33])
+    cost = [costed(one, 0.1) for one in (slow, fast)]
+    assert cost[0]["cost"] == [15, 15, 15]
+    assert SAID.judge("", lead([cost[1], cost[0]], [cost[0]], "cost")).verdict == "holds"
+    assert SAID.judge("", lead([cost[0]], cost, "cost")).verdict == "does not hold"
+
+
+def test_lines_of_ours_are_not_the_papers():
+    sure = Estimate(0.1, 0.05, 0.2)
+    claims = [SAID.judge("a > b (T = 0)", sure), SAID.judge("a > b (T = 1)", sure), OURS.judge("c > d", sure)]
+    section = Section(next(iter(SETTINGS)), "", [], claims)
+    assert "The papers' claims: 2 lines, 2 hold." in page([section], FULL).replace("\n", " ")
+    assert "among these: 1 lines, 1 hold." in page([section], FULL).replace("\n", " ")
+    row = "| Table 1 | 2 -> 3 | a > b | T = 0: +0.100 [+0.050, +0.200]<br>T = 1: +0.100 [+0.050, +0.200] | holds |"
+    assert row in page([section], FULL)
+    assert "c > d" not in page([section], FULL)
+    papers, ours = section.markdown().split("Ours, which no paper claims:")
+    assert "| Table 1 | 2 -> 3 |" in papers
+    assert "c > d" in ours
+    assert "c > d" not in papers
+
+
+def test_the_pages_are_those_of_the_results(tmp_path):
+    kept = ROOT / "benchmarks" / "results" / "papers"
+    shutil.copy(kept / "measured.json", tmp_path)
+    main(["--render", "--results", str(tmp_path), "--docs", str(tmp_path)])
+    assert (tmp_path / "verdicts.json").read_text() == (kept / "verdicts.json").read_text()
+    for name in ("papers.md", "papers-appendix.md"):
+        assert (tmp_path / name).read_text() == (ROOT / "docs" / name).read_text(), (
+            "run python -m benchmarks.papers --render"
+        )
+
+
+def test_the_summary_is_a_page_whose_verdicts_name_what_they_judge():
+    text = (ROOT / "docs" / "papers.md").read_text()
+    assert text.count("\n") <= 120
+    rows = re.findall(r"^\| (.+?) \| .+ \| (.+?) \|$", text.split("## Not measured")[0], re.MULTILINE)
+    judged = [row for row in rows if row[0] not in ("where the paper says it", "---")]
+    assert len(judged) > 25
+    assert all(re.search(r"abstract|[Tt]able|Figure|section|theorem|appendix", where) for where, _ in judged)
+    verdicts = json.loads((ROOT / "benchmarks" / "results" / "papers" / "verdicts.json").read_text())
+    claims = [claim for section in verdicts.values() for claim in section]
+    papers = [claim for claim in claims if claim["source"]]
+    holding = sum(claim["verdict"] == "holds" for claim in papers)
+    assert f"The papers' claims: {len(papers)} lines, {holding} hold" in text.replace("\n", " ")
+    assert all(claim["source"] for claim in claims if claim["headline"])
+    appendix = (ROOT / "docs" / "papers-appendix.md").read_text()
+    for claim in papers:
+        assert f"| {claim['text']} | {claim['verdict']} | " in appendix
+        assert f" | {claim['source']} | " in appendix
