@@ -51,6 +51,7 @@ MORE = {
     "parameters": (["test_sampling.py"], "", 81),
     "calls": (["test_llm_calls.py"], "", 8),
     "adapters, processors and embeddings": (["test_request_kinds.py"], "", 7),
+    "several initial tokens": (["test_initial.py"], "refuses", 1),
     "the doctor": (["test_self_check.py"], "doctors", 1),
 }
 

@@ -1,4 +1,4 @@
-"""Keys of the context in a DFlash or DSpark head of several layers, on CPUs."""
+"""Keys of the context in a head with a block (DFlash, DSpark ..) of several layers, on CPUs."""
 
 from typing import Any
 

@@ -65,8 +65,6 @@ class TreeModelRunnerV2(ModelRunner):
         check_ranks(vllm_config)
         self.options = tree_options(vllm_config)
         self.pair = resolve(self.options)
-        if self.pair.init_width > 1:
-            raise ValueError("speculative_config['tree']['init_width'] above 1 is not supported by Model Runner V2")
         self.steering = Steering(self.pair.proposer, self.options.tree.steered)
         most = self.options.tree.budget
         fixed = Budget(sampled=False, most=most if isinstance(most, int) else None)
