@@ -142,6 +142,8 @@ def watch(count: Count, llm: Any, nodes: int) -> None:
         (speculator, "read", "catch-up of the draft"),
         (speculator, "_trees", "trees of the draft"),
     ]
+    if hasattr(speculator, "lattice"):
+        parts += [(speculator.lattice, name, "scores of a head of one forward") for name in ("begin", "grow")]
     if runner.adaptive_verification is not None:
         parts.append((runner.adaptive_verification, "reallocate_drafts", "budget: nodes of each request"))
     if runner.budget is not None:

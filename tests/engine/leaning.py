@@ -1,6 +1,6 @@
 """Random heads that agree with the target: their rows get a bonus by the position of the token that they predict.
 
-A head that predicts a few candidates has those with a bonus among them.
+A head that predicts a few candidates has those with the highest bonus among them.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,7 +47,7 @@ def lean(runner: Any, bonus: Bonus, change: Callable[[Any, str, Any], None] = se
         wanted, levels = logits.clone(), len(hidden) // len(roots)
         for at, row in enumerate(wanted):
             prompt, root = roots[at // levels]
-            row += bonus(prompt, root + 1 + at % levels)
+            row += 10 * bonus(prompt, root + 1 + at % levels)
         best = wanted.topk(own(hidden)[0].shape[1]).indices
         return best, logits.log_softmax(1).gather(1, best)
 

@@ -51,6 +51,8 @@ HEADS: dict[str, Callable[[Path], str]] = {
     "eagle3": partial(heads.eagle3, vocabulary=THREE_OF_FOUR),
     "peagle": heads.peagle,
     "dspark": heads.dspark,
+    "dflash": heads.dflash,
+    "dflash2": partial(heads.dflash2, scale=0.5),
 }
 DRAFTS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "head with a reduced vocabulary, rrsw": ("dyspec", "rrsw", {"draft": "eagle3"}, PLAIN),
@@ -68,6 +70,8 @@ DRAFTS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     ),
     "a conditional head, rrsw": ("dyspec", "rrsw", {"draft": "dspark"}, PLAIN),
     "a conditional head, traversal": ("static_tree", "traversal", {"draft": "dspark", "shape": [2, 2, 1]}, PLAIN),
+    "marginals, rrsw": ("dyspec", "rrsw", {"draft": "dflash"}, PLAIN),
+    "pairs of candidates, rrsw": ("dyspec", "rrsw", {"draft": "dflash2"}, PLAIN),
     "mask tokens, rrsw": ("dyspec", "rrsw", {"draft": "peagle"}, PLAIN),
     "ngram, rrsw": ("dyspec", "rrsw", {}, PLAIN),
     "ngram, traversal": ("static_tree", "traversal", {"shape": [2, 2, 1]}, PLAIN),
