@@ -56,7 +56,12 @@ def serving(target: str, spec: dict[str, Any] | None, log: Path) -> Iterator[str
         command += ["--speculative-config", json.dumps(spec), "--per-request-spec-decode-metrics", "summary"]
     url = f"http://127.0.0.1:{port}"
     with log.open("wb") as file:
-        server = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+        server = subprocess.Popen(
+            command,
+            env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},  # as `vllm serve` has it by itself
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
         try:
             for _ in range(600):
                 if server.poll() is not None:
@@ -64,10 +69,15 @@ def serving(target: str, spec: dict[str, Any] | None, log: Path) -> Iterator[str
                 with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
                     break
                 time.sleep(0.5)
+            else:
+                raise RuntimeError("the server is not healthy after five minutes")
             yield url
         finally:
             server.terminate()
-            server.wait(60)
+            try:
+                server.wait(60)
+            except subprocess.TimeoutExpired:
+                server.kill()
 
 
 def bench(url: str, target: str, dataset: Path, clients: int, requests: int, tokens: int) -> dict[str, Any]:
@@ -106,14 +116,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, default=16)
     parser.add_argument("--enlarge-to", type=parameters, default="150M", help="parameters of the target")
-    parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--clients", type=int, nargs="+", choices=REQUESTS, default=[*REQUESTS])
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--only", default="", help="rows whose name contains this")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     found, texts = list[dict[str, Any]](), prompts(max(REQUESTS.values()))
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     with tempfile.TemporaryDirectory() as folder:
         target, dataset = str(Path(folder, "target")), Path(folder, "prompts.jsonl")
         enlarge(PAIR / "target", Path(target), options.enlarge_to)

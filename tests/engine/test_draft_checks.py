@@ -1,5 +1,6 @@
 """A draft that does not fit the target is refused when the configuration is built, with both facts and the remedy."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -338,6 +339,33 @@ def test_blocks_of_all_requests_fit_a_step(on_v2: None, make: Any, rows: int, tm
 def test_heads_that_vllm_has_on_one_runner_alone(on_v2: None, make: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="which vLLM runs on Model Runner V1 alone, on CPUs; use another draft"):
         build(make(tmp_path / "draft"))
+
+
+def test_a_runner_that_vllm_chooses(on_v2: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With Triton for CPUs it is V2, without a variable that asks for it."""
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
+    assert build(heads.dflash(tmp_path / "block")).use_v2_model_runner
+    with pytest.raises(ValueError, match="which vLLM runs on Model Runner V1 alone"):
+        build(heads.peagle(tmp_path / "draft"))
+
+
+def test_an_embedding_with_adapters(on_v2: None, tmp_path: Path) -> None:
+    keys = {"num_speculative_tokens": 9, "tree": {"budget": None}}
+    with pytest.raises(ValueError, match="reads an embedding without LoRA; remove enable_lora"):
+        build(heads.lilicorr(tmp_path / "draft"), keys=keys, enable_lora=True)
+    assert build(heads.lilicorr(tmp_path / "draft"), keys=keys).use_v2_model_runner
+
+
+def test_a_lilicorr_head_names_its_width(tmp_path: Path) -> None:
+    folder = Path(heads.lilicorr(tmp_path / "draft"))
+    config = json.loads((folder / "config.json").read_text())
+    width = config["dflash_config"].pop("lilicorr_hidden_size", None)
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="no lilicorr_hidden_size"):
+        build(str(folder))
+    (folder / "config.json").write_text(json.dumps({**config, "lilicorr_hidden_size": width}))
+    built = build(str(folder)).speculative_config.draft_model_config.hf_config
+    assert built.dflash_config["lilicorr_hidden_size"] == width
 
 
 @pytest.mark.parametrize(("given", "slots"), [(60, 1 + heads.DEPTH), (1 + heads.DEPTH, 1 + heads.DEPTH), (4, None)])

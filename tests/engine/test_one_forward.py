@@ -121,6 +121,18 @@ def identical(
     return spy.batches
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("head", ["dflash2", "lilicorr", "dspark"])
+def test_compiled(engines: Engines, head: str, tmp_path: Path) -> None:
+    """vLLM compiles for the first batch, of one request, and drops all guards; the batches here have eight."""
+    plain = engines.start(enforce_eager=False).generate(BATCH, parameters(), use_tqdm=False)
+    spec = {"method": "opt_tree", "model": HEADS[head](tmp_path / head), "num_speculative_tokens": NODES}
+    llm = engines.start({**spec, "tree": {"budget": None, "threshold": 0}}, enforce_eager=False)
+    ours = generate(llm, BATCH, parameters())
+    assert_identical([one.outputs[0] for one in plain], ours)
+    assert metric(llm, "spec_decode_num_draft_tokens") > 0
+
+
 @pytest.mark.parametrize("case", [parameter(one) for one in [*CASES, *(one for one in SLOW if one not in CASES)]])
 def test_greedy_and_seeded(
     engines: Engines,

@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from vllm_adaptive_tree.acceptance import Accepted
+from vllm_adaptive_tree.engine.common import ranks as common
 from vllm_adaptive_tree.engine.v2 import rank_agreement
 from vllm_adaptive_tree.engine.v2.rank_agreement import EVERY, RankAgreement, checksum
+from vllm_adaptive_tree.proposers import Proposal
 from vllm_adaptive_tree.trees import TreeBatch
 
 
@@ -67,3 +69,35 @@ def test_one_rank_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_checksum_sees_places() -> None:
     assert checksum(torch.tensor([1, 2])) != checksum(torch.tensor([2, 1]))
     assert checksum(torch.tensor([[1], [2]])) == checksum(torch.tensor([1, 2]))
+
+
+def test_a_rank_takes_the_whole_tree_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own may have fewer nodes, since rank 0's alone follows grammars; the merge with look-ups reads depths."""
+
+    def proposal(nodes: int) -> Proposal:
+        found = TreeBatch.empty(1, 4, torch.device("cpu"))
+        chain = torch.arange(4)[None]
+        there = chain < nodes
+        tree = TreeBatch(
+            torch.where(there, 7 + chain, found.tokens),
+            torch.where(there, chain - 1, found.parent),
+            torch.where(there, chain + 1, found.depth),
+            torch.where(there, -0.5 * (1 + chain), found.log_weight),
+        )
+        return Proposal(tree, torch.where(there, chain, -1), torch.ones(1, 5, dtype=torch.int64))
+
+    sent = list[torch.Tensor]()
+
+    def send(tensor: torch.Tensor, src: int) -> torch.Tensor:
+        sent.append(tensor)
+        return tensor
+
+    monkeypatch.setattr(common, "get_tp_group", lambda: SimpleNamespace(world_size=2, broadcast=send))
+    first = common.proposal_from_rank_0(proposal(4))
+    arriving = iter(sent)
+    group = SimpleNamespace(world_size=2, broadcast=lambda tensor, src: next(arriving))
+    monkeypatch.setattr(common, "get_tp_group", lambda: group)
+    second = common.proposal_from_rank_0(proposal(2))
+    for ours, theirs in zip((*second.tree, *second[1:]), (*first.tree, *first[1:]), strict=True):
+        assert torch.equal(ours, theirs)
+    assert torch.equal(second.tree.depth, proposal(4).tree.depth)

@@ -63,12 +63,12 @@ def check_draft(args: Any, draft: Checkpoint, kind: str, keys: dict[str, Any]) -
         kind: of `drafters.CHECKPOINTS`.
         keys: vLLM's keys of the speculative_config.
     """
+    from vllm import envs
     from vllm.transformers_utils.config import get_config
 
     if kind == "medusa":
         one_forward_checks.check_medusa_is_there(draft)
-    if kind in ("medusa", "peagle"):
-        one_forward_checks.check_runs_on_v1(draft, kind)
+    one_forward_checks.check_runs_on_v1(draft, kind, v2=bool(envs.VLLM_USE_V2_MODEL_RUNNER))
     try:
         overrides = {"hf_overrides_kw": {"model_type": "medusa"}} if kind == "medusa" else {}
         config = get_config(draft.model, args.trust_remote_code, revision=keys.get("revision"), **overrides)
@@ -157,6 +157,8 @@ def check_fit(config: Any, draft: Checkpoint, kind: str, levels: int | None = No
         raise draft.refused(f"is {NAMES[kind]}, and vLLM can load it as {spec.method!r} only; use another draft")
     if kind == "model":
         return
+    one_forward_checks.check_runs_on_v1(draft, kind, v2=config.use_v2_model_runner)
+    one_forward_checks.check_adapters(config, draft, kind)
     head, size = spec.draft_model_config.hf_config, target.get_hidden_size()
     key, own = "hidden_size", spec.draft_model_config.get_hidden_size()
     if kind in AUXILIARY and getattr(head, "target_hidden_size", None):

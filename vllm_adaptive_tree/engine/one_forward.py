@@ -172,8 +172,9 @@ def settle(spec: Any, draft: Checkpoint, kind: str, levels: int) -> None:
         return
     if kind == "dspark":
         head.sample_from_anchor = samples_anchor(draft.config)
-    if kind == "dflash2":
-        head.dflash_config |= {key: draft.config[key] for key in OF_PAIRS[kind] if key in draft.config}
+    if kind in OF_PAIRS:
+        keys = (*OF_PAIRS[kind], "lilicorr_hidden_size")
+        head.dflash_config |= {key: draft.config[key] for key in keys if key in draft.config}
     if kind != "dflash":
         head.architectures = [CLASSES[kind]]
         spec.update_arch_()

@@ -18,15 +18,22 @@ def check_medusa_is_there(draft: Checkpoint) -> None:
         )
 
 
-def check_runs_on_v1(draft: Checkpoint, kind: str) -> None:
-    """vLLM has no such heads on Model Runner V2."""
-    from vllm import envs
+def check_runs_on_v1(draft: Checkpoint, kind: str, *, v2: bool) -> None:
+    """Heads that vLLM has on one model runner. `v2`: whether Model Runner V2 is asked for, or has been chosen."""
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu() or envs.VLLM_USE_V2_MODEL_RUNNER:
+    if kind in ("medusa", "peagle") and (v2 or not current_platform.is_cpu()):
         raise draft.refused(
-            f"is {NAMES[kind]}, which vLLM runs on Model Runner V1 alone, on CPUs; use another draft, or unset "
-            "VLLM_USE_V2_MODEL_RUNNER on a CPU"
+            f"is {NAMES[kind]}, which vLLM runs on Model Runner V1 alone, on CPUs; use another draft, or set "
+            "VLLM_USE_V2_MODEL_RUNNER=0 on a CPU"
+        )
+
+
+def check_adapters(config: Any, draft: Checkpoint, kind: str) -> None:
+    if kind == "lilicorr" and config.use_v2_model_runner and config.lora_config is not None:
+        raise draft.refused(
+            f"is {NAMES[kind]}, which on Model Runner V2 reads an embedding without LoRA; remove enable_lora, or use "
+            "another draft"
         )
 
 
@@ -63,7 +70,8 @@ def check_block_head(draft: Checkpoint, kind: str, built: Any, vocabulary: int) 
         (kind != "dspark" and own.get("sample_from_anchor"), "predictions from the root's row (sample_from_anchor)"),
         (own.get("markov_head_type", "vanilla") != "vanilla", f"a Markov head of type {own.get('markov_head_type')!r}"),
         (kind == "dspark" and not own.get("markov_rank"), "no markov_rank"),
-        *((not own.get(key), f"no {key}") for key in one_forward.OF_PAIRS.get(kind, ())),
+        *((own.get(key) in (None, 0), f"no {key}") for key in one_forward.OF_PAIRS.get(kind, ())),
+        (kind == "lilicorr" and "lilicorr_hidden_size" not in own, "no lilicorr_hidden_size (null: the head's own)"),
         (
             kind in one_forward.OF_PAIRS and (own.get("draft_vocab_size") or vocabulary) != vocabulary,
             "a reduced vocabulary (draft_vocab_size)",

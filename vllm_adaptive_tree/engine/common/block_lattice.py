@@ -77,6 +77,10 @@ class Pairs(Marginals):
 def lattice_of(kind: str, model: Any, config: Any, vocabulary: int, correlated: Scores) -> Marginals:
     """`kind`: of `one_forward.CLASSES`; `config`: the head's own, as vLLM reads it; `correlated`: LiLiCorr's scores,
     which also depend on the target's states."""
+    for name in ("candidate_selector", "lilicorr"):
+        scorer = getattr(model.model, name, None)
+        if scorer is not None:  # vLLM compiles it once and without guards, here for the first batch's one request
+            scorer.do_not_compile = True
     if kind == "dspark":
         return Markov(model, vocabulary, getattr(config, "dspark_draft_topk", None))
     if kind == "dflash2":

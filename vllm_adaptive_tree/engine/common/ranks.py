@@ -69,6 +69,9 @@ def proposal_from_rank_0(proposal: Proposal) -> Proposal:
     if get_tp_group().world_size == 1:
         return proposal
     tree = proposal.tree
-    columns = from_rank_0(torch.cat([tree.tokens, tree.parent, proposal.read, proposal.num_planned], 1))
-    tokens, parent, read, planned = columns.split([tree.tokens.shape[1]] * 3 + [proposal.num_planned.shape[1]], 1)
-    return Proposal(tree._replace(tokens=tokens, parent=parent), read, planned)
+    columns = from_rank_0(torch.cat([tree.tokens, tree.parent, tree.depth, proposal.read, proposal.num_planned], 1))
+    tokens, parent, depth, read, planned = columns.split(
+        [tree.tokens.shape[1]] * 4 + [proposal.num_planned.shape[1]], 1
+    )
+    log_weight = from_rank_0(tree.log_weight)
+    return Proposal(tree._replace(tokens=tokens, parent=parent, depth=depth, log_weight=log_weight), read, planned)
