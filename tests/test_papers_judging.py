@@ -8,8 +8,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.papers import c2t
 from benchmarks.papers.__main__ import main
-from benchmarks.papers.bootstrap import Estimate, costed, difference, lead, mean, merged, pooled, ratio
+from benchmarks.papers.bootstrap import (
+    Estimate,
+    costed,
+    difference,
+    lead,
+    least_rise,
+    mean,
+    merged,
+    pooled,
+    ratio,
+    relative,
+)
 from benchmarks.papers.judging import OURS, Source
 from benchmarks.papers.saving import nodes_saved
 from benchmarks.papers.scale import FULL
@@ -70,6 +82,17 @@ def test_noise_says_what_it_would_have_resolved():
 
 
 @pytest.mark.parametrize(
+    ("gain", "verdict"),
+    [((-0.02, -0.04, 0.01), "holds"), ((-0.04, -0.08, 0.01), "within noise"), ((-0.09, -0.12, -0.06), "does not hold")],
+)
+def test_a_limit_is_shown_and_judged_against(gain, verdict):
+    one = Estimate(*gain)
+    claim = SAID.judge("", one, least=-0.05, shown=one.percent())
+    assert claim.verdict == verdict
+    assert claim.figures.startswith(f"{one.percent()}; limit -5%")
+
+
+@pytest.mark.parametrize(
     ("change", "verdict"),
     [((0.0, -0.09, 0.09), "holds"), ((0.0, -0.2, 0.2), "within noise"), ((-0.3, -0.4, -0.2), "does not hold")],
 )
@@ -97,6 +120,32 @@ def test_curves_are_not_extrapolated():
     assert below.mean == pytest.approx(1 - 50 / (10 * 40**0.25))
 
 
+def test_no_curve_reaches_nothing():
+    at = record([20] * 20)
+    for curves in (([], [[at]]), ([[at]], [])):
+        claim = SAID.judge("", nodes_saved(*curves, at))
+        assert claim.verdict == "not reached"
+
+
+def test_every_size_of_eagle_2_has_a_line():
+    """Those that no tree of C2T's reaches, and those at which it saves little."""
+    sizes = {"EAGLE-2 10": (20, 10), "EAGLE-2 60": (24, 60), "EAGLE-2 90": (40, 90)}
+    gated = {"0.9": (18, 8), "0.5": (30, 40)}
+    cells = {name: record([tokens] * 5, [10 * nodes] * 5) for name, (tokens, nodes) in sizes.items()}
+    for name in ("C2T", c2t.WHOLE, "C2T chain"):
+        cells |= {f"{name} {beta}": record([tokens] * 5, [10 * nodes] * 5) for beta, (tokens, nodes) in gated.items()}
+    cells["chain 3"] = record([22] * 5, [30] * 5)
+    claims = {claim.text: claim for claim in c2t.section(cells, Path()).claims}
+    for name in ("C2T", c2t.WHOLE):
+        for size in (10, 60, 90):
+            for line in ("at least 20 % fewer nodes", "fewer nodes"):
+                claim = claims[f"{name}: {line} at EAGLE-2's acceptance (N = {size})"]
+                assert (claim.verdict == "not reached") == (size == 90)
+                paper = "fewer nodes" if name == "C2T" and size in c2t.AT else "at least 20 % fewer nodes"
+                assert bool(claim.source) == (line == paper)
+    assert claims["C2T: at least 20 % fewer nodes at EAGLE-2's acceptance (N = 10)"].verdict == "does not hold"
+
+
 def test_an_interval_that_some_resamples_do_not_reach_has_no_end():
     at = record([20 + 2 * (i % 5) for i in range(20)], files=[i % 5 for i in range(20)])
     ours = [record([10] * 20, [10] * 20), record([25] * 20, [40] * 20)]
@@ -118,6 +167,25 @@ def test_trainings_are_resampled():
     assert three.mean == pytest.approx(0.5)  # the geometric mean of the trainings
     assert one.resolution == pytest.approx(0, abs=1e-9)
     assert three.resolution > 0.2
+
+
+def test_a_ratio_has_its_own_interval():
+    """Files in which both are twice as fast say nothing about how they compare."""
+    slow = record([20, 40, 20, 40])
+    gain = relative(record([30, 60, 30, 60]), slow)
+    assert gain == pytest.approx((0.5, 0.5, 0.5))
+    assert ratio(slow).resolution > 0.5
+    assert relative(record([30, 60]), slow).mean == pytest.approx(0.5)  # over the prompts that both have
+
+
+def test_a_rise_is_judged_by_its_least_step():
+    counts = [[10, 10, 10]] * 6
+    rise = least_rise([[1, 4, 9]] * 6, counts, list(range(6)))
+    assert rise == pytest.approx((0.3, 0.3, 0.3))
+    assert SAID.judge("", rise).verdict == "holds"
+    assert SAID.judge("", least_rise([[1, 5, 4]] * 6, counts, list(range(6)))).verdict == "does not hold"
+    mixed = [[1, 5, 6 + 3 * (i % 2)] if i < 4 else [1, 6, 4] for i in range(6)]
+    assert SAID.judge("", least_rise(mixed, counts, list(range(6)))).verdict == "within noise"
 
 
 def test_the_best_of_some_thresholds_must_lead():

@@ -28,9 +28,6 @@ class Estimate(NamedTuple):
         """The smallest difference that would have been told from 0."""
         return (self.high - self.low) / 2
 
-    def less(self, amount: float) -> "Estimate":
-        return Estimate(*(value - amount for value in self))
-
     def signed(self) -> str:
         return f"{self.mean:+.3f} [{self.low:+.3f}, {self.high:+.3f}]"
 
@@ -69,6 +66,13 @@ def pooled(pairs: Sequence[tuple[Record, Record]], above: str = "tokens", below:
     return Estimate(float(values[0]), *interval(values[1:]))
 
 
+def relative(a: Record, b: Record, above: str = "tokens", below: str = "steps") -> Estimate:
+    """The ratio of `a` over that of `b`, less 1, over the prompts that they share (the first ones)."""
+    drawn = weights(a["file"][: min(len(one["file"]) for one in (a, b))])
+    values = ratios(a, drawn, above, below) / ratios(b, drawn, above, below) - 1
+    return Estimate(float(values[0]), *interval(values[1:]))
+
+
 def costed(record: Record, mu: float) -> Record:
     """With `cost`: what its steps take in target forwards, a draft forward being `mu` of one."""
     return record | {"cost": [steps + mu * n for steps, n in zip(record["steps"], record["forwards"], strict=True)]}
@@ -87,6 +91,14 @@ def mean(values: Sequence[float], files: Sequence[int]) -> Estimate:
     drawn = weights(files)
     found = drawn @ np.asarray(values, dtype=float) / drawn.sum(1)
     return Estimate(float(found[0]), *interval(found[1:]))
+
+
+def least_rise(hits: Sequence[Sequence[int]], counts: Sequence[Sequence[int]], files: Sequence[int]) -> Estimate:
+    """The smallest step from one share hits / counts [prompts, bins] to the next; a resample has its own."""
+    drawn = weights(files)
+    shares = (drawn @ np.asarray(hits, dtype=float)) / np.maximum(drawn @ np.asarray(counts, dtype=float), 1)
+    values = np.diff(shares, axis=1).min(1)
+    return Estimate(float(values[0]), *interval(values[1:]))
 
 
 def ratios(record: Record, drawn: np.ndarray, above: str = "tokens", below: str = "steps") -> np.ndarray:

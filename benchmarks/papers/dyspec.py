@@ -1,13 +1,12 @@
 """DySpec (arXiv 2410.11744): its trees against others of equal size, and the correlation that they rest on."""
 
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.papers.bootstrap import costed, difference, ratio
+from benchmarks.papers.bootstrap import costed, difference, least_rise, ratio
 from benchmarks.papers.decoding import Cell, measure
 from benchmarks.papers.jobs import Job, Results, Work, cell
 from benchmarks.papers.judging import OURS, Claim, Source
@@ -149,14 +148,12 @@ def section(r: Results, figures: Path) -> Section:
     )
     rows = []
     for t in (0.0, 0.6):
-        hits, counts = (torch.tensor(r[f"probability {t}"][name]).sum(0) for name in ("hits", "counts"))
-        shares = (hits / counts.clamp(min=1)).tolist()
-        rows.append((f"{t:g}", *(f"{share:.3f}" for share in shares)))
-        rising = all(a < b for a, b in pairwise(shares))
-        shown = ", ".join(f"{share:.2f}" for share in shares)
-        claims.append(
-            CORRELATED.judge_fact(f"acceptance grows with the draft's probability (T = {t:g})", rising, shown)
-        )
+        found = r[f"probability {t}"]
+        hits, counts = (torch.tensor(found[name]).sum(0) for name in ("hits", "counts"))
+        rows.append((f"{t:g}", *(f"{share:.3f}" for share in (hits / counts.clamp(min=1)).tolist())))
+        rise = least_rise(found["hits"], found["counts"], found["file"])
+        text = f"acceptance grows with the draft's probability, from each fifth to the next (T = {t:g})"
+        claims.append(CORRELATED.judge(text, rise, shown=f"least step {rise.signed()}"))
     bins = (f"{number / BINS:g} to {(number + 1) / BINS:g}" for number in range(BINS))
     parts.append(table(("T", *bins), rows))
     return Section(PAPER, PAPER, parts, claims)

@@ -67,7 +67,8 @@ def section(r: Results, figures: Path) -> Section:
     for mu in MU:
         inside = [costed(record, mu) for value, record in records.items() if mu <= value <= 1]
         outside = [costed(record, mu) for value, record in records.items() if not mu <= value <= 1]
-        text = f"some threshold in [mu, 1] is faster than all outside, modelled (mu = {mu:g})"
+        others = "all outside" if any(0 < value < mu for value in records) else "no threshold"
+        text = f"some threshold in [mu, 1] is faster than {others}, modelled (mu = {mu:g})"
         claims.append(THRESHOLD.judge(text, lead(inside, outside, "cost"), SMALLER))
     speeds_ = {value: ratio(costed(record, MODELLED), "tokens", "cost") for value, record in records.items()}
     value, best = max(speeds_.items(), key=lambda pair: pair[1].mean)

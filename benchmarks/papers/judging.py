@@ -28,12 +28,14 @@ class Source(NamedTuple):
     theirs: str = ""
     headline: bool = False
 
-    def judge(self, text: str, gain: Estimate, reason: str = "", *, shown: str = "") -> Claim:
-        """`gain` should be positive; an interval around 0 is noise, and then says what would not have been."""
-        verdict: Verdict = "holds" if gain.low > 0 else "does not hold" if gain.high < 0 else "within noise"
+    def judge(self, text: str, gain: Estimate, reason: str = "", *, least: float = 0.0, shown: str = "") -> Claim:
+        """`gain` should be above `least` (a share); an interval around it is noise, and says what it resolves."""
+        verdict: Verdict = "holds" if gain.low > least else "does not hold" if gain.high < least else "within noise"
         if gain.mean == -np.inf:
             verdict = "not reached"
         figures = shown or gain.signed()
+        if least:
+            figures += f"; limit {least:+.0%}"
         if verdict == "within noise" and np.isfinite(gain.resolution):
             unit = f"{gain.resolution:.0%}" if "%" in figures else f"{gain.resolution:.3f}"
             figures += f"; resolves {unit}"

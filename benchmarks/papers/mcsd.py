@@ -4,7 +4,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.papers.bootstrap import Estimate, Record, costed, difference, ratio
+from benchmarks.papers.bootstrap import Estimate, Record, costed, difference, ratio, relative
 from benchmarks.papers.jobs import Results, Work, cell
 from benchmarks.papers.judging import OURS, Claim, Source
 from benchmarks.papers.scale import Scale
@@ -13,6 +13,7 @@ from benchmarks.papers.writing import Section, table
 PAPER = "Target-initialised MCSD (arXiv 2409.10644)"
 T, MU = 0.7, 0.1
 MARGIN = 0.1  # of a log probability
+SHARE = 0.05  # of tokens or speed, that counts as none
 SD, MCSD, LOSSLESS, LOSSY, WIDER = "1x1x1x1", "4x2x2x1", "4x3x1x1", "2+4x3x1x1", "3+4x3x1x1"
 HEADLINE = (SD, MCSD, LOSSLESS, LOSSY, WIDER)
 GRID = ("2x2x2x1", "3x3x1x1", "4x4x1x1", "8x2x2x1")
@@ -77,7 +78,9 @@ def section(r: Results, figures: Path) -> Section:
         "(target initialisation of width 1, the lossless one). alpha: accepted draft tokens over the k-config's "
         "depth. *1x1x1x1* is plain speculative decoding with four draft tokens. Quality: the target's mean log "
         "probability, at temperature 1, of a token of the text that comes out. It stands for the paper's MT-Bench "
-        "score, which models of this size have not.",
+        "score, which models of this size have not. At T > 0 the first initial token of a step is the one that "
+        "verification leaves, and the others are drawn from the target's plain law there without it, not from a "
+        "residual, in the simulation as in the engine.",
     ]
     rows: list[tuple[object, ...]] = []
     for t in temperatures:
@@ -97,9 +100,10 @@ def section(r: Results, figures: Path) -> Section:
         for (a, b), source in ALPHA.items():
             gain = _over(difference(at(a), at(b)), 4)
             claims.append((source if t == T else OTHERS).judge(f"alpha: {a} > {b} (T = {t:g})", gain))
-        lossless = difference(at(MCSD), at(SD), "likelihood", "tokens")
-        text = f"quality of {MCSD} is that of {SD} (T = {t:g})"
-        claims.append(KEPT.judge_equal(text, lossless, MARGIN))
+        if t > 0:  # greedily both give the same text
+            lossless = difference(at(MCSD), at(SD), "likelihood", "tokens")
+            text = f"quality of {MCSD} is that of {SD} (T = {t:g})"
+            claims.append(KEPT.judge_equal(text, lossless, MARGIN))
         for a, b in ((LOSSLESS, LOSSY), (LOSSY, WIDER)):
             if f"{b} {t:g}" in r:
                 text = f"quality falls from {a} to {b} (T = {t:g})"
@@ -107,10 +111,9 @@ def section(r: Results, figures: Path) -> Section:
         if f"{WIDE} {t:g}" in r:
             gain = difference(_rated(at(WIDE), 5), _rated(at(MCSD), 4), "rate")
             claims.append(FORK.judge(f"alpha: {WIDE} > {MCSD} (T = {t:g})", gain))
-    gain = difference(costed(r[f"{LOSSY} {T}"], MU), costed(r[f"{MCSD} {T}"], MU), "tokens", "cost")
-    share = ratio(costed(r[f"{MCSD} {T}"], MU), "tokens", "cost").mean
-    shown = _over(gain, share).percent()
-    claims.append(SPEED.judge(f"{LOSSY} is faster than {MCSD}, modelled (T = {T:g}, mu = {MU:g})", gain, shown=shown))
+    gain = relative(costed(r[f"{LOSSY} {T}"], MU), costed(r[f"{MCSD} {T}"], MU), "tokens", "cost")
+    text = f"{LOSSY} is faster than {MCSD}, modelled (T = {T:g}, mu = {MU:g})"
+    claims.append(SPEED.judge(text, gain, shown=gain.percent()))
     for name in [name for name in INITIALISED if f"{name} {T}" in r]:
         gain = _over(difference(r[f"{LOSSY} {T}"], r[f"{name} {T}"]), 4)
         claims.append(CONFIGS.judge(f"alpha: {LOSSY} > {name} (T = {T:g})", gain))
@@ -140,12 +143,13 @@ def _stops(r: Results, claims: list[Claim]) -> list[str]:
     ]
     none = found.pop("none")
     for stop, one in found.items():
-        gain = difference(costed(none, MU), costed(one, MU), "tokens", "cost")
-        claims.append(STOP.judge(f"{stop} is no faster than none, modelled (mu = {MU:g})", gain, SPARES))
+        lead = relative(costed(none, MU), costed(one, MU), "tokens", "cost")
+        text = f"without a decision model at least 95 % of the speed with {stop}, modelled (mu = {MU:g})"
+        claims.append(STOP.judge(text, lead, SPARES, least=-SHARE, shown=lead.percent()))
         claims.append(OURS.judge(f"{stop} spares draft forwards", difference(none, one, "forwards")))
-        lost = difference(one, none)
-        keeps = Estimate(*(x + 0.05 * ratio(none).mean for x in lost))
-        claims.append(OURS.judge(f"{stop} keeps 95 % of the tokens per step", keeps, SPARES, shown=lost.signed()))
+        kept = relative(one, none)
+        text = f"{stop} keeps 95 % of the tokens per step"
+        claims.append(OURS.judge(text, kept, SPARES, least=-SHARE, shown=kept.percent()))
     heads = ("model", "tokens per step", "nodes per step", "draft forwards per step", f"speed at mu = {MU:g}")
     return [
         f"Decision models on the k-config 4x2x1x1x1, T = {T}: growth ends behind a level for which the model "

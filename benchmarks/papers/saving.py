@@ -15,12 +15,14 @@ def nodes_saved(ours: Sequence[Curve], theirs: Sequence[Curve], at: Record) -> E
 
     Nodes are interpolated linearly in their logarithm within each resample, never extrapolated: above its largest trees
     a curve has not reached the acceptance (nodes without end: -inf, if it is ours), below its smallest ones it counts
-    as these.
+    as these. Without a curve on either side nothing has: -inf.
 
     Args:
         ours, theirs: one curve per training; a resample draws trainings too, and takes the geometric mean of their
             nodes.
     """
+    if not ours or not theirs:
+        return Estimate(-np.inf, -np.inf, -np.inf)
     count = min(len(one["file"]) for curve in (*ours, *theirs, [at]) for one in curve)
     drawn = weights(at["file"][:count])
     wanted = ratios(at, drawn)

@@ -22,9 +22,9 @@ WORDS = {
     "not reached": "are not reached",
 }
 UNMEASURED = (
-    ("all", "speed-ups in seconds on GPUs", "no GPU here; measured seconds are in [benchmarks](benchmarks.md)"),
+    ("all", "speed-ups in seconds on GPUs", "needs GPUs; seconds on CPUs are in [benchmarks](benchmarks.md)"),
     ("all", "other pairs and texts", "one pair and one kind of text are bundled; no models are downloaded"),
-    ("all", "more draws and prompts, until all noise is decided", "hours of this machine; lines say what they resolve"),
+    ("all", "more draws and prompts, until all noise is decided", "hours of one core; lines say what they resolve"),
     ("OPT-Tree", "Figure 6 above 100 nodes, Figure 9's other temperatures", "time; T = 0 and 1 are measured"),
     (
         "OPT-Tree",
@@ -44,7 +44,7 @@ UNMEASURED = (
     ("C2T", "DyMax, which stops at a token's own probability", "no method here has that rule"),
     ("MCSD", "MT-Bench scores", "the target is too small for them; log probabilities instead"),
     ("MCSD", "speed of decision models in seconds", "modelled with mu = 0.1"),
-    ("SpecHub", "the 160M draft, 13B and 33B targets, EAGLE heads", "no such models here"),
+    ("SpecHub", "the 160M draft, 13B and 33B targets, EAGLE heads", "needs such models"),
     ("SpecHub", "biSeq and ternary trees of other sizes and T", "time; the largest are measured, at T = 1"),
 )
 
@@ -112,10 +112,14 @@ figures of acceptance: tokens per step count the token that every step adds. No 
 modelled is tokens / (1 + mu * draft forwards).
 
 A line "A > B" *holds* when the 95 % bootstrap interval of the difference lies above 0, *does not hold* when it lies
-below, and is *within noise* otherwise; then the smallest difference that it resolves is given. Files are resampled
-with all their prompts, since cuts of a file are alike, and trainings too where there are several. *Not reached*: no
-measured tree accepts that much; nothing is extrapolated. The papers' claims: {papers}. Lines that no paper claims
-stand apart in the appendix and are not counted among these: {ours}."""
+below, and is *within noise* otherwise; then what it resolves is given, half the interval: a true difference of that
+size is told half of the time. A line with a *limit* is judged against that in place of 0; one that says that two are
+the same holds when the whole interval lies within the *margin* shown. Lines without an interval (block counts,
+enumerated toys, bins of E(A), speeds and lengths to reach) compare the figures themselves. Files are resampled with
+all their prompts, since cuts of a file are alike, and trainings too where there are several; intervals of 15 files
+are somewhat narrow, and lines are not corrected for their number. *Not reached*: no measured tree accepts that much;
+nothing is extrapolated. The papers' claims: {papers}. Lines that no paper claims stand apart in the appendix and are
+not counted among these: {ours}."""
 APPENDIX = """# The papers' claims: tables and lines
 
 Generated; the summary is [papers.md](papers.md), which says how lines are judged. ± is half the 95 % bootstrap
