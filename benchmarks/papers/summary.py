@@ -19,7 +19,7 @@ WORDS = {
     "holds": "hold",
     "within noise": "are within noise",
     "does not hold": "do not hold",
-    "not reached": "are not reached",
+    "not reached": "not reached",
 }
 UNMEASURED = (
     ("all", "speed-ups in seconds on GPUs", "needs GPUs; seconds on CPUs are in [benchmarks](benchmarks.md)"),
@@ -93,7 +93,7 @@ def _row(claims: list[Claim]) -> tuple[str, str, str, str, str]:
 
 
 def _counted(claims: Sequence[Claim]) -> str:
-    """As "3 lines, 2 hold, 1 are within noise"."""
+    """As "3 lines, 2 hold, 1 not reached"."""
     counts = ", ".join(
         f"{count} {word}" for verdict, word in WORDS.items() if (count := sum(c.verdict == verdict for c in claims))
     )
