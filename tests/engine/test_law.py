@@ -91,8 +91,8 @@ if V2:
     del WRONG["without replacement, k_seq"]  # too few draws to see it
     del DRAFTS["a model and ngram, target_only"]  # the interpreter takes too long for so many contexts
     DRAFTS = {name: pair for name, pair in DRAFTS.items() if pair[2].get("draft") != "peagle"}  # V1 alone has it
-    # open: of requests that join a batch hardly any goes as deep as 2 (18, 9, 6, 0 % by step; DFlash: 10 to 14 %)
-    del DRAFTS["pairs of candidates, rrsw"]
+    # flat pairs fill small trees, and DySpec raises an "auto" threshold from step to step until depth 2 is rare
+    DRAFTS["pairs of candidates, rrsw"] = ("dyspec", "rrsw", {"draft": "dflash2", "mode": "heap"}, PLAIN)
     PAIRS["dyspec, rrsw, depth first"] = PAIRS["dyspec, rrsw"]  # as the rows of large trees stand
 NODES = 6 if V2 else 14
 OF_A_RULE = {"auto": 3} if V2 else {"greedy_multi_draft": 21}  # `auto`: the target's own draw at every row
