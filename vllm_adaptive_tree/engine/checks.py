@@ -109,7 +109,7 @@ def check_config(config: Any, options: TreeOptions) -> None:
     if config.use_v2_model_runner and getattr(options.tree, "init_width", 1) > 1:
         raise ValueError(
             "speculative_config['tree']['init_width'] above 1 is not supported on Model Runner V2; set it to 1, or, on "
-            "a CPU, unset VLLM_USE_V2_MODEL_RUNNER"
+            "a CPU, set VLLM_USE_V2_MODEL_RUNNER=0"
         )
     if not config.use_v2_model_runner:
         check_processors(target.logits_processors)
