@@ -1,6 +1,6 @@
 # make demo        the main job on the bundled pair: no speculation, vLLM's chain, OPT-Tree
 # make demo-ray    the pair in a batch job of Ray Data, on a cluster of two nodes on this machine
-# make test        ruff, mypy, import contracts, pytest with the coverage of the pure rooms; then, alone, tests on Ray
+# make test        ruff, mypy, import contracts, pytest with the coverage of the pure rooms; then Model Runner V2; then tests on Ray
 # make test-next   the engine tests on the newest supported vLLM; SHORT=1: a cut of them
 # make gpu-check   everything that a GPU can say, in 25 minutes; WHEELS=DIR: without network; REHEARSE=1: tiny, on a CPU
 # make docs        the site, strictly: build/site
@@ -28,6 +28,7 @@ test: setup
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/pytest -n 2 --dist loadfile tests/pure --cov
 	$(BIN)/pytest -n 2 --dist loadfile --durations=30 --ignore=tests/pure --ignore=tests/ray
+	$(BIN)/python -m tests.v2
 	$(BIN)/pytest --durations=10 tests/ray
 
 test-next: setup

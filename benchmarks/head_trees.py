@@ -1,4 +1,4 @@
-"""Trees of an EAGLE-3 head beside vLLM's own chains of it, at as many draft forwards, and at as many verified nodes.
+"""Trees of an EAGLE-3 head beside vLLM's own chains of it, at equal draft forwards, and at equal verified nodes.
 
     python -m benchmarks.head_trees --out benchmarks/results/head_trees.json
 
@@ -20,7 +20,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "dyspec": {"threshold": 0.0},
     "c2t": {},
 }
-"""Options with which a method grows as deep as it may."""
+"""Options with which a method grows to its full depth."""
 
 
 def main() -> None:

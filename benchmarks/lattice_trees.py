@@ -3,9 +3,9 @@
     python -m benchmarks.lattice_trees --head head --out benchmarks/results/lattice_trees.json
 
 Without an engine, in float32: the bundled target continues prompts from modules held out from the head's training,
-128 tokens each, greedily and at temperature 1; the head says what it says behind every token of these texts; OPT-Tree
-grows the trees. A step accepts what a tree has of the continuation. That is `target_only` exactly, since the target's
-tokens were drawn before. It measures acceptance, not speed.
+128 tokens each, greedily and at temperature 1; the head predicts after every token of these texts; OPT-Tree grows the
+trees. A step accepts the nodes that a tree shares with the continuation. That is `target_only` exactly, since the
+target's tokens were drawn before. It measures acceptance, not speed.
 
 Marginals are the backbone's own logits, which the training teaches as well; conditionals have the bias by the token
 before, at the root too.
@@ -44,7 +44,7 @@ class Text(NamedTuple):
 
 
 class Drafted(NamedTuple):
-    """What one forward behind each of R roots gives."""
+    """Drafts from one forward after each of R roots."""
 
     chain: Tensor  # [R, K]
     tree: TreeBatch  # [R, most nodes]
@@ -117,7 +117,7 @@ def measured(
 
 
 def every_draft(target: Any, head: BlockHead, layers: list[int], text: Text, temperature: float) -> Iterator[Drafted]:
-    """Of the marginals, then of the conditionals, behind every root of a text."""
+    """Drafts from the marginals, then from the conditionals, after every root of a text."""
     roots = torch.arange(text.first, len(text.tokens) - head.block.depth)
     states = target.model(text.tokens[None], use_cache=False, output_hidden_states=True).hidden_states
     auxiliary = torch.cat([states[layer] for layer in layers], -1)
@@ -143,7 +143,7 @@ def every_draft(target: Any, head: BlockHead, layers: list[int], text: Text, tem
 
 
 def accepted(tree: TreeBatch, future: Tensor) -> Tensor:
-    """Which nodes [R, N] the tokens behind the root [R, K] go through."""
+    """Nodes [R, N] on the path of the tokens after the root [R, K]: True if accepted."""
     hit = torch.zeros_like(tree.valid)
     row = torch.arange(len(hit))
     for node in range(hit.shape[1]):  # parents come first
@@ -154,13 +154,13 @@ def accepted(tree: TreeBatch, future: Tensor) -> Tensor:
 
 
 def best(tree: TreeBatch, nodes: int) -> Tensor:
-    """The tree of fewer nodes: OPT-Tree's are the most probable paths, so it is part of a larger one."""
+    """Tree of fewer nodes: OPT-Tree's are the most probable paths, so it is part of a larger one."""
     order = tree.log_weight.argsort(stable=True, dim=1, descending=True)[:, :nodes]
     return torch.zeros_like(tree.valid).scatter(1, order, value=True) & tree.valid
 
 
 def tokens_per_step(agreed: Tensor) -> float:
-    """Of a walk through a text whose roots would accept `agreed` [R] tokens each."""
+    """Tokens per step of a walk through a text whose roots would accept `agreed` [R] tokens each."""
     counts, root, steps = agreed.tolist(), 0, 0
     while root < len(counts):
         root += 1 + counts[root]
@@ -184,7 +184,7 @@ class Judge:
             self.calibration.observe(value.tolist(), depth.tolist(), observed.tolist())
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Of the second half of the roots, in sums over a tree's nodes of a depth."""
+        """Rows of the second half of the roots, in sums over a tree's nodes of a depth."""
         late = self.seen[len(self.seen) // 2 :]
         depth, *columns = np.concatenate(late, 1)
         for at in range(1, int(depth.max()) + 1):

@@ -1,4 +1,4 @@
-"""Copying work: trees of look-ups, and look-ups merged into a model's trees, beside the same without and vLLM's own.
+"""Copying work: trees of look-ups, and look-ups merged into a model's trees, beside plain trees and vLLM's look-ups.
 
     python -m benchmarks.look_ups --out benchmarks/results/look_ups.json
 
@@ -15,7 +15,7 @@ from benchmarks.tokens_per_step import NEW_TOKENS, PAIR, measured
 from examples.train_demo_pair import documents, is_held_out
 
 SHOWN, AGAIN = 900, 120
-"""Characters."""
+"""Characters of a piece, and of its repetition."""
 
 
 def prompts(count: int) -> list[str]:
@@ -57,7 +57,7 @@ def main() -> None:
     for name, spec in specs.items():
         found = measured(spec, texts)
         accepted, tokens = (found["tokens_per_step"] - 1) * found["steps"], len(texts) * (NEW_TOKENS - 1)
-        # A look-up that finds nothing drafts nothing: those are steps too.
+        # a look-up that finds nothing drafts nothing: those steps count, too
         rows.append({"name": name, "tokens_per_step": tokens / (tokens - accepted), "nodes": found["nodes_per_step"]})
         print(rows[-1], flush=True)
     if options.out:

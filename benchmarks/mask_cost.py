@@ -1,10 +1,10 @@
-"""What a node's mask costs with a large vocabulary, by kind of grammar: microseconds per node.
+"""Cost of a node's mask with a large vocabulary, by kind of grammar: microseconds per node.
 
     python -m benchmarks.mask_cost --out benchmarks/results/mask_cost.json
 
 xgrammar, one thread. The large vocabulary is synthetic: the bundled tokenizer's strings, and pairs of them. Trees of 24
 nodes in four levels, whose tokens the grammar allows, along texts that it allows. "Verify": the scheduler's masks of a
-whole tree (`GrammarWalk.fill_tree`). "Draft": the draft's masks and what applies them, level by level
+whole tree (`GrammarWalk.fill_tree`). "Draft": the draft's masks and their application, level by level
 (`MaskedDrafter`). "Apply": a mask on a row of the target's logits, as vLLM does on a CPU.
 """
 
@@ -23,13 +23,13 @@ from torch import Tensor
 from benchmarks.structured import SHAPES
 from benchmarks.tokens_per_step import PAIR
 from vllm_adaptive_tree.drafters import Rows
-from vllm_adaptive_tree.engine.common.grammar import Bounds, GrammarWalk, TreeTokens
-from vllm_adaptive_tree.engine.v1.masked_drafter import MaskedDrafter, unpacked
+from vllm_adaptive_tree.engine.grammar.masked_drafter import MaskedDrafter, unpacked
+from vllm_adaptive_tree.engine.grammar.walk import Bounds, GrammarWalk, TreeTokens
 
 LEVELS = 3, 5, 8, 8
 """Nodes of a tree by depth."""
 LENGTH, TEXTS = 24, 4
-"""Steps of a text, and how many texts."""
+"""Steps of a text, and number of texts."""
 
 
 def vocabulary(size: int) -> list[str]:
@@ -53,7 +53,7 @@ def compiler(size: int) -> Any:
 
 
 def compiled(made: Any, shape: dict[str, Any]) -> Any:
-    """As vLLM's backend does."""
+    """Compile a grammar as vLLM's backend does."""
     ((kind, given),) = shape.items()
     match kind:
         case "regex":
@@ -77,7 +77,7 @@ def compiled(made: Any, shape: dict[str, Any]) -> Any:
 
 
 class Nothing:
-    """A drafter that finds all tokens alike."""
+    """A drafter with a uniform distribution."""
 
     def __init__(self, size: int):
         self.size = size
@@ -92,7 +92,7 @@ def allowed(walk: GrammarWalk, path: list[int], size: int) -> list[int]:
 
 
 def grown(walk: GrammarWalk, size: int, choose: random.Random) -> Iterator[tuple[list[int], list[int]]]:
-    """The levels of a tree that the grammar allows: tokens, and the slot (0: the root) of each one's parent."""
+    """Levels of a tree that the grammar allows: tokens, and the slot (0: the root) of each one's parent."""
     paths, above = [list[int]()], [0]
     for width in LEVELS:
         parents = sorted(choose.choices(above, k=width))

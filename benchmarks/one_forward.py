@@ -7,8 +7,8 @@ The bundled target and its DSpark head, float32, held-out modules, one request a
 larger model, of which a draft forward is a small part.
 vLLM's Model Runner V1 has no DSpark: its chain, and the marginal trees, are of the same checkpoint without the Markov
 head, which is a DFlash head. On CPUs its chains sample wrongly (vLLM issue 55005): that is repaired here. Every row
-decodes the same prompts several times, and the fastest round counts. Seconds are those of the clock and, for a busy
-machine, those of this process.
+decodes the same prompts several times, and the fastest round counts. Seconds are wall-clock and, for a busy machine,
+CPU seconds of this process.
 """
 
 import argparse
@@ -28,7 +28,7 @@ NEW_TOKENS = 96
 
 
 def marginals(head: Path, folder: Path) -> str:
-    """The checkpoint without its Markov head."""
+    """Checkpoint without its Markov head."""
     from safetensors.torch import load_file, save_file
 
     config = json.loads((head / "config.json").read_text())

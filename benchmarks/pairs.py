@@ -1,9 +1,12 @@
 """Tokens per step of every lossless pair of proposer and acceptance rule, at T = 0, 0.6 and 1.
 
     python -m benchmarks.pairs --out benchmarks/results/pairs.json
+    python -m benchmarks.pairs --methods --nodes 24 --temperatures 0 0.3 0.6 0.8 1 --out benchmarks/results/methods.json
+
+The second form compares methods, each with the rule of `auto`.
 
 Float32, on the bundled pair and the modules held out from its training, without seeds (a seeded request is walked with
-`target_only`). It measures acceptance, not speed. Rows are saved as they come; a run goes on where the last one ended.
+`target_only`). It measures acceptance, not speed. Rows are saved as they come; a run resumes where the last one ended.
 """
 
 import argparse
@@ -35,22 +38,39 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     *[("static_tree", {"shape": "eagle1", "children": children}, rule) for children, rule in SAMPLED],
 ]
 
+METHODS: list[tuple[str, dict[str, Any], str]] = [
+    ("adaptive_tree", {}, "auto"),
+    ("opt_tree", {}, "auto"),
+    ("opt_tree", {"threshold": 0}, "auto"),
+    ("eagle2", {}, "auto"),
+    ("dyspec", {}, "auto"),
+    ("sequoia", {}, "auto"),
+    ("static_tree", {"shape": [3, 2, 1, 1, 1]}, "auto"),
+]
+"""`adaptive_tree` begins with a table that has seen nothing."""
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, default=14, help="a full binary tree of three levels has 14")
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--methods", action="store_true", help="each method with its own rule")
+    parser.add_argument("--temperatures", type=float, nargs="+", default=TEMPERATURES)
     options = parser.parse_args()
     texts = prompts(options.prompts)
     rows: list[dict[str, Any]] = json.loads(options.out.read_text()) if options.out.exists() else []
-    for method, tree, rule in CONFIGS:
-        key = {"method": method, "tree": {name: value for name, value in tree.items() if value}, "rule": rule}
+    for method, tree, rule in METHODS if options.methods else CONFIGS:
+        key = {
+            "method": method,
+            "tree": {name: value for name, value in tree.items() if value is not None},
+            "rule": rule,
+        }
         if any({name: row[name] for name in key} == key for row in rows):
             continue
         spec = {"model": str(PAIR / "draft"), "num_speculative_tokens": options.nodes, "rejection_sample_method": rule}
         llm = start({**spec, "method": method, "tree": {**key["tree"], "budget": None}})
-        for temperature in TEMPERATURES:
+        for temperature in options.temperatures:
             rows.append({**key, "temperature": temperature, **measure(llm, texts, temperature)})
             print(rows[-1], flush=True)
         llm.llm_engine.engine_core.shutdown()

@@ -4,9 +4,9 @@
 
 The client is vLLM's own (`vllm bench serve`, dataset `custom`, streamed), the server is `vllm serve` with the default
 `budget: "auto"` and `--per-request-spec-decode-metrics summary`. The target is the bundled one, enlarged (bfloat16),
-since a step of the small one costs next to nothing. Servers run one after another: plain vLLM runs first and last, and
-the distance of the two says how much the machine drifted. The fastest round counts. At T = 0 the texts of one client
-are compared with plain vLLM's: in bfloat16 near ties may fall either way.
+since a step of the small one costs almost nothing. Servers run one after another: plain vLLM runs first and last, and
+the difference of the two shows the drift of the machine. The fastest round counts. At T = 0 the texts of one client are
+compared with plain vLLM's: in bfloat16 near ties may fall either way.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from vllm_adaptive_tree.proposers import METHODS
 
 DRAFT = str(PAIR / "draft")
 REQUESTS = {1: 8, 8: 24, 32: 64}
-"""Requests of a round by clients."""
+"""Clients -> requests of a round."""
 
 
 def configurations(nodes: int) -> dict[str, dict[str, Any] | None]:
@@ -45,7 +45,7 @@ def configurations(nodes: int) -> dict[str, dict[str, Any] | None]:
 
 @contextlib.contextmanager
 def serving(target: str, spec: dict[str, Any] | None, log: Path) -> Iterator[str]:
-    """The address of a healthy server."""
+    """Address of a healthy server."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -58,7 +58,7 @@ def serving(target: str, spec: dict[str, Any] | None, log: Path) -> Iterator[str
     with log.open("wb") as file:
         server = subprocess.Popen(
             command,
-            env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},  # as `vllm serve` has it by itself
+            env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},  # the default of `vllm serve`
             stdout=file,
             stderr=subprocess.STDOUT,
         )
@@ -81,7 +81,7 @@ def serving(target: str, spec: dict[str, Any] | None, log: Path) -> Iterator[str
 
 
 def bench(url: str, target: str, dataset: Path, clients: int, requests: int, tokens: int) -> dict[str, Any]:
-    """What `vllm bench serve --save-detailed` writes of one round."""
+    """Result of one round of `vllm bench serve --save-detailed`."""
     from vllm.benchmarks.serve import add_cli_args, main_async
 
     parser = argparse.ArgumentParser()
@@ -95,7 +95,7 @@ def bench(url: str, target: str, dataset: Path, clients: int, requests: int, tok
 
 
 def own_acceptance(url: str, prompt: str, tokens: int) -> dict[str, Any] | None:
-    """What the server reports with one request: `--per-request-spec-decode-metrics`."""
+    """Metrics that the server returns with one request: `--per-request-spec-decode-metrics`."""
     body = {"model": "demo", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}

@@ -4,8 +4,8 @@
     vllm bench serve --dataset-name custom --dataset-path build/split/code.jsonl ..
     python -m benchmarks.speed_split --out benchmarks/results/speed_split.json    # tokens per step by kind
 
-How well a draft does depends on the text: code that goes on, prose in docstrings, records of JSON, functions that are
-written once more, and once more with another name. The measurement is greedy, float32, 128 tokens each.
+Acceptance depends on the text: code to continue, prose in docstrings, records of JSON, functions that are repeated, and
+repeated with another name. The measurement is greedy, float32, 128 tokens each.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from typing import Any
 from examples.train_demo_pair import documents, is_held_out
 
 LONGEST = 900
-"""Characters of a prompt: about 300 tokens of the bundled pair."""
+"""Most characters of a prompt: about 300 tokens of the bundled pair."""
 RECORDS = 4
 WAYS: dict[str, dict[str, Any]] = {
     "chain of 3": {"method": "draft_model", "num_speculative_tokens": 3},
@@ -36,7 +36,7 @@ def splits(count: int, seed: int = 0) -> dict[str, list[str]]:
     """Kind of text -> `count` prompts, no two alike, the same in every run of one release of Python.
 
     Raises:
-        ValueError: the held-out modules do not have so many; the message says how many.
+        ValueError: the held-out modules have fewer; the message gives their number.
     """
     found = dict[str, dict[str, None]]()  # in order, each once
     for module, text in sorted(documents().items()):
@@ -50,7 +50,7 @@ def splits(count: int, seed: int = 0) -> dict[str, list[str]]:
 
 
 def _of_module(module: str, text: str) -> Iterator[tuple[str, str]]:
-    """Kinds and prompts."""
+    """Kinds and prompts of a module."""
     lines, records = text.splitlines(keepends=True), list[dict[str, Any]]()
     for node in ast.walk(ast.parse(text)):
         if not isinstance(node, ast.FunctionDef) or node.end_lineno is None:

@@ -3,7 +3,7 @@
     python -m benchmarks.structured --out benchmarks/results/structured.json
 
 float32, the bundled models, half of the requests greedy and half seeded at 0.9, up to 48 tokens each, 16 at a time.
-"First paths": of each tree the most likely path alone, drafted without the grammar, as release 0.1 did. "No draft
+"First paths": only the most likely path of each tree, drafted without the grammar, as version 0.1 did. "No draft
 masks": trees with a mask for each node, drafted without the grammar, as Model Runner V2 does. Seconds are medians
 over rounds; the masks' are those of the scheduler's and the draft's together. "Two ranks": with tensor parallelism,
 whose masks of the draft are in another process, and not in these seconds.
@@ -62,39 +62,44 @@ def batch(kind: str) -> list[Any]:
 
 
 def without_draft_masks(worker: Any) -> None:
-    drafting = worker.model_runner.drafting
-    original = drafting.propose
-    drafting.propose = lambda scheduled, sampled, states, grammars: original(scheduled, sampled, states, {})
+    step = worker.model_runner.step
+    original = step.draft
+
+    def draft(host_draft: Any) -> None:
+        host_draft.grammars = {}
+        original(host_draft)
+
+    step.draft = draft
 
 
 def first_paths(worker: Any) -> None:
     from vllm_adaptive_tree.trees import TokenTree
 
     without_draft_masks(worker)
-    drafting = worker.model_runner.drafting
-    original = drafting.propose
+    runner = worker.model_runner
+    original = runner.step.draft
 
-    def propose(*args: Any) -> Any:
-        trees = original(*args)
-        for name, draft in trees.items():
-            nodes = draft.tree.first_path()
-            chain = TokenTree.chain([draft.tree.tokens[node] for node in nodes])
+    def draft(host_draft: Any) -> None:
+        original(host_draft)
+        drafts = runner.engine.drafts
+        for name, drafted in drafts.items():
+            nodes = drafted.tree.first_path()
+            chain = TokenTree.chain([drafted.tree.tokens[node] for node in nodes])
             entries = [0, *(1 + node for node in nodes)]
-            rows = {field: [getattr(draft, field)[at] for at in entries] for field in ("row", "num_planned")}
-            trees[name] = draft._replace(tree=chain, **rows)
-        return trees
+            rows = {field: [getattr(drafted, field)[at] for at in entries] for field in ("row", "num_planned")}
+            drafts[name] = drafted._replace(tree=chain, **rows)
 
-    drafting.propose = propose
+    runner.step.draft = draft
 
 
 class MaskClock:
-    """Seconds in masks, of scheduler and draft, and steps of requests."""
+    """Seconds spent in masks, of scheduler and draft, and steps of requests."""
 
     def __init__(self) -> None:
         self.seconds, self.steps, self.watched = 0.0, 0, set[Any]()
 
     def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(function)  # what marks it too, or the next engine replaces it once more
+        @wraps(function)  # copies its mark, or the next engine replaces it again
         def run(*args: Any, **kwargs: Any) -> Any:
             started = time.perf_counter()
             try:
@@ -113,11 +118,11 @@ class MaskClock:
         return run
 
     def watch(self) -> None:
-        """Called once an engine has started, which may have replaced what is watched."""
+        """Watch the functions; called once an engine has started, which may have replaced them."""
         from vllm.v1.core.sched.scheduler import Scheduler
         from vllm.v1.structured_output import StructuredOutputManager as Manager
 
-        from vllm_adaptive_tree.engine.v1.masked_drafter import MaskedDrafter
+        from vllm_adaptive_tree.engine.grammar.masked_drafter import MaskedDrafter
 
         if not self.watched:
             Scheduler.update_from_output = self.counted(Scheduler.update_from_output)
@@ -130,7 +135,7 @@ class MaskClock:
 
 
 def measure(llm: Any, clock: MaskClock, kind: str, texts: list[str], rounds: int) -> dict[str, Any]:
-    """One row: tokens, requests that failed, tokens per step, nodes per step, seconds, and of those the masks'."""
+    """Measure one row: tokens, requests that failed, tokens per step, nodes per step, seconds, and seconds in masks."""
 
     def nodes() -> float:
         return sum(m.value for m in llm.get_metrics() if m.name == "vllm:spec_decode_num_draft_tokens")
@@ -205,7 +210,7 @@ WAYS: dict[str, tuple[dict[str, Any] | None, Callable[[Any], None], int]] = {
     "OPT-Tree, two ranks, no draft masks": (OPT_TREE, without_draft_masks, 2),
     "OPT-Tree, two ranks": (OPT_TREE, unchanged, 2),
 }
-"""speculative_config, what is changed in each worker, ranks."""
+"""Way -> speculative_config, change of each worker, number of ranks."""
 
 
 def main() -> None:

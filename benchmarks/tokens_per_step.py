@@ -34,7 +34,7 @@ def prompts(count: int) -> list[str]:
 
 
 def files(count: int) -> list[int]:
-    """Which module each of the `prompts` is from."""
+    """Index of the module of each of the `prompts`."""
     modules = len(_held_out())
     return [number % modules for number in range(min(count, 8 * modules))]
 

@@ -1,11 +1,11 @@
-"""What a tree costs outside the model forwards: per method and phase, beside a floor.
+"""Cost of a tree outside the model forwards: per method and phase, beside a floor.
 
     python -m benchmarks.tree_work --out benchmarks/results/tree_work.json
 
 Batch 8, 60 nodes, a vocabulary of 32,000, laws drawn at random (as peaked as a small draft's), no model. `law`: the row
 softmax of every row the method reads. `selection`: the rest of drafting. `walk`: acceptance, the target's own softmax
 included. The floor of drafting is one float32 softmax over the rows it reads, the walk's one over the rows it visits.
-Medians over rounds. The walk's rows are the target's; it accepts what these laws accept.
+Medians over rounds. The walk's rows are the target's; acceptance follows from these laws.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def pool() -> Tensor:
 
 
 class Laws:
-    """A drafter without a model: rows are taken from a pool; its own time is kept apart."""
+    """A drafter without a model: rows are taken from a pool; its own time is measured separately."""
 
     def __init__(self) -> None:
         self.pool = pool()
@@ -144,12 +144,12 @@ def _walk(pair: Any, rule: str, proposal: Proposal, pool: Tensor, rng: CounterRN
     levels = int(tree.depth.max())
     widest = int(torch.zeros(REQUESTS, NODES + 1).scatter_add(1, tree.parent + 1, tree.valid.float()).max())
     if RULES[rule].draw is None:
-        traversal(tree, pair.proposer.kind, p_rows, q_rows, rng, levels=levels, most=most, proceed=_any)
+        traversal(tree, pair.proposer.kind, p_rows, q_rows, rng, levels=levels, most=most, proceed=any_active)
     else:
-        walk(tree, draw, levels=levels, proceed=_any)
+        walk(tree, draw, levels=levels, proceed=any_active)
 
 
-def _any(active: Tensor) -> bool:
+def any_active(active: Tensor) -> bool:
     return bool(active.any())
 
 

@@ -1,7 +1,7 @@
 """Trees of what the text has said before, without a draft model: `python examples/look_up.py [ngram | suffix]`.
 
 Made for texts that repeat themselves: edits, agents, JSON. "suffix" also knows the answers to past requests, and needs
-'vllm-adaptive-tree[suffix]'.
+`pip install --find-links dist 'vllm-adaptive-tree[suffix]'`.
 """
 
 import os

@@ -1,5 +1,5 @@
 """Trees of a head that predicts all depths in one forward: `python examples/one_forward.py [HEAD]`, a head of the
-bundled target: Medusa, P-EAGLE, DFlash, DFlash2, LiLiCorr or DSpark. The checkpoint says which kind of draft it is; the
+bundled target: P-EAGLE, DFlash, DFlash2, LiLiCorr or DSpark. The checkpoint says which kind of draft it is; the
 tree has as many levels as the head predicts, and as many nodes as you ask for."""
 
 import os

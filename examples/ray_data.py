@@ -18,9 +18,9 @@ import ray
 from local_cluster import two_nodes
 from ray.data.llm import build_processor, vLLMEngineProcessorConfig
 from ray_metrics import endpoints, totals
+from ray_nodes import require_on_every_node
 
 import vllm_adaptive_tree
-from vllm_adaptive_tree.nodes import require_on_every_node
 
 PAIR = Path(vllm_adaptive_tree.__file__).parent / "demo_pair"
 REPLICAS = 2

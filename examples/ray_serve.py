@@ -20,9 +20,9 @@ from openai import OpenAI
 from ray import serve
 from ray.serve.llm import LLMConfig, build_openai_app
 from ray_metrics import endpoints
+from ray_nodes import require_on_every_node
 
 import vllm_adaptive_tree
-from vllm_adaptive_tree.nodes import require_on_every_node
 
 PAIR = Path(vllm_adaptive_tree.__file__).parent / "demo_pair"
 REPLICAS = 2

@@ -22,7 +22,7 @@ class Page:
     def __init__(self, socket: ClientConnection):
         self.socket, self.numbers = socket, itertools.count(1)
         self.errors: list[str] = []
-        """What scripts of the page have raised."""
+        """Errors that scripts of the page have raised."""
         self.call("Runtime.enable")
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
@@ -36,7 +36,7 @@ class Page:
         return found
 
     def value(self, expression: str) -> Any:
-        """Of JavaScript, as JSON."""
+        """Value of a JavaScript expression, as JSON."""
         found = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
@@ -49,7 +49,7 @@ class Page:
 
 @contextlib.contextmanager
 def opened(file: Path, profile: Path) -> Iterator[Page]:
-    """The page of a file; skips the test where no browser is installed, unless BROWSER_REQUIRED is set."""
+    """Open the page of a file; skips the test where no browser is installed, unless BROWSER_REQUIRED is set."""
     binary = shutil.which("chromium") or shutil.which("google-chrome")
     if binary is None:
         assert "BROWSER_REQUIRED" not in os.environ
@@ -69,7 +69,7 @@ def opened(file: Path, profile: Path) -> Iterator[Page]:
 
 
 def _debugger(said: Path, address: str) -> str:
-    """Of the page; `said` is where Chromium writes its port."""
+    """Address of the page's debugger; `said` is where Chromium writes its port."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError, ValueError, StopIteration):

@@ -1,4 +1,4 @@
-"""What the pages of this repository show: fenced blocks, the commands in them, configurations, links."""
+"""Contents of the pages of this repository: fenced blocks, the commands in them, configurations, links."""
 
 import json
 import re
@@ -12,13 +12,14 @@ PAGES = sorted(
     {
         *ROOT.glob("*.md"),
         *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "benchmarks").rglob("README.md"),
         *(ROOT / "examples").rglob("README.md"),
         *(ROOT / "patches").glob("*.md"),
         *(ROOT / ".github").rglob("*.md"),
     }
 )
 RUN = "<!-- run -->"
-"""In front of a block of Python that a test runs; an unlabelled block behind it is what it prints."""
+"""In front of a block of Python that a test runs; an unlabelled block after it is its output."""
 SEPARATORS = {"&&", "||", "|", "&", ";"}
 
 
@@ -62,7 +63,7 @@ def commands(block: Block) -> Iterator[list[str]]:
         text += line + "\n"
         try:
             words = shlex.split(text, comments=True)
-        except ValueError:  # a quote goes on in the next line
+        except ValueError:  # a quote continues in the next line
             continue
         text, command = "", []
         for word in [*words, ";"]:
@@ -93,7 +94,7 @@ def configs() -> list[tuple[Block, dict[str, Any]]]:
 
 
 def anchors(page: Path) -> set[str]:
-    """Of its headings, as GitHub and the site make them."""
+    """Anchors of its headings, as GitHub and the site make them."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}

@@ -1,4 +1,4 @@
-"""For tests alone: Model Runner V2 on a CPU, its kernels in Triton's interpreter.
+"""Model Runner V2 on a CPU, its kernels in Triton's interpreter, for tests alone.
 
 vLLM's CPU build says it has no Triton, and its CPU platform switches asynchronous scheduling off.
 """
@@ -13,8 +13,8 @@ from typing import Any
 
 
 def install(*, asynchronous: bool = False, kernels: bool = False) -> None:
-    """Call it before vLLM or Triton is imported. `kernels`: what a GPU runs, with its cache, in the place of the
-    PyTorch operations for a CPU."""
+    """Install the interpreter; must run before vLLM or Triton is imported. `kernels`: run a GPU's kernels, with its
+    cache, in place of the PyTorch operations for a CPU."""
     assert not {"vllm", "triton"} & set(sys.modules)
     os.environ.update(TRITON_INTERPRET="1", VLLM_USE_V2_MODEL_RUNNER="1")
     after("vllm.triton_utils.importing", lambda module: setattr(module, "HAS_TRITON", True))
@@ -31,7 +31,7 @@ def install(*, asynchronous: bool = False, kernels: bool = False) -> None:
 
 
 def _splat_truth_values(module: ModuleType) -> None:
-    """Triton 3.9 calls a scalar comparison of integers an integer, and then refuses it as a mask."""
+    """Fix masks: Triton 3.9 calls a scalar comparison of integers an integer, and then refuses it as a mask."""
     import triton.language as tl
 
     builder: Any = module.InterpreterBuilder  # type: ignore[attr-defined]
@@ -45,7 +45,7 @@ def _splat_truth_values(module: ModuleType) -> None:
 
 
 def _multiply_bfloat16(module: ModuleType) -> None:
-    """Triton keeps bfloat16 as integers, and multiplies matrices of those."""
+    """Fix products: Triton keeps bfloat16 as integers, and multiplies matrices of those."""
     import triton.language as tl
 
     builder: Any = module.InterpreterBuilder  # type: ignore[attr-defined]
@@ -60,8 +60,8 @@ def _multiply_bfloat16(module: ModuleType) -> None:
 
 
 def _patch_once(module: ModuleType) -> None:
-    """A launch puts interpreted functions into `triton.language`, and every call of a jitted function inside it does so
-    once more: half of the time of a kernel with many."""
+    """Patch `triton.language` once per launch. Every call of a jitted function inside would do so again: half of the
+    time of a kernel with many."""
     original: Any = module._patch_lang
     patched: set[int] = set()
 

@@ -1,4 +1,4 @@
-"""For tests alone: FlashAttention's cache and results on a CPU, by PyTorch's operations."""
+"""FlashAttention's cache and results on a CPU, by PyTorch's operations, for tests alone."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class PlainAttention:
-    """In the place of vLLM's CPU kernel, whose cache is packed: [blocks, Hkv, block_size, 2 * D], key before value."""
+    """Replacement of vLLM's CPU kernel, whose cache is packed: [blocks, Hkv, block_size, 2 * D], key before value."""
 
     scale: float
     head_size: int

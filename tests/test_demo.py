@@ -47,15 +47,15 @@ def test_the_bundled_target_is_enlarged() -> None:
     assert target_size(options()) == 500_000_000
     assert target_size(options("--enlarge-to", "none")) == 0
     assert target_size(options("--enlarge-to", "20M")) == 20_000_000
-    assert target_size(options("--model", "/mine")) == 0
-    assert target_size(options("--model", "/mine", "--enlarge-to", "2B")) == 2_000_000_000
+    assert target_size(options("--model", "own/mine")) == 0
+    assert target_size(options("--model", "own/mine", "--enlarge-to", "2B")) == 2_000_000_000
 
 
 def test_the_bundled_head_is_for_the_bundled_target() -> None:
     assert head_of(options()) == HEAD
     assert head_of(options("--head", "none")) is None
-    assert head_of(options("--model", "/mine")) is None
-    assert head_of(options("--model", "/mine", "--head", "/head")) == "/head"
+    assert head_of(options("--model", "own/mine")) is None
+    assert head_of(options("--model", "own/mine", "--head", "/head")) == "/head"
 
 
 @pytest.mark.parametrize(
@@ -130,6 +130,7 @@ def test_what_the_target_says_of_a_difference(environment: pytest.MonkeyPatch) -
     assert margin > 0.01
 
 
+@pytest.mark.slow  # `make demo` runs it too
 def test_demo(tmp_path: Path) -> None:
     prompts, file = tmp_path / "prompts", tmp_path / "figures.json"
     prompts.write_text("import os\ndef main(\n")

@@ -9,8 +9,8 @@ from benchmarks.papers import exact
 from benchmarks.papers.__main__ import main
 from benchmarks.papers.decoding import Cell, measure
 from benchmarks.papers.models import held_out_texts, log_likelihood, models
+from benchmarks.papers.optimal import rrs_acceptance, spechub_acceptance
 from benchmarks.tokens_per_step import PAIR
-from vllm_adaptive_tree.acceptance.optimal import rrs_acceptance, spechub_acceptance
 from vllm_adaptive_tree.methods import resolve
 from vllm_adaptive_tree.proposers.base import softmax_at
 from vllm_adaptive_tree.reference import decode_step, last_logits
@@ -102,7 +102,7 @@ def test_target_initialisation_as_with_whole_sequences():
         return last_logits(model, sequence).topk(count).indices.tolist()
 
     def accepted(sequence, shape):
-        """What the target says below a sequence for as long as the draft has it among its best."""
+        """Greedy tokens of the target below a sequence for as long as the draft has them among its best."""
         said = []
         for width in shape:
             token = best(target, sequence + said, 1)[0]
@@ -146,7 +146,7 @@ def test_how_likely_the_target_finds_a_text():
 def test_quick_run(tmp_path):
     command = ["--quick", "--workers", "1", "--results", str(tmp_path), "--docs", str(tmp_path)]
     main(command)
-    page, measured = (tmp_path / "papers-appendix.md").read_text(), (tmp_path / "measured.json").read_text()
+    page, measured = (tmp_path / "tables.md").read_text(), (tmp_path / "measured.json").read_text()
     for key, found in json.loads(measured).items():
         function, _, arguments = key.partition(" ")
         if function != "jobs:measured":
@@ -174,6 +174,6 @@ def test_quick_run(tmp_path):
     assert facts["toy: OTM >= RRS, OTMw >= RRSw, OTMw >= OTM"] == "holds"
     main(command)  # goes on where it ended: nothing is left
     assert (tmp_path / "measured.json").read_text() == measured
-    (tmp_path / "papers-appendix.md").unlink()
+    (tmp_path / "tables.md").unlink()
     main([*command, "--render"])
-    assert (tmp_path / "papers-appendix.md").read_text() == page
+    assert (tmp_path / "tables.md").read_text() == page

@@ -34,7 +34,7 @@ def config_of(*flags: str) -> Any:
 
 
 def built(*flags: str) -> dict[str, Any]:
-    """What these flags make of an engine."""
+    """Properties of the engine configuration that these flags build."""
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
 
@@ -53,13 +53,14 @@ def built(*flags: str) -> dict[str, Any]:
         "draft": [spec.method, spec.model, spec.num_speculative_tokens],
         "options": config.additional_config,
         "marked": bool(getattr(spec, "_adaptive_tree", False)),
+        "streams": getattr(config.model_config, "_adaptive_tree_streams", None),
         "hash": config.compute_hash(),
         "min_p": min_p,
     }
 
 
 def misspelt() -> str:
-    """What a method that nobody knows is answered."""
+    """Error for an unknown method."""
     try:
         config_of("--speculative-config", json.dumps(TREE_CONFIG | {"method": "opttree"}))
     except ValueError as error:
@@ -102,6 +103,8 @@ def stock() -> dict[str, Any]:
 def patched() -> dict[str, Any]:
     import vllm
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.entrypoints.openai.responses import serving
+    from vllm.parser.abstract_parser import Parser
     from vllm.sampling_params import SamplingParams
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.metrics.loggers import PrometheusStatLogger
@@ -120,6 +123,8 @@ def patched() -> dict[str, Any]:
         (StructuredOutputManager, "grammar_bitmask"),
         (StructuredOutputManager, "accept_tokens"),
         (Scheduler, "get_grammar_bitmask"),
+        (Parser, "__init__"),
+        (serving, "split_delta"),
     ]
     found = {
         "flags": built(*TREE),

@@ -1,1 +1,1 @@
-"""For maintainers; not in the wheel."""
+"""Tools for maintainers; not in the wheel."""

@@ -1,4 +1,4 @@
-"""The table of target classes in `docs/support-matrix.md`, from `vllm_adaptive_tree/engine/families.py`.
+"""Writes the table of target classes in `docs/support-matrix.md`, from `vllm_adaptive_tree/engine/targets/families.py`.
 
 python -m tools.families    # writes it
 """
@@ -6,7 +6,7 @@ python -m tools.families    # writes it
 import re
 from pathlib import Path
 
-from vllm_adaptive_tree.engine.families import FAMILIES, REFUSALS
+from vllm_adaptive_tree.engine.targets.families import FAMILIES, REFUSALS
 
 FILE = Path(__file__).parents[1] / "docs" / "support-matrix.md"
 BEGIN, END = "<!-- written by `python -m tools.families` -->", "<!-- end -->"
@@ -23,7 +23,7 @@ def table() -> str:
 
 
 def written(text: str) -> str:
-    """The page with the table of today."""
+    """Page with the current table."""
     before, after = text.split(BEGIN)[0], text.split(END)[1]
     return f"{before}{BEGIN}\n\n{table()}\n\n{END}{after}"
 

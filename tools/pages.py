@@ -1,7 +1,7 @@
-"""Hooks of the site (`mkdocs.yml`): what pages link to outside docs/ becomes part of it.
+"""Hooks of the site (`mkdocs.yml`): files outside docs/ that pages link to become part of it.
 
 Markdown becomes a page and any other file a download, under its path in the repository. A link to a folder goes to its
-README.md. So the site is whole by itself, pages read the same in the repository, and a link to nothing fails the build.
+README.md. So the site is complete, pages read the same in the repository, and a broken link fails the build.
 """
 
 import re
@@ -19,7 +19,7 @@ ALWAYS = ("CHANGELOG.md", "CONTRIBUTING.md", "RELEASING.md", "patches/README.md"
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds all that is linked to, and what that links to."""
+    """Add all linked files, and the files that these link to."""
     pending = [*ALWAYS, "examples/papers/README.md"]
     for file in files.documentation_pages():
         pending += outside(file.src_uri, file.content_string, inside=True)
@@ -34,7 +34,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Links by their place in the site."""
+    """Rewrite links to their place in the site."""
     inside = (ROOT / "docs" / page.file.src_uri).is_file()
 
     def rewritten(link: re.Match[str]) -> str:
@@ -47,7 +47,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 
 def outside(page: str, markdown: str, *, inside: bool) -> list[str]:
-    """Paths in the repository, outside docs/, that a page links to. `inside`: whether the page is in docs/."""
+    """Paths in the repository, outside docs/, that a page links to. `inside`: True if the page is in docs/."""
     links: list[str] = []
 
     def collected(text: str) -> str:
@@ -60,8 +60,8 @@ def outside(page: str, markdown: str, *, inside: bool) -> list[str]:
 
 
 def target(page: str, link: str, *, inside: bool) -> str | None:
-    """Where in the site a relative link of a page leads: below docs/ for what lies there, else by its path in the
-    repository; None where there is nothing."""
+    """Path in the site of a page's relative link: below docs/ for files there, else the path in the repository; None if
+    nothing is there."""
     folder = PurePosixPath("docs" if inside else ".") / PurePosixPath(page).parent
     path = normpath(str(folder / link))
     if path.startswith("..") or not (ROOT / path).exists():
@@ -74,7 +74,7 @@ def target(page: str, link: str, *, inside: bool) -> str | None:
 
 
 def _beside_fences(markdown: str, change: Callable[[str], str]) -> str:
-    """`change` of all text outside fenced blocks."""
+    """Apply `change` to all text outside fenced blocks."""
     found, end = [], 0
     for fence in FENCE.finditer(markdown):
         found += [change(markdown[end : fence.start()]), fence[0]]

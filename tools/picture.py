@@ -1,4 +1,4 @@
-"""Pictures of recorded steps, for README and docs: SVG, without a browser.
+"""Draws pictures of recorded steps, for README and docs: SVG, without a browser.
 
 python -m tools.picture --record    # an engine on the bundled pair decodes one prompt and records its steps
 python -m tools.picture             # draws docs/figures/steps.svg and budget.svg from docs/figures/steps.jsonl
@@ -21,10 +21,10 @@ RECORD = FIGURES / "steps.jsonl"
 PROMPT = "for key, value in sorted(items.items()):\n    "
 NODES = 12
 CONFIG = {"method": "opt_tree", "num_speculative_tokens": NODES, "tree": {"budget": None, "threshold": 0.1}}
-"""Whole trees, whatever they cost: with a target this small a budget would let the draft rest."""
+"""Engine with whole trees, whatever they cost: with a target this small a budget would let the draft rest."""
 TOKENS = 40
 STEPS = slice(11, 14)
-"""Of the record, in the picture: two that accept much and one that does not."""
+"""Steps of the record in the picture: two that accept much and one that does not."""
 BUDGETS = (3, 6, 12)  # nodes, in the other one
 
 ROW, COLUMN, LEFT, TOP, HEIGHT = 30, 104, 16, 74, 22  # pixels
@@ -47,7 +47,7 @@ class Box(NamedTuple):
 
 
 def shown(text: str) -> str:
-    """A token's text, with what cannot be seen made visible."""
+    """Text of a token, with whitespace made visible."""
     return text.replace("\n", "\u23ce").replace("\t", "\u21e5").replace(" ", "\u00b7")
 
 
@@ -72,7 +72,7 @@ def layout(parents: Sequence[int]) -> tuple[list[int], list[int]]:
 
 
 def tree(step: dict[str, Any], texts: dict[str, str], root: str, *, size: int, accepted: bool) -> tuple[list[str], int]:
-    """The first `size` nodes of a step's tree as SVG elements, and how many rows they take."""
+    """SVG elements of the first `size` nodes of a step's tree, and their number of rows."""
     tokens, parents = step["tokens"][:size], step["parents"][:size]
     depth, row = layout(parents)
     path = step["accepted"] if accepted else []
@@ -115,7 +115,7 @@ def _edge(start: Box, end: Box, name: str) -> str:
 
 
 def _document(panels: Sequence[tuple[str, str, list[str], int]], label: str) -> str:
-    """Panels below each other: title, note, elements, rows."""
+    """SVG document of panels below each other: title, note, elements, rows."""
     body, y, width = [], 12, 720
     for title, note, elements, rows in panels:
         body.append(f'<text class="title" x="{LEFT}" y="{y + 16}">{escape(title)}</text>')
@@ -128,7 +128,7 @@ def _document(panels: Sequence[tuple[str, str, list[str], int]], label: str) -> 
 
 
 def steps(record: dict[str, Any]) -> str:
-    """Some steps of a record: what was drafted, what of it was accepted, and what the target added."""
+    """Picture of some steps of a record: drafted nodes, accepted nodes, and the target's own tokens."""
     panels, texts = [], record["texts"]
     for index, step in [*enumerate(record["steps"])][STEPS]:
         emitted = [texts[str(token)] for token in step["emitted"]]
@@ -140,7 +140,7 @@ def steps(record: dict[str, Any]) -> str:
 
 
 def budget(record: dict[str, Any]) -> str:
-    """One step's tree under smaller budgets: the first nodes in generation order, which are the most likely ones."""
+    """Picture of one step's tree under smaller budgets: its first nodes in generation order, the most likely ones."""
     index = STEPS.start
     step, panels = record["steps"][index], []
     for size in BUDGETS:
@@ -151,7 +151,7 @@ def budget(record: dict[str, Any]) -> str:
 
 
 def _root(record: dict[str, Any], index: int) -> str:
-    """The text of the token that the tree of this step hangs on: the last one of the step before."""
+    """Text of the root of this step's tree: the last token of the step before."""
     return str(record["texts"][str(record["steps"][index - 1]["emitted"][-1])])
 
 

@@ -1,7 +1,7 @@
-"""Whether a tag may be released: `python -m tools.release v0.2.0`.
+"""Check of a release's tag: `python -m tools.release v0.2.0`.
 
-Ends with 1, and says why, if the tag is not the version of the package, if the changelog has no section for it, or if
-`RELEASING.md` does not say which vLLM it supports.
+It ends with 1 and the reason if the tag is not the version of the package, if the changelog has no section for it, or
+if `RELEASING.md` does not name the vLLM that it supports.
 """
 
 import re
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def problems(tag: str, version: str, changelog: str, releasing: str) -> list[str]:
-    """What keeps `tag` from being released; `version` is the package's, the others are texts of files."""
+    """Reasons against a release of `tag`; `version` is the package's, the others are texts of files."""
     found = []
     if tag != f"v{version}":
         found.append(

@@ -1,4 +1,4 @@
-"""Atomic file writes, and folders that belong to one run."""
+"""Atomic file writes, folders that belong to one run, the cache folder."""
 
 import json
 import os
@@ -8,6 +8,11 @@ from typing import Any
 from uuid import uuid4
 
 TMP_SUFFIX = ".unfinished"
+
+
+def cache_folder() -> Path:
+    """This project's folder in the user's cache; it may not exist."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm_adaptive_tree"
 
 
 def atomic_write(file: Path, data: bytes) -> None:
@@ -25,7 +30,7 @@ def atomic_write(file: Path, data: bytes) -> None:
 
 def claim_folder(manifest: Path, settings: Mapping[str, Any], *, contents: str, replace: bool = False) -> None:
     """Create the folder of `manifest` for a new run, or check that an earlier run with the same `settings` (JSON) did.
-    `replace`: that run came to nothing, so any settings may follow.
+    `replace`: that run has no results, so any settings may follow.
 
     Raises:
         ValueError: the folder holds `contents` of a run with other settings, or was not written by this program.
@@ -35,13 +40,13 @@ def claim_folder(manifest: Path, settings: Mapping[str, Any], *, contents: str, 
     wanted = json.loads(json.dumps(settings))
     if manifest.exists() and not replace:
         try:
-            found = json.loads(manifest.read_text())
-            assert isinstance(found, dict)
+            there = json.loads(manifest.read_text())
+            assert isinstance(there, dict)
         except (ValueError, AssertionError) as error:
             raise ValueError(f"{manifest} cannot be read ({error}); delete its folder to begin again") from error
-        differing = sorted(key for key in wanted.keys() | found.keys() if wanted.get(key) != found.get(key))
+        differing = sorted(key for key in wanted.keys() | there.keys() if wanted.get(key) != there.get(key))
         if differing:
-            changes = "; ".join(f"{key}: {found.get(key)!r} there, {wanted.get(key)!r} now" for key in differing)
+            changes = "; ".join(f"{key}: {there.get(key)!r} there, {wanted.get(key)!r} now" for key in differing)
             raise ValueError(
                 f"{folder} holds {contents} of another run ({changes}); give the same arguments to go on there, "
                 "another --out, or delete that folder"

@@ -1,9 +1,9 @@
-"""From options to a pair of proposer and acceptance rule, and whether that pair is lossless."""
+"""Resolution of options to a pair of proposer and acceptance rule, and to a verdict if that pair is lossless."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from vllm_adaptive_tree.acceptance import REGISTERED, RULES, Kind, Rule, common_kind, serves
+from vllm_adaptive_tree.acceptance import RULES, Kind, Rule, TargetOnly
 from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.drafters import Lookup
 from vllm_adaptive_tree.proposers import PROPOSERS, Proposer
@@ -12,7 +12,7 @@ from vllm_adaptive_tree.proposers import PROPOSERS, Proposer
 class Pair(NamedTuple):
     proposer: Proposer
     rule_name: str
-    rule: Rule
+    rule: type[Rule]
     loss: str | None  # how the pair changes the output; None: it is lossless
     most: int  # the most children of a node
     init_width: int = 1  # first-layer tokens that the target samples itself; they are emitted in the next step
@@ -33,15 +33,17 @@ def resolve(options: TreeOptions) -> Pair:
     if options.levels is not None:
         proposer.max_depth = min(proposer.max_depth, options.levels)
     name = options.rejection_sample_method
-    rules = RULES | _registered_rules(options)
-    legal = [name for name, rule in rules.items() if serves(rule, proposer.kinds, proposer.max_children)]
+    rules = dict(RULES)
+    if options.acceptance is not None:  # a registered name is unknown in an engine process
+        rules[name] = RULES.load(options.acceptance)
+    legal = [name for name, rule in rules.items() if rule.serves(proposer.kinds, proposer.max_children)]
     init_width = getattr(options.tree, "init_width", 1)
     if name == "auto":
         name = "rrsw" if init_width > 1 else best_rule(proposer.kinds)
         if options.lookup is not None and "target_only" in legal and init_width == 1:
             name = "target_only"  # no other rule takes merged continuations
     rule = rules[name]
-    kind = common_kind(proposer.kinds, rule)
+    kind = rule.kind_of(proposer.kinds)
     if name not in legal and not options.tree.allow_lossy:
         too_many = kind is not None and rule.most is not None
         why = (
@@ -78,25 +80,18 @@ def resolve(options: TreeOptions) -> Pair:
     return Pair(proposer, name, rule, loss, most, init_width)
 
 
-def offering(draft: Any, pair: Pair) -> Lookup | None:
-    """The draft, if it is a look-up whose continuations can be verified as they are."""
-    return draft if isinstance(draft, Lookup) and pair.rule is RULES["target_only"] else None
+def verifiable_lookup(draft: Any, pair: Pair) -> Lookup | None:
+    """Return the draft, if it is a look-up whose continuations can be verified as they are."""
+    return draft if isinstance(draft, Lookup) and pair.rule is TargetOnly else None
 
 
 def best_rule(kinds: tuple[Kind, ...]) -> str:
-    """What `auto` uses for sampled requests without a seed: for deterministic children nothing beats sampling from the
+    """Rule of `auto` for sampled requests without a seed: for deterministic children nothing beats sampling from the
     target; for sampled ones no rule accepts more than `traversal`."""
     return "target_only" if kinds[0] == "one_hot" else "traversal"
 
 
-def fitting(options: TreeOptions, proposer: Proposer) -> TreeOptions:
+def clamp_budget(options: TreeOptions, proposer: Proposer) -> TreeOptions:
     """Cap the node budget at what the proposer can draft: the scheduler reserves a slot for each node."""
     most = options.num_speculative_tokens
     return replace(options, num_speculative_tokens=min(most, proposer.max_nodes or most))
-
-
-def _registered_rules(options: TreeOptions) -> dict[str, Rule]:
-    """The rules registered here, and the one in use, which an engine process knows only by its path."""
-    paths = {name: REGISTERED.path(name) for name in REGISTERED.names()}
-    paths |= {options.rejection_sample_method: options.acceptance}
-    return {name: REGISTERED.load(path) for name, path in paths.items() if path is not None}

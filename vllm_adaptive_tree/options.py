@@ -1,26 +1,43 @@
 """Validated options: a frozen dataclass whose fields check what users write into `tree`."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+MOST = (1 << 31) - 1
+COUNT = "a whole number of at least 1, and of at most 2**31 - 1"
 
-def option(default: Any, check: Callable[[Any], bool], what: str) -> Any:
-    """A field validated by `check`; `what` completes the error message "must be ..."."""
-    return field(default=default, metadata={"check": check, "what": what})
+
+def option(default: Any, check: Callable[[Any], bool], requirement: str) -> Any:
+    """Field validated by `check`; `requirement` completes the error message "must be ..."."""
+    return field(default=default, metadata={"check": check, "requirement": requirement})
 
 
 def is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def is_number(value: Any, least: float, most: float) -> bool:
+    """Return whether `value` is a number within the bounds, also a whole number that no float holds; NaN is not."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
+
+
+def is_count(value: Any) -> bool:
+    return is_int(value) and 1 <= value <= MOST
 
 
 def count(default: int) -> Any:
-    return option(default, lambda value: is_int(value) and value >= 1, "a whole number of at least 1")
+    return option(default, is_count, COUNT)
+
+
+def number(default: Any, least: float, most: float, *others: str | None, what: str = "") -> Any:
+    """Field for a number within bounds that keep tensors finite, or one of `others`; `what`: its meaning in errors."""
+    names = [f" or {'null' if other is None else repr(other)}" for other in others]
+    return option(
+        default,
+        lambda value: is_number(value, least, most) or (isinstance(value, str | None) and value in others),
+        f"a number between {least:g} and {most:g}{what and f' ({what})'}{''.join(names)}",
+    )
 
 
 def flag(default: bool) -> Any:
@@ -28,7 +45,7 @@ def flag(default: bool) -> Any:
 
 
 def fraction(default: float) -> Any:
-    return option(default, lambda value: is_number(value) and 0 <= value <= 1, "a number between 0 and 1")
+    return number(default, 0, 1)
 
 
 def file() -> Any:
@@ -44,13 +61,13 @@ class Options:
     """Base of all options. Lists become tuples: JSON gives lists, and both must compare equal."""
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            value = getattr(self, one.name)
-            if "check" in one.metadata and not one.metadata["check"](value):
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if "check" in item.metadata and not item.metadata["check"](value):
                 raise ValueError(
-                    f"speculative_config['tree'][{one.name!r}] must be {one.metadata['what']}, got {value!r}"
+                    f"speculative_config['tree'][{item.name!r}] must be {item.metadata['requirement']}, got {value!r}"
                 )
-            object.__setattr__(self, one.name, _as_tuples(value))
+            object.__setattr__(self, item.name, _as_tuples(value))
 
 
 def _as_tuples(value: Any) -> Any:

@@ -1,7 +1,7 @@
 """Tree speculative decoding in plain PyTorch with two Hugging Face models: the whole method in a hundred lines.
 
-No cache, no mask, no batch: every node is read as a sequence of its own. Slow; for reading, for research, and as the
-oracle of the engine's tests. Works with any proposer and rule.
+No cache, no mask, no batch: every node is read as a sequence of its own. It is slow, and meant for reading, for
+research, and as the oracle of the engine's tests. It works with any proposer and rule.
 """
 
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ class Step(NamedTuple):
 
 
 class PathDrafter:
-    """The drafter interface over a model that reads whole sequences; the state is the sequence of every slot."""
+    """Drafter over a model that reads whole sequences; the state is the sequence of every slot."""
 
     def __init__(self, model: Any):
         self.model = model
@@ -38,7 +38,7 @@ class PathDrafter:
 
 
 def last_logits(model: Any, sequence: list[int]) -> Tensor:
-    """[V] float32"""
+    """Logits after the last token, [V] float32."""
     with torch.no_grad():
         logits: Tensor = model(torch.tensor([sequence])).logits[0, -1].float()
     return logits
@@ -56,7 +56,7 @@ def decode_step(
     draft_temperature: float = 1.0,
     seed: int = 0,
 ) -> Step:
-    """One step after `sequence`; its last token is the root. `temperature` 0 is greedy; `rule` is a key of `RULES`."""
+    """Decode a step after `sequence`; its last token is the root. `temperature` 0: greedy; `rule`: a key of `RULES`."""
     position = torch.tensor([len(sequence) - 1])
 
     def rng(purpose: int) -> CounterRNG:
@@ -66,7 +66,7 @@ def decode_step(
     levels: list[Tensor] = []
     rows, state = (drafter := PathDrafter(draft)).catch_up(sequence)
     request = Request(torch.tensor([draft_temperature]), torch.tensor([temperature == 0]), rng(0))
-    tree, read, num_planned = draft_tree(
+    tree, read, num_planned, _ = draft_tree(
         proposer, drafter, rows, state, nodes=nodes, request=request, keep=levels.append
     )
     size = int(tree.valid.sum())

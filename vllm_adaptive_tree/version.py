@@ -1,3 +1,8 @@
-"""The version of this package."""
+"""Version of this package, and how it is installed."""
 
 __version__ = "0.1.0"
+
+
+def pip_install(extra: str) -> str:
+    """Command for messages. No index has a release yet, so its wheels are those of a checkout: `make wheels`."""
+    return f"pip install --find-links dist 'vllm-adaptive-tree[{extra}]'"

@@ -7,11 +7,11 @@ from torch import Tensor
 
 CHUNK = 64
 SORT_LIMIT = 1 << 14
-"""Up to this many entries `torch.topk` is faster than going through chunks."""
+"""Most entries for which `torch.topk` is faster than going through chunks."""
 
 
 def joint_topk(rows: Tensor, offset: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Top k over all W rows of rows [..., W, V] + offset [..., W] together, in descending order.
+    """Select the top k over all W rows of rows [..., W, V] + offset [..., W] together, in descending order.
 
     The k largest entries lie in the k chunks with the largest maxima, so only those are sorted.
 
@@ -56,12 +56,12 @@ def topk_tokens(rows: Tensor, count: int) -> Tensor:
 
 
 def chunk_sums(rows: Tensor) -> Tensor:
-    """[..., V] -> [..., V / 64] float64."""
+    """Sums of chunks: [..., V] -> [..., V / 64] float64."""
     return _chunked(rows, lambda part: part.sum(-1)).double()
 
 
 def chunk_entries(rows: Tensor, chunk: Tensor, removed: Tensor, fill: float) -> Tensor:
-    """The 64 entries of one `chunk` [..., 1] of each row, float64; `fill` for `removed` tokens [..., G] and padding."""
+    """Entries (64) of one `chunk` [..., 1] of each row, float64; `fill` for `removed` tokens [..., G] and padding."""
     rim = chunk * CHUNK - 1  # one extra entry at either end absorbs tokens removed from other chunks
     token = rim + torch.arange(CHUNK + 2, device=rows.device)
     entries = rows.gather(-1, token.clamp(0, rows.shape[-1] - 1)).double()

@@ -95,12 +95,12 @@ def random_trees(requests: int, nodes: int) -> Tensor:
 
 def kernel_calls(batch: Batch, filling: float = 1) -> list[Callable[[], object]]:
     """One plan for all layers, made beforehand, as in a step; `filling`: so many times the device's processors."""
-    from vllm_adaptive_tree.attention.triton_tree import Plan, tree_attention
+    from vllm_adaptive_tree.attention.triton_tree import AttentionPlan, tree_attention
 
     out, device = torch.empty_like(batch.query), batch.query.device
     processors = round(filling * torch.cuda.get_device_properties(device).multi_processor_count)
     shape = len(out), len(batch.context), HEADS, KV_HEADS, HEAD_SIZE
-    plan = Plan(*shape, out.dtype, device, processors=processors).update(batch.row_start, batch.context)
+    plan = AttentionPlan(*shape, out.dtype, device, processors=processors).update(batch.row_start, batch.context)
     return [partial(tree_attention, *batch.arguments(layer), out, plan=plan) for layer in range(LAYERS)]
 
 

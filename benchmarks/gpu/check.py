@@ -98,7 +98,7 @@ def run(part: Part, folder: Path, *, rehearse: bool) -> dict[str, Any]:
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """The tables of docs/gpu.md."""
+    """The results as tables."""
     lines = [
         f"{results['device']}, vllm-adaptive-tree {results['version']}",
         "",

@@ -4,7 +4,7 @@
 
 No GPU and no CUDA are needed: Triton brings its own assembler. A kernel that does not compile, multiplies matrices
 without tensor cores, asks for more shared memory than a block may have, or spills 512 bytes a thread or more is an
-error, and the command ends with code 1. `--markdown` prints the table of `docs/gpu.md`.
+error, and the command ends with code 1. `--markdown` prints what is recorded as a table.
 """
 
 # mypy: disable-error-code="import-untyped"

@@ -28,6 +28,7 @@ from vllm_adaptive_tree.bench.models import enlarge
 from vllm_adaptive_tree.bench.prompts import PROMPTS
 
 METHODS: dict[str, dict[str, Any]] = {
+    "adaptive_tree": {"method": "adaptive_tree", "model": DRAFT, "num_speculative_tokens": 16},
     "opt_tree": {"method": "opt_tree", "model": DRAFT, "num_speculative_tokens": 16},
     "dyspec": {"method": "dyspec", "model": DRAFT, "num_speculative_tokens": 16},
     "eagle2, 63 nodes": {"method": "eagle2", "model": DRAFT, "num_speculative_tokens": 63},
@@ -60,7 +61,7 @@ class Run:
         return [one.outputs[0] for one in self.llm.generate(prompts, params, use_tqdm=False)]
 
     def steps(self) -> dict[str, Any]:
-        """What a step costs the host and launches, prompts' steps included."""
+        """Cost of a step on the host and its launches, steps of prompts included."""
         worker = self.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
         seconds: list[float] = []
         with _timed(worker, seconds), torch.profiler.profile() as profile:
@@ -106,7 +107,7 @@ def _timed(worker: Any, seconds: list[float]) -> Iterator[None]:
 
 
 def margins(expected: list[Any], found: list[Any]) -> list[float]:
-    """Where requests first part, by how much the expected token was ahead of the next best; [] if none does."""
+    """Leads of the expected token over the next best where requests first differ; [] if none does."""
     apart = []
     for one, other in zip(expected, found, strict=True):
         pairs = zip(one.token_ids, other.token_ids, strict=False)
@@ -119,7 +120,7 @@ def margins(expected: list[Any], found: list[Any]) -> list[float]:
 
 @contextmanager
 def waiting() -> Iterator[list[str]]:
-    """Where this package makes the host wait for the device inside; nowhere on a CPU."""
+    """Places in this package at which the host waits for the device inside the block; none on a CPU."""
     if not torch.cuda.is_available():
         yield []
         return

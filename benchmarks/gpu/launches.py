@@ -1,4 +1,4 @@
-"""What one decoding step starts on a device, counted without one.
+"""Operations that one decoding step launches on a device, counted without a device.
 
     python -m benchmarks.gpu.launches --out benchmarks/results/gpu/launches.json
 
@@ -37,6 +37,7 @@ class Sizes(NamedTuple):
 
 
 CASES: dict[str, tuple[str, dict[str, Any], str, str]] = {
+    "adaptive_tree": ("adaptive_tree", {"max_children": 4}, "auto", "model"),
     "opt_tree": ("opt_tree", {}, "auto", "model"),
     "dyspec, rrsw": ("dyspec", {"threshold": 0.02, "max_children": 4}, "rrsw", "model"),
     "opt_tree, EAGLE-3 head": ("opt_tree", {}, "auto", "eagle3"),
@@ -55,12 +56,12 @@ class Count:
     def __init__(self) -> None:
         self.part = [REST]
         self.graph = 0
-        """How many graphs the running code is in, nested; in one that replays, the host starts it alone."""
+        """Number of nested graphs that the running code is in; one that replays is a single launch of the host."""
         self.silent = 0
         self.outside, self.inside = Counter[str](), Counter[str]()
         self.steps: list[tuple[bool, Counter[str], Counter[str]]] = []
         self.operations: Callable[[], Any] = nullcontext
-        """The mode that counts PyTorch's."""
+        """Mode that counts PyTorch's operations."""
 
     def add(self, number: int = 1) -> None:
         if not self.silent:
@@ -122,7 +123,6 @@ def install(count: Count) -> None:
 def watch(count: Count, llm: Any, nodes: int) -> None:
     """The parts of a step of this engine."""
     from tests.engine.engines import runner_of
-    from vllm_adaptive_tree.engine.v2 import sampler
     from vllm_adaptive_tree.engine.v2.readback import AsyncReadback
     from vllm_adaptive_tree.engine.v2.verification import Verification
 
@@ -134,13 +134,13 @@ def watch(count: Count, llm: Any, nodes: int) -> None:
         (Verification, "laid_out", "rows of the trees"),
         (runner.model_state, "prepare_attn", "metadata"),
         (runner, "sample", "logits and samples, vLLM's"),
-        (sampler, "accept", "acceptance"),
-        (runner.buffers, "commit", "commit"),
+        (runner.step, "accept", "acceptance"),
+        (runner.attention.buffers, "commit", "commit"),
         (runner, "postprocess_sampled", "postprocess_sampled, vLLM's"),
         (speculator, "propose", "the rest of propose"),
-        (speculator, "_prepare", "what the draft starts from"),
+        (speculator, "prepare", "what the draft starts from"),
         (speculator, "read", "catch-up of the draft"),
-        (speculator, "_trees", "trees of the draft"),
+        (speculator, "grown_trees", "trees of the draft"),
     ]
     if hasattr(speculator, "lattice"):
         parts += [(speculator.lattice, name, "scores of a head of one forward") for name in ("begin", "grow")]

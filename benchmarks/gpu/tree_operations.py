@@ -1,10 +1,10 @@
-"""What a step's tree costs on a device besides the two models: choosing and drawing nodes, and accepting them.
+"""Cost of a step's tree on a device besides the two models: choosing and drawing nodes, and accepting them.
 
     python -m benchmarks.gpu.tree_operations --out benchmarks/results/gpu/tree_operations.json
 
 Per method and rule, a batch of trees over laws drawn at random (as peaked as a small draft's), no model: every draft
-level and every walk runs to its largest depth, as it does where nobody looks at the device. With the kernels of
-`vllm_adaptive_tree/kernels` ("fused"), as in the engine, and by PyTorch alone; in a CUDA graph, and without one
+level and every walk runs to its largest depth, as it does where the host reads no value of the device. With the kernels
+of `vllm_adaptive_tree/kernels` ("fused"), as in the engine, and by PyTorch alone; in a CUDA graph, and without one
 ("eager", the launches of the host included). `operations` are what they start, views apart, counted without a device.
 The floor: the draft's rows that a tree reads and the target's rows that are drawn from or that a path can visit, in
 float32, over the bandwidth of a copy, plus 0.1 ms. `--device cpu` counts, and times PyTorch alone.
@@ -26,8 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.gpu.timing import copy_bandwidth, microseconds, wall_microseconds
 from benchmarks.tree_work import CASES
 from vllm_adaptive_tree import kernels
-from vllm_adaptive_tree.acceptance import RULES, Accepted, Children, traversal, walk
-from vllm_adaptive_tree.acceptance.legality import Draw
+from vllm_adaptive_tree.acceptance import Accepted, Children, TargetOnly, traversal, walk
+from vllm_adaptive_tree.acceptance.rule import Draw
 from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.drafters import Rows
 from vllm_adaptive_tree.kernels import FUSED_RULES, TRAVERSAL_KINDS, FusedRNG, TraversalInputs
@@ -77,7 +77,7 @@ class Case(NamedTuple):
 
     @property
     def by_target(self) -> bool:
-        return self.pair.rule is RULES["target_only"]
+        return self.pair.rule is TargetOnly
 
     def draft(self) -> tuple[Proposal, int]:
         """The trees, and how many rows of a request were read."""
@@ -158,7 +158,7 @@ class _Operations(TorchDispatchMode):
 
 
 def operations(call: Callable[[], T]) -> tuple[int, T]:
-    """How many, and what came of them: shapes without values."""
+    """Number of operations of `call`, and its result: shapes without values."""
     seen = _Operations()
     with ExitStack() as stack:
         for kernel in KERNELS:

@@ -1,8 +1,8 @@
 """The figures of the papers on the bundled pair: ours beside theirs, every line judged.
 
-    python -m benchmarks.papers            # measures what is missing, then writes docs/papers.md and its appendix
+    python -m benchmarks.papers            # measures what is missing, then writes docs/papers.md and the tables
     python -m benchmarks.papers --quick    # a few cells, in a minute or two
-    python -m benchmarks.papers --render   # writes the docs from the results that are there
+    python -m benchmarks.papers --render   # writes the pages from the results that are there
 
 It measures acceptance, not speed. Results are saved as they come; a run goes on where the last one ended.
 """
@@ -52,10 +52,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--render", action="store_true", help="measure nothing")
     parser.add_argument("--only", choices=tuple(SECTIONS), nargs="+", default=list(SECTIONS), help="what to measure")
     parser.add_argument("--workers", type=int, default=2, help="processes of one thread each (default: 2)")
-    parser.add_argument("--results", type=Path, help="default: benchmarks/results/papers, with --quick build/papers")
     parser.add_argument(
-        "--docs", type=Path, help="folder of the pages and figures/; default: docs, with --quick build/papers"
+        "--results",
+        type=Path,
+        help="folder of results, tables.md and figures/; default: benchmarks/results/papers, with --quick build/papers",
     )
+    parser.add_argument("--docs", type=Path, help="folder of papers.md; default: docs, with --quick build/papers")
     options = parser.parse_args(arguments)
     scale = QUICK if options.quick else FULL
     aside = ROOT / "build" / "papers"
@@ -85,11 +87,11 @@ def write(scale: Scale, store: Store, results: Path, docs: Path) -> None:
     for name, module in SECTIONS.items():
         works = module.jobs(scale)
         if all(store.has(work) for work in works.values()):
-            sections[name] = module.section(store.of(works), docs / "figures")
+            sections[name] = module.section(store.of(works), results / "figures")
     verdicts = {name: [claim._asdict() for claim in section.claims] for name, section in sections.items()}
     (results / "verdicts.json").write_text(json.dumps(verdicts, indent=1, ensure_ascii=False) + "\n")
     (docs / "papers.md").write_text(summary.page(list(sections.values()), scale))
-    (docs / "papers-appendix.md").write_text(summary.appendix(list(sections.values()), scale))
+    (results / "tables.md").write_text(summary.tables(list(sections.values())))
 
 
 if __name__ == "__main__":

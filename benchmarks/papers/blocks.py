@@ -60,7 +60,8 @@ def section(r: Results, figures: Path) -> Section:
             paper = theirs.get(nodes, (None, None))
             rows.append((f"{kind} tree, {nodes} nodes", *found.values(), *paper))
             shown = f"{found['original']:.1f} -> {found['depth first']:.1f} / {found['heavy path']:.1f}"
-            source = Source("Table 5", " -> ".join(map(str, paper)), headline=kind == "random" and nodes == 1024)
+            where = "Table 5" if kind == "random" else "Figure 9"
+            source = Source(where, " -> ".join(map(str, paper)), headline=kind == "random" and nodes == 1024)
             fewer = max(found["depth first"], found["heavy path"]) < found["original"]
             claims.append(source.judge_fact(f"reordering empties blocks ({kind}, {nodes} nodes)", fewer, shown))
             if kind == "random" and nodes in theirs:
@@ -70,10 +71,11 @@ def section(r: Results, figures: Path) -> Section:
                 claims.append(source._replace(headline=False).judge_fact(text, close, shown, SPREAD))
     heads = ("tree", "original", "depth first", "heavy path", "paper: original", "paper: reordered")
     parts = [
-        "Table 5 of the paper: how many 32 x 32 blocks of the tree mask are not empty, in the order in which nodes are "
-        "revealed, depth first, and along heavy paths (mean over trees). Random trees: every parent uniform among the "
-        "earlier nodes, the first of which is the root. The paper prints one reordered figure. Its drafted trees are "
-        "other ones, and their counts may include the prompt's blocks, so they are shown and not compared.",
+        "Table 5 and Figure 9 of the paper: how many 32 x 32 blocks of the tree mask are not empty, in the order in "
+        "which nodes are revealed, depth first, and along heavy paths (mean over trees). Random trees: every parent "
+        "uniform among the earlier nodes, the first of which is the root. The paper prints one reordered figure. Its "
+        "drafted trees (Figure 9) are other ones, and their counts may include the prompt's blocks, so they are shown "
+        "and not compared.",
         table(heads, rows),
     ]
     return Section(dyspec.PAPER, "DySpec: blocks of the tree mask", parts, claims)

@@ -79,7 +79,7 @@ def costed(record: Record, mu: float) -> Record:
 
 
 def lead(some: Sequence[Record], others: Sequence[Record], below: str) -> Estimate:
-    """How far the best of `some` in tokens per `below` is ahead of the best of the others; a resample has its own."""
+    """Lead of the best of `some` over the best of the others in tokens per `below`; each resample has its own best."""
     drawn = weights(some[0]["file"])
     best = [np.max([ratios(one, drawn, "tokens", below) for one in records], 0) for records in (some, others)]
     values = best[0] - best[1]
@@ -87,7 +87,7 @@ def lead(some: Sequence[Record], others: Sequence[Record], below: str) -> Estima
 
 
 def mean(values: Sequence[float], files: Sequence[int]) -> Estimate:
-    """Of one number per prompt."""
+    """Mean of one number per prompt."""
     drawn = weights(files)
     found = drawn @ np.asarray(values, dtype=float) / drawn.sum(1)
     return Estimate(float(found[0]), *interval(found[1:]))

@@ -30,7 +30,7 @@ BETAS = (0.4, 0.8)  # of every training
 WIDER = {"H+d": (0.2, 0.5), "h2": (0.5, 0.8), "h12": (0.5, 0.8)}  # of the best ones
 SIZE = 30  # nodes of EAGLE-2, at whose acceptance curves are compared
 THEIRS = {FULL: "3.92 with 0.7M nodes", "P+H": "3.92 with 0.9M", "P+d": "3.92 with 0.9M", "H+d": "0.98 with 3.3M"}
-FEATURES = Source("Table 1, features of the classifier, 3.92 in each row", "0.7M nodes with all, 0.9M with two", True)
+FEATURES = Source("Table 1, features", "0.7M nodes with all, 0.9M with two", True)
 NO_PATH = Source("Table 1, H+d", "tau 0.98 with 3.3M nodes", headline=True)
 WIDTH = Source("appendix B.3, hidden units", "tau 3.91 with 2, 4.02 with 48 (beta = 0.5)", headline=True)
 
@@ -140,7 +140,7 @@ def _curves(r: Results, name: str) -> list[dict[float, Record]]:
 
 
 def _past(at: Record, curve: list[Record]) -> bool:
-    """Whether the curve has points on both sides, over the prompts that all share."""
+    """Return whether the curve has points on both sides, over the prompts that all share."""
     count = min(len(one["file"]) for one in (at, *curve))
     wanted, *found = (sum(one["tokens"][:count]) / sum(one["steps"][:count]) for one in (at, *curve))
     return min(found) <= wanted <= max(found)

@@ -1,4 +1,4 @@
-"""What methods learn about the pair for these tables, from texts of its own training set, never from held-out ones."""
+"""Calibration of methods to the pair for these tables, from texts of its own training set, never from held-out ones."""
 
 import json
 import random

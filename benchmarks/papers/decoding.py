@@ -47,12 +47,12 @@ class Cell:
     keep_steps: bool = False
     """Keep E(A) and the accepted tokens of every step."""
     keep_likelihood: bool = False
-    """Keep how likely the target finds the text."""
+    """Keep the likelihood of the text by the target."""
     draw: int = 0
-    """Which of many sets of random numbers."""
+    """Index of the set of random numbers."""
 
     def options(self, folder: Path) -> TreeOptions:
-        """`folder`: where the files of the options ("@name") are."""
+        """Options of the engine. `folder`: of the files that the options name ("@name")."""
         tree = {
             key: str(folder / value[1:]) if isinstance(value, str) and value.startswith("@") else value
             for key, value in self.tree.items()
@@ -174,7 +174,7 @@ def _ahead(emitted: Tensor, count: int) -> Tensor:
 
 
 def _joined(said: list[tuple[Tensor, Tensor]], count: int) -> list[list[int]]:
-    """What was said behind each prompt but for its first token, which no step has added."""
+    """Tokens emitted after each prompt, but for the first, which no step has added."""
     found: list[list[int]] = [[] for _ in range(count)]
     for alive, tokens in said[1:]:
         for prompt, one in zip(alive.tolist(), tokens.tolist(), strict=True):

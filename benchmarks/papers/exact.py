@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.papers.models import held_out_texts, models, prefilled, read_one
+from benchmarks.papers.optimal import optimal_acceptance
 from benchmarks.tokens_per_step import files
 from vllm_adaptive_tree.acceptance.hub import without_argmax
-from vllm_adaptive_tree.acceptance.optimal import optimal_acceptance
 from vllm_adaptive_tree.proposers.base import softmax_at
 from vllm_adaptive_tree.rng import CounterRNG
 

@@ -14,7 +14,7 @@ from benchmarks.papers.writing import Section, heat_map, table
 
 MU = (0.05, 0.1, 0.2, 0.4)  # draft forward over target forward
 PREDICTS = Source("Figure 5, A grows with E(A)", "a curve", headline=True)
-THRESHOLD = Source("the section on the threshold, mu <= delta <= 1", "0.2 best for the 68M draft, 0.8 for EAGLE", True)
+THRESHOLD = Source("section on the threshold", "0.2 best for the 68M draft, 0.8 for EAGLE", True)
 SPEED = Source('abstract, "a speed-up ratio of up to 3.2"', "3.21 (70B, EAGLE, GSM8K)", headline=True)
 MODELLED = 0.1  # mu
 MAPS = {"OPT-Tree 25": "T = 0", "OPT-Tree, sharpened 25": "T = 0, sharpened", "OPT-Tree 25 T=1": "T = 1"}

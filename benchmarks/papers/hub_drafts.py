@@ -22,12 +22,12 @@ TOY = {  # (T, lambda) -> RRS, RRSw, OTM, OTMw, SpecHub
 }
 ORDER = ("RRS", "RRSw", "OTM", "OTMw", "SpecHub")
 SECONDS = Source(
-    "the table of second-draft acceptance",
+    "table of second-draft acceptance",
     "0.111 -> 0.118 (T = 0.3), 0.109 -> 0.138 (T = 0.6), 0.114 -> 0.166 (T = 1)",
     headline=True,
 )
 DRAFTS = 10
-DECAY = Source("appendix C.1, Figure 9, acceptance of up to ten drafts", "a curve", headline=True)
+DECAY = Source("appendix C.1, Figure 9", "a curve", headline=True)
 APPENDIX = Source("appendix D, the toy table", "its figures are in the table", headline=False)
 
 

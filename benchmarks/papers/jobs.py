@@ -1,4 +1,4 @@
-"""What there is to compute: functions of this package and their arguments, run by several processes."""
+"""Jobs to compute: functions of this package and their arguments, run by several processes."""
 
 import json
 import zlib

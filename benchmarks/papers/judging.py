@@ -22,7 +22,7 @@ class Claim(NamedTuple):
 
 
 class Source(NamedTuple):
-    """What a paper says, where, and with which figures."""
+    """Statement of a paper: its place and its figures."""
 
     where: str
     theirs: str = ""

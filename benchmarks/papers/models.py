@@ -46,7 +46,7 @@ def prefilled(texts: tuple[str, ...]) -> tuple[list[list[int]], Tensor, Cache, C
 
 @lru_cache(maxsize=2)
 def greedy_text(texts: tuple[str, ...], tokens: int) -> Tensor:
-    """What the target says greedily behind each prompt: [R, tokens]."""
+    """Greedy text of the target after each prompt: [R, tokens]."""
     given, logits, cache, _ = prefilled(texts)
     position = torch.tensor([len(one) for one in given])
     cache = cache.of(torch.arange(len(given)))

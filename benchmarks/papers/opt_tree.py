@@ -29,7 +29,7 @@ TABLES_BINARY = Source(ABSTRACT, "binary 2.12 -> 2.58 (7B, 68M) to 4.84 -> 7.74 
 TABLES_STATIC = Source("Tables 1 and 2, rows binary and EAGLE", "2.12 -> 2.47 (7B, 68M) to 4.84 -> 4.97 (70B, 7B)")
 SAMPLED = Source("Table 3, T = 1", "EAGLE's 3.37 -> 4.07 (7B) to 2.70 -> 2.89 (33B)", headline=True)
 COOLER = Source("Table 3 and Figure 9, T = 1 beside T = 0", "4.36 -> 4.07 (7B, EAGLE)")
-SIZES = Source("Figure 6, OPT-Tree above Sequoia at every size", "a curve", headline=True)
+SIZES = Source("Figure 6", "a curve", headline=True)
 GROWTH = Source("Figure 6, growth up to some 130 nodes for a 68M draft", "a curve")
 TEN = Source('abstract, "it can generate more than ten tokens in a single step"', "10 at 500 nodes (70B, 7B)", True)
 PLAIN = {"threshold": 0, "draft_temperature": 1}

@@ -1,4 +1,4 @@
-"""How many nodes one curve of trees needs less than another at equal acceptance, between measured points only."""
+"""Nodes that one curve of trees saves against another at equal acceptance, between measured points only."""
 
 from collections.abc import Sequence
 

@@ -2,7 +2,7 @@ from typing import NamedTuple
 
 
 class Scale(NamedTuple):
-    """How much is measured."""
+    """Size of the measurement."""
 
     quick: bool
     prompts: int  # greedy cells

@@ -40,9 +40,9 @@ class Step:
         if pair.rule.draw is None:
             levels, rng = int(self.tree.depth.max()), self._rng(1)
             return traversal(
-                self.tree, pair.proposer.kind, self.p, self.q, rng, levels=levels, most=pair.most, proceed=_any
+                self.tree, pair.proposer.kind, self.p, self.q, rng, levels=levels, most=pair.most, proceed=any_active
             )
-        return walk(self.tree, self._by_rule(pair), levels=int(self.tree.depth.max()), proceed=_any)
+        return walk(self.tree, self._by_rule(pair), levels=int(self.tree.depth.max()), proceed=any_active)
 
     def accept_longest(
         self, pair: Pair, proposal: Proposal, below: Tensor, q_temperature: Tensor, initial: Tensor
@@ -59,7 +59,7 @@ class Step:
         levels = int(self.tree.depth.max())
         count = (initial >= 0).sum(1)
         found = longest_continuation(
-            self.tree, count, self._by_rule(pair), levels=levels, most=pair.init_width, proceed=_any
+            self.tree, count, self._by_rule(pair), levels=levels, most=pair.init_width, proceed=any_active
         )
         last, level = torch.zeros(len(count), models().target.embedding.shape[0]), -1
 
@@ -68,7 +68,7 @@ class Step:
             last, level = torch.where(active[:, None], self.logits(node, active), last), level + 1
             return found.tokens[:, level].clamp(min=0), found.nodes[:, level] >= 0
 
-        tokens, nodes = walk(self.tree, again, levels=levels, proceed=_any)  # the cache holds another path
+        tokens, nodes = walk(self.tree, again, levels=levels, proceed=any_active)  # the cache holds another path
         accepted = (nodes >= 0).sum(1)
         first = tokens.gather(1, accepted[:, None])
         p = softmax_at(last, torch.full_like(last[:, 0], self.temperature or 1.0)).scatter(1, first, 0.0)
@@ -138,5 +138,5 @@ def _widest(tree: TreeBatch) -> int:
     return int(children.scatter_add(1, tree.parent + 1, tree.valid.float()).max())
 
 
-def _any(active: Tensor) -> bool:
+def any_active(active: Tensor) -> bool:
     return bool(active.any())

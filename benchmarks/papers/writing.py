@@ -1,4 +1,4 @@
-"""Sections of the appendix: tables, lines and heat maps."""
+"""Sections of the tables' page: tables, lines and heat maps."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -45,9 +45,9 @@ class Acceptance(NamedTuple):
 
 DEPTH = 10  # of the trees behind all these figures
 OURS = {5: (2.25, 2.94), 10: (2.57, 3.69), 25: (2.97, 4.68), 50: (3.25, 5.39)}
-"""Nodes: tokens and draft forwards per step of the bundled pair (docs/papers-appendix.md)."""
+"""Nodes: tokens and draft forwards per step of the bundled pair (benchmarks/results/papers/tables.md)."""
 PAPER = {"LLaMA-2-7B, draft 1B": 4.88, "LLaMA-2-70B, draft 7B": 7.74}
-"""Tokens per step in OPT-Tree's paper, at 25 to 60 nodes (docs/papers-appendix.md)."""
+"""Tokens per step in OPT-Tree's paper, at 25 to 60 nodes (benchmarks/results/papers/tables.md)."""
 MOST_OF_PAPER = 60
 
 

@@ -1,10 +1,10 @@
-"""For tests alone: vLLM's CUDA platform on a machine without a GPU.
+"""Fake of vLLM's CUDA platform on a machine without a GPU, for tests alone.
 
 vLLM's Python for GPUs runs as it is: configuration, choice of the attention backend, layers, metadata builders, worker,
-Model Runner V2 with its warm-up and memory profile. Its Triton kernels and ours run in the interpreter. What is
-compiled for GPUs alone (FlashAttention, the write to the cache, the sorting of rows by expert) is a function here,
-called with the arguments of the compiled one. Tensors that vLLM puts on "cuda" are on the CPU. A process that has
-called `install` is good for nothing else.
+Model Runner V2 with its warm-up and memory profile. Its Triton kernels and ours run in the interpreter. Kernels that
+are compiled for GPUs alone (FlashAttention, the write to the cache, the sorting of rows by expert) are functions here,
+called with the same arguments. Tensors that vLLM puts on "cuda" are on the CPU. A process that has called `install`
+serves no other purpose.
 """
 
 import os
@@ -26,7 +26,7 @@ QUESTIONS = (
     "cutlass_scaled_mm_supports_fp4",
     "cutlass_group_gemm_supported",
 )
-"""Whether kernels for quantised weights are there."""
+"""Queries for kernels for quantised weights."""
 
 
 class Launch(NamedTuple):
@@ -43,7 +43,7 @@ LAUNCHES: list[Launch] = []
 
 
 def install(capability: tuple[int, int]) -> None:
-    """Call it before vLLM or Triton is imported."""
+    """Install the fake; must run before vLLM or Triton is imported."""
     os.environ.update(
         VLLM_USE_V2_MODEL_RUNNER="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1"
     )
@@ -103,14 +103,16 @@ def install(capability: tuple[int, int]) -> None:
             return 1
 
     platforms._current_platform = Faked()
-    import vllm._C
     import vllm.v1.worker.cpu.shm  # noqa: F401  streams and events
+    from vllm.platforms.cpu import CpuPlatform
+
+    CpuPlatform.import_kernels()  # those for this processor
 
     accelerator.get_memory_info = lambda *_: (MEMORY, MEMORY)
 
 
 class Absent:
-    """A compiled kernel that only a GPU has. vLLM's passes of compilation name many, and no test comes to run one."""
+    """A compiled kernel that only a GPU has. vLLM's passes of compilation name many, and no test runs one."""
 
     def __init__(self, name: str):
         self.name = name
@@ -125,7 +127,7 @@ class Absent:
 
 
 class Namespace(type(torch.ops._C)):  # type: ignore[misc]
-    """As in a build for GPUs, every name is there."""
+    """Namespace of operations in which every name exists, as in a build for GPUs."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -137,7 +139,7 @@ class Namespace(type(torch.ops._C)):  # type: ignore[misc]
 
 
 class OnCPU(TorchFunctionMode):
-    """Every tensor that is asked for on "cuda"."""
+    """Mode that moves every tensor asked for on "cuda" to the CPU."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -157,7 +159,7 @@ def _moved(value: Any) -> Any:
 
 
 def _shapes() -> None:
-    """vLLM tells PyTorch the shapes that its kernels return: of those that are here."""
+    """Register the shapes that vLLM tells PyTorch of its kernels, of those that are here."""
     library: Any = torch.library
     original = library.register_fake
 
@@ -189,7 +191,7 @@ def _accelerator(capability: tuple[int, int]) -> None:
 
 
 def _attention(kernel: str, q: Tensor, k: Tensor, v: Tensor, out: Tensor, **arguments: Any) -> Tensor:
-    """Causal over a paged cache: `k`, `v` [blocks, block_size, Hkv, D]."""
+    """Causal attention over a paged cache: `k`, `v` [blocks, block_size, Hkv, D]."""
     LAUNCHES.append(Launch(kernel, q, k, v, {"out": out, **arguments}))
     starts, lengths, table = arguments["cu_seqlens_q"], arguments["seqused_k"], arguments["block_table"]
     group = q.shape[1] // k.shape[2]
@@ -238,7 +240,7 @@ def _fa2(
 
 
 def _fa3(*arguments: Any) -> tuple[Tensor, None, None, None]:
-    """As upstream's `fwd`: keys that are new, rotation, padding and descaling are not used."""
+    """Attend as upstream's `fwd`; new keys, rotation, padding and descaling are not used."""
     q, k, v, k_new, v_new, q_v, out, cu_seqlens_q, cu_seqlens_k, _, _, seqused_k, max_q, max_k, table = arguments[:15]
     scale, causal, left, right, softcap = arguments[23:28]
     assert (k_new, v_new, q_v, cu_seqlens_k, causal, left, right, softcap) == (None,) * 4 + (True, -1, -1, 0)
@@ -280,7 +282,8 @@ def _write(
 
 
 def rms_norm(out: Tensor, rows: Tensor, weight: Tensor, epsilon: float) -> None:
-    """The CPU's own reads rows as if they were contiguous, and those of queries between keys and values are not."""
+    """Norm rows in place of vLLM's CPU kernel, which reads rows as if they were contiguous; those of queries between
+    keys and values are not."""
     out.copy_(torch.nn.functional.rms_norm(rows.float(), weight.shape, weight.float(), epsilon))
 
 
@@ -296,7 +299,7 @@ def topk_softmax(
 def moe_align_block_size(
     ids: Tensor, experts: int, block: int, order: Tensor, expert_ids: Tensor, total: Tensor, *unused: None
 ) -> None:
-    """Rows by expert, each expert's padded to whole blocks."""
+    """Sort rows by expert, each expert's padded to whole blocks."""
     flat, end = ids.flatten(), 0
     order.fill_(len(flat))
     for expert in range(experts):
@@ -313,26 +316,26 @@ def moe_sum(rows: Tensor, out: Tensor, *unused: None) -> None:
 
 
 def _has_fa4(module: Any) -> None:
-    """vLLM looks for a file."""
+    """Make FlashAttention 4 found: vLLM looks for a file."""
     module.FA4_AVAILABLE = True
 
 
 def _without_others(module: Any) -> None:
-    """vLLM warms up kernels of models that read images, and of some models' routers on 10.0, by importing them:
-    torchvision and CUTLASS are not installed here."""
+    """Skip warm-ups: vLLM imports kernels of models that read images, and of some models' routers on 10.0; torchvision
+    and CUTLASS are not installed here."""
     module.qwen_vl_triton_warmup = lambda _: None
     module._warmup_bf16x3_router_gemm = lambda *_: None
 
 
 def _workspace(module: Any) -> None:
-    """Of the experts: it is made inside a custom operation, where PyTorch has taken `OnCPU` away."""
+    """Move the workspace of the experts, which is made inside a custom operation, where PyTorch disables `OnCPU`."""
     manager: Any = module.WorkspaceManager
     original = manager.__init__
     manager.__init__ = lambda self, device, *rest, **given: original(self, _moved(device), *rest, **given)
 
 
 def watch_trees() -> list[dict[str, Any]]:
-    """The arguments of every launch of the tree kernel from now on: shape, stride and type of each tensor."""
+    """Arguments of every launch of the tree kernel from now on: shape, stride and type of each tensor."""
     from vllm_adaptive_tree.attention import triton_tree
 
     found, original = list[dict[str, Any]](), triton_tree.tree_attention
@@ -352,7 +355,7 @@ def watch_trees() -> list[dict[str, Any]]:
 
 
 def watch_verdicts() -> list[Any]:
-    """Of every start-up check from now on."""
+    """Verdicts of every start-up check from now on."""
     from vllm_adaptive_tree.engine.self_check import check
 
     found, original = list[Any](), check.check

@@ -11,7 +11,7 @@ RANK = 8
 
 
 def adapter(folder: Path, model: str, *, seed: int, scale: float) -> str:
-    """Of every projection of every layer; `scale`: of the second factor."""
+    """Write an adapter of every projection of every layer; `scale`: of the second factor."""
     config = AutoConfig.from_pretrained(model)
     width, inner = config.hidden_size, config.intermediate_size
     queries, keys = (config.head_dim * heads for heads in (config.num_attention_heads, config.num_key_value_heads))

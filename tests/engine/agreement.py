@@ -1,6 +1,7 @@
-"""A table of engines and requests, and what the model runner of this process emits for it.
+"""A table of engines and requests, and the output of this process's model runner for it.
 
-`MODEL_RUNNER=v2 python -m tests.engine.agreement FILE` writes that to a file; `test_agreement.py` compares the runners.
+`MODEL_RUNNER=v2 python -m tests.engine.agreement FILE ROW..` writes that to a file; `test_agreement.py` compares the
+runners.
 """
 
 if __name__ == "__main__":
@@ -17,7 +18,7 @@ from tests.engine.engines import DRAFT, PROMPTS, Engines, generate, metric, runn
 
 
 class Row(NamedTuple):
-    """What a user may choose: the method, the acceptance rule, the node budget and the tree options."""
+    """Choices of a user: the method, the acceptance rule, the node budget and the tree options."""
 
     method: str
     rule: str
@@ -40,6 +41,8 @@ ROWS = [
     Row("sequoia", "greedy_multi_draft", 8, {"max_depth": 3}),
     Row("mcsd", "k_seq", 9, {"shape": [3, 2, 1], "stop": "type2"}),
 ]
+COVERED = ROWS[0], ROWS[3]
+"""Rows with a method and a rule of other rows."""
 REQUESTS: dict[str, list[dict[str, Any]]] = {
     "argmax": [{}] * 4,
     "processed logits": [
@@ -71,7 +74,7 @@ def found(engines: Engines, row: Row | None) -> Found:
     outputs = {}
     for name, requests in REQUESTS.items():
         params = [
-            SamplingParams(**{"temperature": 0, "max_tokens": 15 + 3 * i, "ignore_eos": True, "logprobs": 2, **extra})
+            SamplingParams(**{"temperature": 0, "max_tokens": 10 + 2 * i, "ignore_eos": True, "logprobs": 2, **extra})
             for i, extra in enumerate(requests)
         ]
         outputs[name] = generate(llm, BATCH, params)
@@ -82,6 +85,6 @@ if __name__ == "__main__":
     from tests.engine import agreement  # pickled by the name under which the test imports it
 
     pool = Engines()
-    results = {str(row): agreement.found(pool, row) for row in ROWS}
+    results = {str(row): agreement.found(pool, row) for row in ROWS if str(row) in sys.argv[2:]}
     pool.shutdown()
     Path(sys.argv[1]).write_bytes(pickle.dumps(results))

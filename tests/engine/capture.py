@@ -1,4 +1,4 @@
-"""A CUDA graph's conditions, checked without one: a piece of a step is the same work in every step."""
+"""Conditions of a CUDA graph, checked without one: a piece of a step is the same work in every step."""
 
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -13,8 +13,8 @@ from vllm_adaptive_tree.rng import CounterRNG
 
 
 class Rehearsal(TorchDispatchMode):
-    """Records what runs inside: operations and kernels in their order, with every number and shape, and the address of
-    every tensor that was not made inside. A graph may hold it if two steps record the same: a replay repeats the
+    """Records the operations and kernels that run inside, in their order, with every number and shape, and the address
+    of every tensor that was not made inside. A graph may hold it if two steps record the same: a replay repeats the
     numbers, shapes and addresses of the capture. A wait for the device fails at once."""
 
     def __init__(self, own: set[int]):
@@ -48,14 +48,14 @@ class Rehearsal(TorchDispatchMode):
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    """Those of random sources too, which are plain objects."""
+    """Tensors of a tree of objects, those of random sources included, which are plain objects."""
     leaves = tree_leaves(tree)
     leaves += [part for one in leaves if isinstance(one, CounterRNG) for part in vars(one).values()]
     return [one for one in leaves if isinstance(one, Tensor)]
 
 
 class Pieces:
-    """Rehearses calls of an engine by name; `graphs`: name -> what each call has recorded, with its key."""
+    """Rehearses calls of an engine by name; `graphs`: name -> the record of each call, with its key."""
 
     def __init__(self, monkeypatch: Any):
         self.monkeypatch, self.graphs = monkeypatch, dict[str, list[tuple[Any, list[Any]]]]()
@@ -65,7 +65,7 @@ class Pieces:
         self._watch_kernels()
 
     def _watch_kernels(self) -> None:
-        """Triton's interpreter runs a kernel by operations of its own, which are no launches."""
+        """Watch launches of kernels: Triton's interpreter runs one by operations of its own, which are no launches."""
         from triton.runtime import interpreter
 
         pieces, original = self, interpreter.GridExecutor.__call__
@@ -95,7 +95,7 @@ class Pieces:
         self.graphs.setdefault(name, []).append((key, rehearsal.record))
 
     def hold(self, owner: Any, name: str, key: Any) -> None:
-        """Rehearse every call of `owner.name`; `key`: of its arguments, what has a graph of its own."""
+        """Rehearse every call of `owner.name`; `key`: of its arguments, those with a graph of their own."""
         original = getattr(owner, name)
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -105,7 +105,7 @@ class Pieces:
         self.monkeypatch.setattr(owner, name, run)
 
     def inside(self, owner: Any, name: str) -> None:
-        """`owner.name` runs in an operation of vLLM's, in which modes are off."""
+        """Rehearse `owner.name`, which runs in an operation of vLLM's, in which modes are off."""
         original = getattr(owner, name)
 
         def run(*args: Any, **kwargs: Any) -> Any:

@@ -39,7 +39,7 @@ ENGINE: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "max_model_
 
 
 def tree(nodes: int, **options: Any) -> dict[str, Any]:
-    """A speculative_config for OPT-Tree on the bundled pair, whole trees whatever they cost; options go under
+    """A speculative_config for OPT-Tree on the bundled pair, with whole trees whatever they cost; options go under
     "tree"."""
     return {"method": "opt_tree", "model": DRAFT, "num_speculative_tokens": nodes, "tree": {"budget": None, **options}}
 
@@ -91,7 +91,7 @@ def generate(llm: Any, prompts: list[Any], params: Any) -> list[Any]:
 
 
 def assert_identical(plain: list[Any], speculative: list[Any]) -> None:
-    """Token by token; one difference may occur where the plain run's two best logprobs are within 1e-5.
+    """Compare token by token; one difference may occur where the plain run's two best logprobs are within 1e-5.
 
     `plain` needs `logprobs=2`.
     """
@@ -121,8 +121,8 @@ class TreeSpy:
         original = getattr(runner, name)
 
         def sample(*args: Any) -> Any:
-            if runner.step is not None:
-                self.batches.append(_on_host(runner.step) if V2 else list(runner.step.trees.values()))
+            if (verification := runner.step.verification) is not None:
+                self.batches.append(_on_host(verification) if V2 else list(verification.trees.values()))
                 self.trees += self.batches[-1]
             return original(*args)
 

@@ -1,4 +1,4 @@
-"""Tiny models of the classes that people serve, of random weights, and what each of them brings."""
+"""Tiny models of widely served classes, of random weights, and the features of each."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ COMMON: dict[str, Any] = {
 }
 LAYERS = ["sliding_attention", "full_attention"] * 2
 GEMMA = "gemma2", "gemma3_text", "gemma4_text"
-"""Their blocks end in a norm, which undoes what their projections were multiplied with."""
+"""Classes whose blocks end in a norm, which undoes a factor of their projections."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Family:
 
     @property
     def groups(self) -> int:
-        """Of layers that share a block table."""
+        """Number of groups of layers that share a block table."""
         return len(set(self.fields.get("layer_types", [""])))
 
     def built(self) -> PreTrainedConfig:
@@ -58,7 +58,7 @@ class Family:
 
 
 def spread(model: Any) -> None:
-    """Logits that differ, and texts that are not constant: tied embeddings are small beside what the layers say."""
+    """Scale weights so that logits differ and texts vary: tied embeddings are small beside the layers' output."""
     tied = model.config.tie_word_embeddings
     model.get_input_embeddings().weight.normal_(0, 0.03 if tied else 1)
     if not tied:
@@ -238,4 +238,4 @@ FAMILIES: dict[str, Family] = {
 
 
 SHORT = ("llama", "phi", "qwen3-moe", "gpt-oss", "gemma2")
-"""Together they have scaled and partial RoPE, biases, experts, windows, soft-caps and sinks."""
+"""Families that together have scaled and partial RoPE, biases, experts, windows, soft-caps and sinks."""

@@ -1,11 +1,12 @@
-"""What the metrics of a run have to say of each other, and of what its requests say."""
+"""Consistency of the metrics of a run, with each other and with its requests' outputs."""
 
+from collections import Counter
 from typing import Any
 
 from tests.engine.engines import metric
 
 MOST = 12
-"""Nodes of a tree."""
+"""Most nodes of a tree."""
 
 
 def by_label(llm: Any, name: str, label: str) -> dict[str, Any]:
@@ -16,9 +17,14 @@ def counts(llm: Any, name: str, label: str) -> dict[str, float]:
     return {value: found.value for value, found in by_label(llm, name, label).items()}
 
 
+def _histogram(sizes: list[int]) -> list[int]:
+    found = Counter(sizes)
+    return [found[size] for size in range(MOST + 1)]
+
+
 def check_figures(llm: Any, outputs: list[Any], *, nodes: int) -> dict[str, float]:
-    """`outputs`: all completions of the engine, with `per_request_spec_decode_metrics="detailed"`; `nodes`: verified in
-    its steps. Returns the fallbacks by reason."""
+    """Check the metrics. `outputs`: all completions of the engine, with `per_request_spec_decode_metrics="detailed"`;
+    `nodes`: verified in its steps. Returns the fallbacks by reason."""
     fallbacks = counts(llm, "adaptive_tree_fallbacks", "reason")
     steps, tokens = metric(llm, "adaptive_tree_decode_steps"), metric(llm, "adaptive_tree_decode_tokens")
     drafts = metric(llm, "spec_decode_num_drafts")
@@ -40,6 +46,9 @@ def check_figures(llm: Any, outputs: list[Any], *, nodes: int) -> dict[str, floa
     accepted = {str(depth): count for depth, count in enumerate(positions.values, start=1) if count}
     assert counts(llm, "adaptive_tree_accepted_nodes", "depth") == accepted
     assert tokens == steps + sum(accepted.values())
-    emitted = sum(len(one.token_ids) - 1 for one in outputs)  # the first ones are of the prompts' steps
-    assert emitted <= tokens < emitted + len(outputs) * MOST, "the last steps may have brought more than was asked for"
+    # The first token of a request is of its prompt's step.
+    assert tokens == sum(len(one.token_ids) - 1 for one in outputs) == metric(llm, "generation_tokens") - len(outputs)
+    histograms = [one.histogram for one in requests]
+    assert all(one.histogram == _histogram(one.per_step_accepted) for one in requests)
+    assert sum(size * count for one in histograms for size, count in enumerate(one)) == sum(accepted.values())
     return fallbacks

@@ -2,7 +2,8 @@
 
 import json
 import shutil
-from importlib.util import find_spec
+from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,10 @@ QUERIES, KEYS = (CONFIG[name] * CONFIG["head_dim"] for name in ("num_attention_h
 REDUCED = 512
 
 ON_V1 = pytest.mark.skipif(V2, reason="vLLM has these heads on Model Runner V1 alone")
-WITH_MEDUSA = pytest.mark.skipif(
-    V2 or find_spec("vllm.v1.spec_decode.medusa") is None, reason="this model runner of vLLM has no Medusa"
-)
 
 
 def eagle(folder: Path) -> str:
-    """EAGLE (1): it says no more of itself than that it is a Llama of one layer."""
+    """EAGLE (1), whose config.json names only a Llama of one layer."""
     weights = {
         "fc.weight": _random(0, HIDDEN, 2 * HIDDEN),
         **_layer("layers.0", HIDDEN),
@@ -42,8 +40,28 @@ def eagle3(folder: Path, *, reduced: bool = False, vocabulary: Tensor | None = N
     return _written(folder, *_eagle3(vocabulary))
 
 
+FOUR = [1, 3, 5, 7]
+"""Layers of the target that are not vLLM's default, one more than those."""
+
+
+def eagle3_1(folder: Path) -> str:
+    """EAGLE-3.1: a norm before `fc`, and the normed state is fed back. The layers are named where vLLM's class of it
+    does not look, the norms where it looks for one of them."""
+    config, weights = _eagle3(None)
+    weights |= {"fc.weight": _random(1, HIDDEN, 4 * HIDDEN), "input_norm.weight": torch.ones(4 * HIDDEN)}
+    norms = {"norm_before_fc": True, "norm_output": True}
+    return _written(folder, {**config, "eagle_aux_hidden_state_layer_ids": FOUR, "eagle_config": norms}, weights)
+
+
+def eagle3_of_the_last_state(folder: Path) -> str:
+    """EAGLE-3 that reads no states of layers, like NVIDIA's heads for gpt-oss."""
+    config, weights = _eagle3(None)
+    del weights["fc.weight"]
+    return _written(folder, {**config, "eagle_config": {"use_aux_hidden_state": False}}, weights)
+
+
 def _eagle3(vocabulary: Tensor | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Its config.json and its weights."""
+    """Configuration and weights of an EAGLE-3 head."""
     size = VOCABULARY if vocabulary is None else len(vocabulary)
     weights = {
         "fc.weight": _random(1, HIDDEN, 3 * HIDDEN),
@@ -61,22 +79,6 @@ def _eagle3(vocabulary: Tensor | None) -> tuple[dict[str, Any], dict[str, Tensor
     return {**_config(), "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": size}, weights
 
 
-def medusa(folder: Path, *, heads: int = 5, **more: Any) -> str:
-    """In vLLM's format, with one output matrix for all heads."""
-    weights = {f"blocks.{at}.layers.0.weight": _random(30 + at, HIDDEN, HIDDEN) for at in range(heads)}
-    config = {
-        "model_type": "medusa",
-        "architectures": ["MedusaModel"],
-        "hidden_size": HIDDEN,
-        "vocab_size": VOCABULARY,
-        "medusa_num_heads": heads,
-        "medusa_num_layers": 1,
-        "original_lm_head": True,
-        **more,
-    }
-    return _written(folder, config, {**weights, "lm_heads.0.weight": _random(40, VOCABULARY, HIDDEN)})
-
-
 def peagle(folder: Path, *, vocabulary: Tensor | None = None, **changes: Any) -> str:
     """P-EAGLE: EAGLE-3 of two layers, and the state of its mask tokens; of a reduced vocabulary, or with other keys."""
     config, weights = _eagle3(vocabulary)
@@ -88,9 +90,9 @@ def peagle(folder: Path, *, vocabulary: Tensor | None = None, **changes: Any) ->
 
 
 AUXILIARY = 3, 6
-"""How many of the target's layers lie below the states that a DFlash or DSpark head of these reads."""
+"""Numbers of the target's layers below the states that a DFlash or DSpark head of these reads."""
 DEPTH = 5
-"""Tokens that it predicts."""
+"""Tokens that such a head predicts."""
 
 
 DFLASH: dict[str, Any] = {
@@ -105,13 +107,13 @@ DFLASH: dict[str, Any] = {
 
 
 def dflash(folder: Path, *, vocabulary: Tensor | None = None, **changes: Any) -> str:
-    """Two layers; of a reduced vocabulary, or with other keys."""
+    """DFlash of two layers; of a reduced vocabulary, or with other keys."""
     return _written(folder, {**DFLASH, **changes}, _block(vocabulary), vocabulary)
 
 
 def dspark(folder: Path, *, vocabulary: Tensor | None = None, scale: float = 0.5, **changes: Any) -> str:
-    """The same layers, the root's row predicts too, and a bias by the parent token, whose standard deviation is four
-    times the square of `scale`."""
+    """DSpark: the same layers, with a prediction from the root's row and a bias by the parent token, whose standard
+    deviation is four times the square of `scale`."""
     size = VOCABULARY if vocabulary is None else len(vocabulary)
     markov = {
         "markov_head.markov_w1.weight": scale / 0.05 * _random(50, VOCABULARY, 16),
@@ -122,7 +124,7 @@ def dspark(folder: Path, *, vocabulary: Tensor | None = None, scale: float = 0.5
 
 
 def dspark_fill_in(folder: Path) -> str:
-    """Its root predicts nothing."""
+    """DSpark whose root predicts nothing."""
     return dspark(folder, sample_from_anchor=False, block_size=1 + DEPTH)
 
 
@@ -130,8 +132,8 @@ SELECTOR = {"conv_kernel_size": 3, "conv_group_size": 32, "selector_rank": 16, "
 
 
 def dflash2(folder: Path, *, scale: float = 1.0, **changes: Any) -> str:
-    """The same layers with convolutions along the block, and scores of pairs of candidates; `scale`: of the vectors
-    whose products those are."""
+    """DFlash2: the same layers with convolutions along the block, and scores of pairs of candidates; `scale`: of the
+    vectors whose products those are."""
     weights = _block(None)
     for at, (layer, part) in enumerate(product(range(2), ("attention", "mlp"))):
         name = f"layers.{layer}.{part}_conv"
@@ -160,7 +162,7 @@ CORRELATOR: dict[str, Any] = {
 
 
 def lilicorr(folder: Path, **changes: Any) -> str:
-    """The same layers, and a small network over all candidates that scores their pairs."""
+    """LiLiCorr: the same layers, and a small network over all candidates that scores their pairs."""
     inner = CORRELATOR["lilicorr_hidden_size"]
     shapes: dict[str, tuple[int, ...]] = {
         "slot_embedding": (1, 1, DEPTH, 1, inner),
@@ -244,7 +246,7 @@ def _written(folder: Path, config: dict[str, Any], weights: dict[str, Tensor], v
 
 
 def mtp(folder: Path) -> str:
-    """A target as MiMo-7B, a Qwen2 of two layers with one more for the token after the next; random too."""
+    """A target like MiMo-7B, a Qwen2 of two layers with one more for the token after the next; random too."""
     weights = {
         "model.embed_tokens.weight": _random(20, VOCABULARY, HIDDEN),
         "model.norm.weight": torch.ones(HIDDEN),
@@ -270,3 +272,25 @@ def mtp(folder: Path) -> str:
     for file in Path(TARGET).glob("tokenizer*"):
         shutil.copy(file, folder)
     return str(folder)
+
+
+THREE_OF_FOUR = torch.arange(VOCABULARY)[torch.arange(VOCABULARY) % 4 != 3]
+HEADS: dict[str, Callable[[Path], str]] = {
+    "eagle": eagle,
+    "eagle3": eagle3,
+    "eagle3 reduced": partial(eagle3, reduced=True),
+    "eagle3 last state": eagle3_of_the_last_state,
+    "eagle3.1": eagle3_1,
+    "peagle": peagle,
+    "peagle reduced": partial(peagle, vocabulary=THREE_OF_FOUR),
+    "dflash": dflash,
+    "dflash causal": partial(dflash, dflash_config={**DFLASH["dflash_config"], "causal": True}),
+    "dflash reduced": partial(dflash, vocabulary=THREE_OF_FOUR),
+    "dflash2": dflash2,
+    "lilicorr": lilicorr,
+    "dspark": dspark,
+    "dspark fill-in": dspark_fill_in,
+    "dspark candidates": partial(dspark, dspark_draft_topk=64),
+    "dspark reduced": partial(dspark, vocabulary=THREE_OF_FOUR),
+}
+"""Name, which begins with the kind -> what writes such a checkpoint into a folder."""

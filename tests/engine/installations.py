@@ -1,5 +1,6 @@
-"""Nodes where something else is installed: folders for their PYTHONPATH, whose `sitecustomize` runs before all else."""
+"""Nodes with other packages installed: folders for their PYTHONPATH, whose `sitecustomize` runs before all else."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -44,12 +45,14 @@ def with_version(folder: Path, version: str) -> str:
     """A second copy of this package, of that version and with a changed file."""
     source = Path(vllm_adaptive_tree.__file__).parent
     shutil.copytree(source, folder / source.name, ignore=shutil.ignore_patterns("__pycache__", "demo_pair"))
-    (folder / source.name / "version.py").write_text(f'__version__ = "{version}"\n# of another copy\n')
+    file = folder / source.name / "version.py"
+    text = re.sub(r'^__version__ = ".*"$', f'__version__ = "{version}"', file.read_text(), flags=re.MULTILINE)
+    file.write_text(f"{text}# of another copy\n")
     return _written(folder, REPLACE)
 
 
 def with_vllm(folder: Path, version: str) -> str:
-    """A vLLM that says that it is another one."""
+    """A vLLM that reports another version."""
     parts = tuple(int(part) for part in version.split("."))
     return _written(folder, VLLM.format(version=version, parts=parts))
 

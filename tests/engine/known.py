@@ -1,4 +1,4 @@
-"""A draft that knows how the texts go on: their tokens, and at every depth a wrong branch that often seems better."""
+"""A draft that knows the continuations of texts, and has at every depth a wrong branch that often seems better."""
 
 import json
 from dataclasses import dataclass
@@ -7,11 +7,12 @@ from typing import ClassVar, Self
 
 import torch
 
-from vllm_adaptive_tree.drafters import Continuations, DraftOptions, Lookup, Texts, register_drafter
+from vllm_adaptive_tree import register
+from vllm_adaptive_tree.drafters import Continuations, DraftOptions, Lookup, Texts
 from vllm_adaptive_tree.options import option
 
 DEPTH, ASTRAY = 6, 3
-"""Tokens of the right branch, and of a wrong one after it has left."""
+"""Tokens of the right branch, and of a wrong one after it diverges."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +21,7 @@ class KnownOptions(DraftOptions):
 
 
 class Known(Lookup):
-    """Accepted paths pass through any child, so their K/V is where the commit has to find it."""
+    """Draft whose accepted paths pass through any child, so the commit has to find their K/V there."""
 
     Options: ClassVar[type[DraftOptions]] = KnownOptions
     length = DEPTH + ASTRAY
@@ -56,7 +57,7 @@ class Known(Lookup):
 
 def known(texts: list[list[int]], folder: Path, nodes: int) -> dict[str, object]:
     """A speculative_config with this draft."""
-    register_drafter("known", "tests.engine.known:Known")
+    register("known", "tests.engine.known:Known")
     file = folder / "texts.json"
     file.write_text(json.dumps(texts))
     options = {"budget": None, "texts": str(file), "threshold": 0, "draft_temperature": 1.0}

@@ -18,7 +18,7 @@ Bonus = Callable[[Prompt, int], Tensor]
 
 
 def lean(runner: Any, bonus: Bonus, change: Callable[[Any, str, Any], None] = setattr) -> None:
-    """Add it to every row of a head; `change`: `monkeypatch.setattr`, or for good."""
+    """Add a bonus to every row of a head; `change`: `monkeypatch.setattr`, or for good."""
     drafter = runner.speculator if V2 else runner.drafter
     begin, grow = drafter.roots if V2 else drafter.catch_up, drafter.grow
     roots: list[tuple[Prompt, int]] = []
@@ -67,8 +67,8 @@ def lean(runner: Any, bonus: Bonus, change: Callable[[Any, str, Any], None] = se
 
 
 def second_best(known: Sequence[tuple[Sequence[int], Sequence[int]]], vocabulary: int) -> Bonus:
-    """The greedy outputs are `known`, with their prompts, but another token may seem better: accepted paths then pass
-    through any child."""
+    """Bonus for the greedy outputs `known`, with their prompts; another token may get a higher one: accepted paths then
+    pass through any child."""
     texts = {tuple(prompt): [*prompt, *output] for prompt, output in known}
 
     def bonus(prompt: Prompt, position: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Logits processors as users write them: no token of the last few again."""
+"""Logits processors as users write them: none of the last few tokens may be repeated."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ def last(params: Any) -> int:
 
 
 class NoRepeat(AdapterLogitsProcessor):
-    """Of Model Runner V1."""
+    """Processor of Model Runner V1."""
 
     @classmethod
     def validate_params(cls, params: Any) -> None:
@@ -34,14 +34,14 @@ class NoRepeat(AdapterLogitsProcessor):
 
 
 class Counting(NoRepeat):
-    """Renews what it knows once a step."""
+    """Processor that updates its state once a step."""
 
     def update_state(self, update: Any) -> None:
         super().update_state(update)
 
 
 class NoRepeatV2(LogitsProcessor):
-    """Of Model Runner V2: the tokens before a row are those of the request, then those of the rows before it."""
+    """Processor of Model Runner V2: the tokens before a row are the request's, then those of the rows before it."""
 
     def __init__(self, vllm_config: Any, req_states: Any):
         self.states = req_states

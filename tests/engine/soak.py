@@ -1,4 +1,4 @@
-"""Thousands of short requests at changing concurrency on one engine, and what must be true afterwards.
+"""Thousands of short requests at changing concurrency on one engine, and conditions that must hold afterwards.
 
 `python -m tests.engine.soak 10000 --out FILE` is the long form; test_soak.py runs a short one.
 """
@@ -24,7 +24,7 @@ from vllm_adaptive_tree.files import atomic_write
 SMALL = {"num_gpu_blocks_override": 28, "max_model_len": 256, "max_num_batched_tokens": 1024, "max_num_seqs": 32}
 """Blocks for about 20 requests, so that more preempt each other."""
 CONCURRENCY = 1, 4, 40, 12
-"""In turn."""
+"""Numbers of concurrent requests, in turn."""
 ABORTED = 0.15
 GRAMMARS = (
     {"choice": ["yes", "no", "perhaps"]},
@@ -40,7 +40,7 @@ class Request(NamedTuple):
 
 
 def pool(folder: Path) -> list[Request]:
-    """Of every sort; each has one right answer."""
+    """Requests of every sort; each has one right answer."""
     adapters = [
         LoRARequest(f"adapter {i}", i, adapter(folder / str(i), TARGET, seed=i, scale=0.02 * i)) for i in (1, 2)
     ]
@@ -64,14 +64,14 @@ def pool(folder: Path) -> list[Request]:
 
 
 class Point(NamedTuple):
-    """In the middle of a soak."""
+    """Sample in the middle of a soak."""
 
     ended: int
     concurrency: int
     memory: float
-    """Resident, in MB."""
+    """Resident memory, in MB."""
     free: int
-    """Blocks of the KV cache."""
+    """Free blocks of the KV cache."""
 
 
 def resident() -> float:
@@ -80,8 +80,8 @@ def resident() -> float:
 
 
 class Soak:
-    """An engine under load; `waves`: after each tenth of the requests, with no request in the engine; `points`: up to
-    ten in each wave."""
+    """An engine under load; `waves`: figures after each tenth of the requests, with no request in the engine; `points`:
+    up to ten in each wave."""
 
     def __init__(self, llm: Any, requests: list[Request], references: list[Any]):
         self.engine, self.requests, self.references = llm.llm_engine, requests, references
@@ -91,7 +91,7 @@ class Soak:
         self.ended = self.aborted = self.ties = 0
 
     def run(self, count: int, tell: Callable[[dict[str, Any]], None] = lambda found: None) -> dict[str, Any]:
-        """`tell`: is given what is found after each wave."""
+        """Run the soak. `tell`: called with the figures after each wave."""
         free, started = self.free, time.perf_counter()
         for wave in range(10):
             concurrency = CONCURRENCY[wave % len(CONCURRENCY)]

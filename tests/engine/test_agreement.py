@@ -13,19 +13,26 @@ from typing import Any
 
 import pytest
 
-from tests.engine.agreement import REQUESTS, ROWS, Found, Row, found
+from tests.engine.agreement import COVERED, REQUESTS, ROWS, Found, Row, found
 from tests.engine.engines import V2, Engines, assert_identical
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = pytest.mark.skipif(V2, reason="it starts the other runner itself")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(V2, reason="it starts the other runner itself")]
 
 
 @pytest.fixture(scope="module")
-def on_v2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], dict[str, Found]]]:
+def rows(request: pytest.FixtureRequest) -> list[Row]:
+    """Those that are selected."""
+    asked = [item.callspec.params.get("row") for item in request.session.items if item.path == request.path]
+    return [row for row in ROWS if row in asked]
+
+
+@pytest.fixture(scope="module")
+def on_v2(rows: list[Row], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], dict[str, Found]]]:
     """Model Runner V2 works in another process meanwhile; asked for its results, the test waits."""
     file = tmp_path_factory.mktemp("agreement") / "v2"
-    command = [sys.executable, "-m", "tests.engine.agreement", str(file)]
+    command = [sys.executable, "-m", "tests.engine.agreement", str(file), *map(str, rows)]
     with open(f"{file}.log", "w") as log:
         process = subprocess.Popen(command, env={**os.environ, "MODEL_RUNNER": "v2"}, cwd=ROOT, stdout=log, stderr=log)
 
@@ -39,12 +46,14 @@ def on_v2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], dic
 
 
 @pytest.fixture(scope="module")
-def on_v1(on_v2: Any, engines: Engines) -> dict[str, Found]:
-    return {str(row): found(engines, row) for row in [None, *ROWS]}
+def on_v1(rows: list[Row], on_v2: Any, engines: Engines) -> dict[str, Found]:
+    return {str(row): found(engines, row) for row in [None, *rows]}
 
 
 @pytest.mark.parametrize("requests", REQUESTS)
-@pytest.mark.parametrize("row", ROWS, ids=str)
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, marks=[pytest.mark.slow] * (row in COVERED), id=str(row)) for row in ROWS]
+)
 def test_v1_v2_and_no_speculation(
     on_v1: dict[str, Found], on_v2: Callable[[], dict[str, Found]], row: Row, requests: str
 ) -> None:

@@ -25,8 +25,7 @@ from tests.engine.engines import (
     tree,
 )
 from vllm_adaptive_tree.budget import Budget, Plan
-from vllm_adaptive_tree.engine.v1 import drafting_step
-from vllm_adaptive_tree.engine.v1 import runner as runner_v1
+from vllm_adaptive_tree.engine.v1 import host_draft, host_engine
 from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE
 
 pytestmark = pytest.mark.skipif(V2, reason="of the V1 adapter; test_v2_step.py has the other's")
@@ -101,7 +100,7 @@ def test_a_rested_draft_catches_up(engines: Engines, monkeypatch: pytest.MonkeyP
     llm = engines.start(tree(6, budget=1000, max_depth=3, draft_temperature=1), max_num_batched_tokens=40)
     runner = runner_of(llm)
     runner.budget.budget = budget = Resting(sampled=False, most=1000)
-    forwards, seen, original = [], [], drafting_step.draft_tree
+    forwards, seen, original = [], [], host_draft.draft_tree
     forward = runner.drafter._forward
 
     def counted(*args: Any) -> Any:
@@ -117,7 +116,7 @@ def test_a_rested_draft_catches_up(engines: Engines, monkeypatch: pytest.MonkeyP
         return proposal
 
     monkeypatch.setattr(runner.drafter, "_forward", counted)
-    monkeypatch.setattr(drafting_step, "draft_tree", draft_tree)
+    monkeypatch.setattr(host_draft, "draft_tree", draft_tree)
     long = "\n".join(PROMPTS[:6])  # more than one chunk, and several blocks
     greedy = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
 
@@ -148,7 +147,7 @@ def test_fewer_nodes_with_prompts(engines: Engines, plain: list[Any], monkeypatc
     runner, cuts = runner_of(llm), []
     for told in ("observe_step", "observe_level"):  # the costs stay as they are set
         monkeypatch.setattr(runner.budget.budget, told, lambda *_, **__: None)
-    affordable = runner_v1.affordable
+    affordable = host_engine.affordable
 
     def spied(scheduled: Any, *args: Any) -> Any:
         fewer = affordable(scheduled, *args)
@@ -158,7 +157,7 @@ def test_fewer_nodes_with_prompts(engines: Engines, plain: list[Any], monkeypatc
         cuts.append((prompts, before, after))
         return fewer
 
-    monkeypatch.setattr(runner_v1, "affordable", spied)
+    monkeypatch.setattr(host_engine, "affordable", spied)
     json_like = StructuredOutputsParams(regex=r"[a-z ]{40,60}")
     structured = SamplingParams(temperature=0, max_tokens=40, structured_outputs=json_like)
     wanted = [structured, *[parameters(i) for i in range(1, BATCH)]]

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.skipif(os.environ.get("MODEL_RUNNER") != "v2-kernels", 
 
 CASES: dict[str, tuple[str, str, dict[str, Any], Callable[[Path], str]]] = {
     "opt_tree": ("opt_tree", "auto", {}, lambda folder: DRAFT),
+    "adaptive_tree": ("adaptive_tree", "auto", {"max_children": 3}, lambda folder: DRAFT),
     "dyspec, rrsw": ("dyspec", "rrsw", {"threshold": 0.02, "max_children": 3}, lambda folder: DRAFT),
     "EAGLE-3": ("opt_tree", "auto", {"draft": "eagle3"}, heads.eagle3),
 }
@@ -47,7 +48,7 @@ def test_pieces_of_a_step(engines: Engines, case: str, tmp_path: Path, monkeypat
     def prepare_attn(batch: Any) -> Any:
         pieces.new_step()
         prepared = prepare(batch)
-        step["key"] = (batch.num_reqs, batch.num_tokens, runner.step is not None)
+        step["key"] = (batch.num_reqs, batch.num_tokens, runner.step.verification is not None)
         return prepared
 
     monkeypatch.setattr(runner, "prepare_attn", prepare_attn)
@@ -80,16 +81,16 @@ def test_pieces_of_a_step(engines: Engines, case: str, tmp_path: Path, monkeypat
 
 
 def check_whole_graph(runner: Any) -> None:
-    """What vLLM records the target with, in a whole graph, which no mode asks for yet: our kernel's metadata, over
-    buffers that never move."""
+    """Check the metadata with which vLLM records the target in a whole graph, which no mode asks for yet: our kernel's,
+    over persistent buffers."""
     sizes = runner.model_state, runner.input_buffers, runner.block_tables, runner.attn_groups, runner.kv_cache_config
     recorded = prepare_inputs_to_capture(2, 8, *sizes, full_cudagraph=True, max_query_len=7).attn_metadata
     own = {name: one for name, one in recorded.items() if name not in runner.speculator.draft_attn_layer_names}
     assert len(own) > 1
     for one in own.values():
         assert isinstance(one, KernelTrees)
-        assert one.ancestors is runner.buffers.layout.bits
-        assert one.context.data_ptr() == runner.buffers.layout.context.data_ptr()
+        assert one.ancestors is runner.attention.buffers.layout.bits
+        assert one.context.data_ptr() == runner.attention.buffers.layout.context.data_ptr()
 
 
 def _difference(one: list[Any], other: list[Any]) -> Any:

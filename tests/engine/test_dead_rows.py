@@ -71,8 +71,8 @@ class Nodes:
         def sample(*args: Any) -> Any:
             names = args[1].req_ids if V2 else runner.input_batch.req_ids
             sizes = dict.fromkeys(range(len(names)), 0)
-            if runner.step is not None:
-                trees = dict(enumerate(runner.step.tree.valid.sum(1).tolist())) if V2 else runner.step.trees
+            if (verification := runner.step.verification) is not None:
+                trees = dict(enumerate(verification.tree.valid.sum(1).tolist())) if V2 else verification.trees
                 sizes |= trees if V2 else {row: len(tree) for row, tree in trees.items()}
             for row, size in sizes.items():
                 number = int(names[row].partition("-")[0])

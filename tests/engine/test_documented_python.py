@@ -12,7 +12,7 @@ import vllm
 
 from tests.documents import PAGES, ROOT, blocks
 from tests.engine.engines import DRAFT, TARGET, Engines
-from vllm_adaptive_tree.engine.common.startup import tree_options
+from vllm_adaptive_tree.engine.startup.finish import tree_options
 
 
 def test_python_that_is_shown_runs(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,7 +27,7 @@ def test_python_that_is_shown_runs(engines: Engines, monkeypatch: pytest.MonkeyP
 
     vllm_llm = vllm.LLM
     monkeypatch.setattr(vllm, "LLM", llm)
-    names: dict[str, Any] = {"TARGET": TARGET, "DRAFT": DRAFT}
+    names: dict[str, Any] = {"__name__": "__main__", "TARGET": TARGET, "DRAFT": DRAFT}
     run = 0
     for page in sorted(PAGES, key=lambda page: page.name != "README.md" or page.parent != ROOT):
         of_page = blocks(page)
@@ -42,12 +42,12 @@ def test_python_that_is_shown_runs(engines: Engines, monkeypatch: pytest.MonkeyP
             run += 1
     assert run >= 2
     assert len(started) == 1
-    assert tree_options(started[0].llm_engine.vllm_config).method == "opt_tree"
+    assert tree_options(started[0].llm_engine.vllm_config).method == "adaptive_tree"
     check_the_offline_example(started[0])
 
 
 def check_the_offline_example(llm: Any) -> None:
-    """What docs/index.md says that `examples/offline.py` prints, whose engine is this one."""
+    """Check the output of `examples/offline.py` in docs/index.md; the engine is the same."""
     source = (ROOT / "examples" / "offline.py").read_text()
     prompt = ast.literal_eval(re.findall(r"llm\.generate\((\".+?\"),", source)[0])
     params = vllm.SamplingParams(temperature=0, max_tokens=80)

@@ -10,8 +10,8 @@ from safetensors import safe_open
 from tests.engine import heads
 from tests.engine.engines import DRAFT, V2, Engines, runner_of, tree
 from tests.engine.heads import CONFIG, HIDDEN, VOCABULARY
-from vllm_adaptive_tree.engine.common import startup
-from vllm_adaptive_tree.engine.common.draft_memory import DraftMemory, LevelBuffers
+from vllm_adaptive_tree.engine.startup import finish as startup
+from vllm_adaptive_tree.engine.startup.draft_memory import DraftMemory, LevelBuffers
 
 FLOAT = 4
 NODES, DEPTH, REQUESTS = 6, 3, 4

@@ -9,13 +9,13 @@ from transformers import AutoModelForCausalLM
 from vllm import SamplingParams
 
 from tests.engine.engines import DRAFT, PROMPTS, Engines, generate, runner_of, tree
-from vllm_adaptive_tree.engine.v1 import drafting_step
+from vllm_adaptive_tree.engine.v1 import host_draft
 from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE
 
 
 def spied_trees(runner: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Of every tree: the tokens up to its root, its nodes' tokens, parents and log values, the draft's state there."""
-    seen, original = [], drafting_step.draft_tree
+    seen, original = [], host_draft.draft_tree
 
     def draft_tree(*args: Any, **kwargs: Any) -> Any:
         proposal = original(*args, **kwargs)
@@ -28,7 +28,7 @@ def spied_trees(runner: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             seen.append((texts[root + 1], batch.tokens[r], batch.parent[r], batch.log_weight[r], rows.hidden[r, 0]))
         return proposal
 
-    monkeypatch.setattr(drafting_step, "draft_tree", draft_tree)
+    monkeypatch.setattr(host_draft, "draft_tree", draft_tree)
     return seen
 
 

@@ -19,8 +19,8 @@ from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from tests.engine.engines import DRAFT, ENGINE, PROMPTS, TARGET, V2, Engines, generate, tree
-from vllm_adaptive_tree.engine.common.step_figures import StepFigures
 from vllm_adaptive_tree.engine.mark import Mark
+from vllm_adaptive_tree.engine.metrics.step_figures import StepFigures
 from vllm_adaptive_tree.engine.names import MARK
 from vllm_adaptive_tree.versions import window
 
@@ -32,7 +32,7 @@ PARAMS: list[dict[str, Any]] = [
 
 
 def run(script: str, *arguments: str, **environment: str) -> Any:
-    """What a script prints as JSON in its last line, in a process of its own."""
+    """JSON that a script prints in its last line, in a process of its own."""
     code = f"import json, os, sys\n{script}\nif __name__ == '__main__':\n    print(json.dumps(main()))\n"
     process = subprocess.run(
         [sys.executable, "-c", code, *arguments], env={**os.environ, **environment}, capture_output=True, text=True
@@ -165,7 +165,7 @@ def test_loading_changes_one_function_and_never_raises() -> None:
     assert found["other"]["changed"] == [ONE]
     kind, message = found["other tree"]
     assert kind == "RuntimeError"
-    assert "this is vLLM 0.29.0. Install 'vllm-adaptive-tree[" in message
+    assert "this is vLLM 0.29.0. Get a matching one with pip install --find-links dist 'vllm-adaptive-tree[" in message
     assert found["other chain"] == "built"
 
     (line,) = found["no entry"]["lines"]
@@ -212,7 +212,7 @@ def test_the_mark_survives_what_processes_do_to_it(monkeypatch: pytest.MonkeyPat
         assert copied.speculative_config == original.speculative_config
         assert copied.compute_hash() == original.compute_hash() != plain.compute_hash()
     monkeypatch.setattr("vllm.__version__", "0.29.0")
-    with pytest.raises(RuntimeError, match=r"supports vLLM 0\.32.*this is vLLM 0\.29\.0\. Install"):
+    with pytest.raises(RuntimeError, match=r"supports vLLM 0\.32.*this is vLLM 0\.29\.0\. Get a matching one"):
         pickle.loads(pickle.dumps(original))
 
 
@@ -261,7 +261,7 @@ def main():
     sys.modules["vllm_adaptive_tree"] = None
     try:
         pickle.loads(data)
-    except RuntimeError as error:
+    except ImportError as error:
         absent = str(error)
     del sys.modules["vllm_adaptive_tree"]
     config = pickle.loads(data)
@@ -282,7 +282,7 @@ def test_a_front_end_that_is_given_the_configuration(stock: list[list[int]], tmp
         VLLM_ENABLE_V1_MULTIPROCESSING="1",
         VLLM_WORKER_MULTIPROC_METHOD="spawn",
     )
-    assert "vllm-adaptive-tree is missing" in found["absent"]
+    assert "vllm_adaptive_tree" in found["absent"]
     assert found["first"] == found["second"] == stock
     assert found["both"] == stock[:1]
     assert found["first nodes"] > 0
@@ -344,7 +344,8 @@ def test_every_engine_counts_once_and_a_new_logger_starts_anew() -> None:
 
 
 def test_figures_that_cannot_be_read_end_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_adaptive_tree.engine.common import metrics, step_figures
+    from vllm_adaptive_tree.engine.metrics import prometheus as metrics
+    from vllm_adaptive_tree.engine.metrics import step_figures
 
     said: list[str] = []
     monkeypatch.setattr(metrics.logger, "exception", said.append)

@@ -12,7 +12,7 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from tests.engine.engines import DRAFT, PROMPTS, TARGET, V2, Engines, metric
 from tests.engine.test_law import chi_square
-from vllm_adaptive_tree.engine.common.grammar import TreeTokens
+from vllm_adaptive_tree.engine.grammar.walk import TreeTokens
 from vllm_adaptive_tree.engine.v1 import runner as runner_v1
 
 if V2:

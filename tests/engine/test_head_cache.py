@@ -16,7 +16,7 @@ from tests.engine import heads
 from tests.engine.engines import PROMPTS, TARGET, V2, Engines, metric, runner_of
 from tests.engine.leaning import lean, second_best
 from vllm_adaptive_tree.budget import Costs, Planner
-from vllm_adaptive_tree.engine.v1.catch_up import CatchUp, Step
+from vllm_adaptive_tree.engine.v1.catch_up import CatchUp, StepView
 
 pytestmark = pytest.mark.skipif(V2, reason="it reads the V1 adapter's cache")
 
@@ -196,8 +196,8 @@ def test_what_is_not_read_along_the_path_is_seen(llm: Any, spy: CacheSpy, monkey
     known = texts(llm, PROMPTS[:6])
     spy.check()
     lean(runner_of(llm), second_best(known, heads.VOCABULARY), monkeypatch.setattr)
-    new_states = Step.new_states
-    monkeypatch.setattr(Step, "new_states", lambda step, accepted: new_states(step, {}))
+    new_states = StepView.new_states
+    monkeypatch.setattr(StepView, "new_states", lambda step, accepted: new_states(step, {}))
     assert texts(llm, PROMPTS[:6]) == known
     with pytest.raises(AssertionError, match="not close"):
         spy.check()

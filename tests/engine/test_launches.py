@@ -1,4 +1,4 @@
-"""How many kernels, graphs and copies the host starts in a step on a GPU, counted without one."""
+"""Counts of the kernels, graphs and copies that the host starts in a step on a GPU, without a GPU."""
 
 import json
 import subprocess
@@ -33,10 +33,11 @@ def counted(*cases: tuple[str, int | None]) -> list[dict[str, Any]]:
 
 
 def test_a_step_starts_few_whatever_the_layers() -> None:
-    head, sampled, few, more = counted(
-        ("opt_tree, EAGLE-3 head", None), ("dyspec, rrsw", None), ("opt_tree", 1), ("opt_tree", 3)
+    head, sampled, learnt, few, more = counted(
+        *((case, None) for case in ("opt_tree, EAGLE-3 head", "dyspec, rrsw", "adaptive_tree")),
+        *(("opt_tree", layers) for layers in (1, 3)),
     )
-    for row in (head, sampled, few, more):
+    for row in (head, sampled, learnt, few, more):
         assert row["outside_total"] <= MOST, row
     assert few["outside"] == more["outside"]
     assert few["inside_total"] < more["inside_total"], "what the layers start is in graphs"

@@ -19,7 +19,7 @@ from tests.engine import heads
 from tests.engine.engines import DRAFT, PROMPTS, TARGET, V2, Engines, runner_of
 from tests.engine.heads import VOCABULARY
 from tests.engine.leaning import Bonus, lean
-from vllm_adaptive_tree.engine.v1 import runner as runner_v1
+from vllm_adaptive_tree.step import step
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +27,7 @@ DRAWS, TOKENS, TOP_K = (2_000, 3, 4) if V2 else (20_000, 4, 4)  # the interprete
 DRAWS = int(os.environ.get("LAW_DRAWS", DRAWS))
 PROMPT = PROMPTS[9]  # the draft agrees with the target here, but not too much
 COPIED = ["\ndef _is\n", "\nclass Sub\n", "\n#\n#\n"]
-"""Where a text has had that prompt before, this came after it."""
+"""Texts after the prompt's earlier occurrences."""
 FEW = 10  # draws expected of a cell that stands alone
 
 PLAIN = {"temperature": 1.0, "top_k": TOP_K}
@@ -37,6 +37,8 @@ SMALL = [2, 2] if V2 else None
 
 PAIRS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "top_k children, auto": ("static_tree", "auto", {"shape": [2, 2, 1], "children": "top_k"}, PLAIN),
+    "adaptive_tree, traversal": ("adaptive_tree", "auto", {}, PLAIN),
+    "adaptive_tree, chosen children": ("adaptive_tree", "auto", {"drawn_from": 2}, PLAIN),
     "dyspec, rrsw": ("dyspec", "rrsw", {}, PLAIN),
     "dyspec, rrsw, top_p": ("dyspec", "rrsw", {}, CUT),
     "without replacement, traversal": ("static_tree", "traversal", {"shape": [2, 2, 1]}, PLAIN),
@@ -68,6 +70,8 @@ DRAFTS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         {"draft": "eagle3", "shape": [2, 2, 1]},
         PLAIN,
     ),
+    "adaptive_tree with a head": ("adaptive_tree", "auto", {"draft": "eagle3"}, PLAIN),
+    "adaptive_tree with a conditional head": ("adaptive_tree", "auto", {"draft": "dspark"}, PLAIN),
     "a conditional head, rrsw": ("dyspec", "rrsw", {"draft": "dspark"}, PLAIN),
     "a conditional head, traversal": ("static_tree", "traversal", {"draft": "dspark", "shape": [2, 2, 1]}, PLAIN),
     "marginals, rrsw": ("dyspec", "rrsw", {"draft": "dflash"}, PLAIN),
@@ -144,23 +148,19 @@ def by_depth(exact: dict[tuple[int, ...], float], first: int) -> Bonus:
 
 
 class FirstTrees:
-    """How deep the acceptance goes in the first tree of every request."""
+    """Depth of acceptance in the first tree of every request."""
 
     def __init__(self, root: int, monkeypatch: pytest.MonkeyPatch):
         self.depths: Counter[int] = Counter()
-        if V2:
-            from vllm_adaptive_tree.engine.v2 import sampler
+        original = step.accept
 
-        module: Any = sampler if V2 else runner_v1
-        original = module.accept
+        def accept(pair: Any, target: Any, verification: Any, requests: Any) -> Any:
+            accepted = original(pair, target, verification, requests)
+            position = requests.root if V2 else torch.tensor(requests.positions)
+            self.depths.update((accepted.nodes[position == root] >= 0).sum(1).tolist())
+            return accepted
 
-        def accept(*args: Any, **kwargs: Any) -> Any:
-            outcome = original(*args, **kwargs)
-            nodes, of = (outcome.nodes, args[4]) if V2 else (outcome.accepted.nodes, args[5]())
-            self.depths.update((nodes[of.position == root] >= 0).sum(1).tolist())
-            return outcome
-
-        monkeypatch.setattr(module, "accept", accept)
+        monkeypatch.setattr(step, "accept", accept)
 
     def share(self, depth: int) -> float:
         return sum(count for reached, count in self.depths.items() if reached >= depth) / self.depths.total()

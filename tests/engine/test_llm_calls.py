@@ -1,4 +1,4 @@
-"""What users call beside `generate`: beam search, pooling, sleep, resets of the prefix cache, other weights."""
+"""Calls of users beside `generate`: beam search, pooling, sleep, resets of the prefix cache, other weights."""
 
 import json
 import shutil
@@ -169,7 +169,7 @@ def test_resets_of_the_prefix_cache(llm: Any, plain: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("level", [0, 1])
 def test_a_pause(llm: Any, plain: dict[str, Any], level: int) -> None:
-    """What sleep mode is on a CPU: vLLM pauses its scheduler, from level 1 on forgets the prefix cache, and keeps all
+    """Sleep mode on a CPU: vLLM pauses its scheduler, from level 1 on forgets the prefix cache, and keeps all
     memory."""
 
     def sleep() -> None:

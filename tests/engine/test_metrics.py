@@ -1,4 +1,4 @@
-"""What `LLM.get_metrics()` and `/metrics` say about a tree: checked against the trees that the runner verified."""
+"""Metrics of trees in `LLM.get_metrics()` and `/metrics`, checked against the trees that the runner verified."""
 
 from collections import Counter
 from typing import Any
@@ -20,13 +20,14 @@ def test_figures_of_a_run(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> 
     before = by_label(llm, "adaptive_tree_nodes", "depth")
     assert not before, "counters start empty with a new engine"
     spy = TreeSpy(llm, monkeypatch)
-    accepted_depths: Counter[int] = Counter()
+    sampled: dict[str, list[int]] = {}
     original = runner_of(llm)._sample
 
     def sample(logits: Any, metadata: Any) -> Any:
         output = original(logits, metadata)
-        for row in output.sampled_token_ids.tolist():
-            accepted_depths.update(range(1, sum(token >= 0 for token in row)))
+        names = runner_of(llm).input_batch.req_ids
+        for name, row in zip(names, output.sampled_token_ids.tolist(), strict=True):
+            sampled.setdefault(name, []).append(sum(token >= 0 for token in row))
         return output
 
     monkeypatch.setattr(runner_of(llm), "_sample", sample)
@@ -41,7 +42,11 @@ def test_figures_of_a_run(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> 
     assert {int(depth): m.value for depth, m in nodes.items()} == depths
     fallbacks = check_figures(llm, outputs, nodes=depths.total())
     assert sum(fallbacks.values()) == fallbacks.get("draft", 0) < 9, "where it has to read a long prompt first"
-    assert counts(llm, "adaptive_tree_accepted_nodes", "depth") == {str(k): v for k, v in accepted_depths.items()}
+    accepted: Counter[str] = Counter()
+    for one, sizes in zip(outputs, sampled.values(), strict=True):
+        sizes[-1] -= sum(sizes) - len(one.token_ids)  # the last path may go on behind the end
+        accepted.update(str(depth) for size in sizes for depth in range(1, size))
+    assert counts(llm, "adaptive_tree_accepted_nodes", "depth") == accepted
     assert metric(llm, "adaptive_tree_drafted_nodes") >= depths.total()
 
     seconds = by_label(llm, "adaptive_tree_phase_seconds", "phase")
@@ -90,7 +95,8 @@ def test_what_a_budget_expects_comes_true(engines: Engines) -> None:
     assert not [m for m in llm.get_metrics() if m.name == "vllm:adaptive_tree_price_tokens_per_second"]
     names = ("adaptive_tree_expected_tokens", "adaptive_tree_observed_tokens")
     expected, observed = (metric(llm, name) for name in names)
-    assert observed == metric(llm, "spec_decode_num_accepted_tokens") > 100
+    delivered = metric(llm, "spec_decode_num_accepted_tokens")
+    assert 100 < delivered <= observed < 1.1 * delivered  # what is past a stop was accepted, too
     assert 0.8 < expected / observed < 1.25
 
 

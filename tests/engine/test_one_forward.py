@@ -1,7 +1,5 @@
 """Trees of heads that predict all depths in one forward: the same tokens, whatever they say."""
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,29 +9,14 @@ from vllm import SamplingParams
 
 from tests.engine import heads
 from tests.engine.engines import PROMPTS, V2, Engines, TreeSpy, assert_identical, generate, metric, runner_of
-from tests.engine.heads import DEPTH, VOCABULARY
+from tests.engine.heads import DEPTH, HEADS, VOCABULARY
 from tests.engine.leaning import lean, second_best
 from tests.engine.test_methods import METHODS, RULES, folder
 
 __all__ = ["folder"]  # a fixture
 
 BATCH, NODES = (PROMPTS[:3], 10) if V2 else (PROMPTS[:8], 20)  # the interpreter is slow
-THREE_OF_FOUR = torch.arange(VOCABULARY)[torch.arange(VOCABULARY) % 4 != 3]
-
-HEADS: dict[str, Callable[[Path], str]] = {
-    "medusa": heads.medusa,
-    "peagle": heads.peagle,
-    "peagle reduced": partial(heads.peagle, vocabulary=THREE_OF_FOUR),
-    "dflash": heads.dflash,
-    "dflash causal": partial(heads.dflash, dflash_config={**heads.DFLASH["dflash_config"], "causal": True}),
-    "dflash reduced": partial(heads.dflash, vocabulary=THREE_OF_FOUR),
-    "dflash2": heads.dflash2,
-    "lilicorr": heads.lilicorr,
-    "dspark": heads.dspark,
-    "dspark fill-in": heads.dspark_fill_in,
-    "dspark candidates": partial(heads.dspark, dspark_draft_topk=64),
-    "dspark reduced": partial(heads.dspark, vocabulary=THREE_OF_FOUR),
-}
+ONE_FORWARD = [name for name in HEADS if not name.startswith("eagle")]
 CASES = [
     ("dflash", "opt_tree", "auto", {"threshold": 0}),
     ("dflash", "dyspec", "rrsw", {}),
@@ -42,7 +25,6 @@ CASES = [
     ("lilicorr", "opt_tree", "auto", {"threshold": 0}),
     ("dspark", "opt_tree", "auto", {"threshold": 0}),
     ("dspark", "dyspec", "rrsw", {}),
-    ("medusa", "opt_tree", "auto", {"threshold": 0}),
     ("peagle", "opt_tree", "auto", {"threshold": 0}),
     ("peagle", "dyspec", "rrsw", {}),
 ]
@@ -51,8 +33,8 @@ MANY = ("dflash", "dspark")
 SLOW = [
     *((head, *METHODS[name][:1], "auto", METHODS[name][1]) for head in MANY for name in METHODS),
     *((head, method, rule, options) for head in MANY for rule, (method, options, _) in RULES.items()),
-    *((head, "opt_tree", "auto", {"threshold": 0}) for head in HEADS),
-    *((head, "static_tree", "traversal", {"shape": [3, 2, 1, 1]}) for head in HEADS),
+    *((head, "opt_tree", "auto", {"threshold": 0}) for head in ONE_FORWARD),
+    *((head, "static_tree", "traversal", {"shape": [3, 2, 1, 1]}) for head in ONE_FORWARD),
     ("dflash", "static_tree", "auto", {"shape": [2, 1]}),  # fewer nodes than the block has tokens
     ("dflash", "opt_tree", "auto", {"budget": "auto"}),
     ("dspark", "opt_tree", "auto", {"lookup": "ngram"}),
@@ -63,7 +45,7 @@ SLOW = [case for case in SLOW if case[3].get("stop") != "type1"]
 def parameter(case: tuple[str, str, str, dict[str, Any]]) -> Any:
     head, method, rule, options = case
     marks = [pytest.mark.slow] * (case not in CASES)
-    marks += [heads.WITH_MEDUSA] * (head == "medusa") + [heads.ON_V1] * head.startswith("peagle")
+    marks += [heads.ON_V1] * head.startswith("peagle")
     name = f"{head}-{method}-{rule}" + f" {options}" * (case not in CASES)
     return pytest.param(case, marks=marks, id=name)
 
@@ -105,7 +87,7 @@ def identical(
     spec = {"method": method, "model": HEADS[head](folder / head), "num_speculative_tokens": NODES}
     tree = {"budget": None, **options}
     llm = engines.start({**spec, "rejection_sample_method": rule, "tree": tree})
-    if not head.startswith(("medusa", "peagle")):
+    if not head.startswith("peagle"):
         assert_each_layer_has_its_norm(runner_of(llm))
     known = [(output.prompt_token_ids, output.outputs[0].token_ids) for output in plain]
     lean(runner_of(llm), second_best(known, VOCABULARY), patch.setattr)

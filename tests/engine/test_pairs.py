@@ -87,14 +87,21 @@ def test_a_draft_of_another_shape_and_shorter_context(engines: Engines, tmp_path
     assert_identical(expected, generate(llm, PROMPTS[:4], params))
 
 
+OUTGROWING = [PROMPTS[0] * 4, PROMPTS[2], PROMPTS[9]]
+"""One prompt is longer than what the draft reads; a short request drafts beside it to its end."""
+ENDS = [SamplingParams(temperature=0, max_tokens=one, ignore_eos=True, logprobs=2) for one in (20, LENGTH, 20)]
+
+
+@pytest.fixture(scope="module")
+def outgrown(engines: Engines) -> list[Any]:
+    """The outputs without speculation."""
+    return generate(engines.start(), OUTGROWING, ENDS)
+
+
 @pytest.mark.parametrize("kind", ["model", "eagle3"])
 def test_requests_that_outgrow_the_draft_go_on_without(
-    engines: Engines, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engines: Engines, outgrown: list[Any], kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One prompt is longer than what the draft reads; a short request drafts beside it to its end."""
-    prompts, lengths = [PROMPTS[0] * 4, PROMPTS[2], PROMPTS[9]], [20, LENGTH, 20]
-    params = [SamplingParams(temperature=0, max_tokens=one, ignore_eos=True, logprobs=2) for one in lengths]
-    expected = generate(engines.start(), prompts, params)
     draft = DRAFT if kind == "model" else heads.eagle3(tmp_path / "draft")
     llm = engines.start({**tree(6), "model": draft, "max_model_len": LIMIT})
     runner, positions, roots = runner_of(llm), list[int](), list[int]()
@@ -103,7 +110,7 @@ def test_requests_that_outgrow_the_draft_go_on_without(
         positions.extend(kwargs["positions"].tolist())
 
     def sample(*args: Any) -> Any:
-        step = runner.step
+        step = runner.step.verification
         if step is not None:
             roots.extend(step.root[step.tree.valid.any(1)].tolist() if V2 else [step.computed[at] for at in step.trees])
         return original(*args)
@@ -112,6 +119,6 @@ def test_requests_that_outgrow_the_draft_go_on_without(
     name = "sample" if V2 else "_sample"
     original = getattr(runner, name)
     monkeypatch.setattr(runner, name, sample)
-    assert_identical(expected, generate(llm, prompts, params))
+    assert_identical(outgrown, generate(llm, OUTGROWING, ENDS))
     assert LIMIT - 8 < max(roots) < LIMIT - 1
     assert kind != "model" or max(positions) < LIMIT, "the positions of heads are the target's"

@@ -26,8 +26,8 @@ def greedy(tokens: int) -> SamplingParams:
 @pytest.mark.parametrize(
     ("dtype", "draft", "enforce_eager"),
     [
-        ("bfloat16", "model", True),
-        ("bfloat16", "model", False),
+        pytest.param("bfloat16", "model", True, marks=pytest.mark.slow),
+        pytest.param("bfloat16", "model", False, marks=pytest.mark.slow),
         pytest.param("bfloat16", "eagle3", False, marks=pytest.mark.skipif(V2, reason="as there")),
         ("float16", "model", True),
     ],

@@ -12,6 +12,7 @@ from vllm import SamplingParams
 
 from tests.engine.engines import (
     DRAFT,
+    PAIR,
     PROMPTS,
     TARGET,
     V2,
@@ -28,7 +29,7 @@ CONFIG = {
     "quant_method": "compressed-tensors",
     "format": "int-quantized",
     "quantization_status": "compressed",
-    "ignore": ["lm_head"],
+    "ignore": ["lm_head", "re:.*fc$"],
     "config_groups": {
         "group_0": {
             "targets": ["Linear"],
@@ -54,6 +55,23 @@ def quantised(model: str, out: Path) -> str:
         weights[f"{name}_scale"] = scale
     save_file(weights, out / "model.safetensors")
     return str(out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["target", "head"])
+def test_a_head_beside_a_target(engines: Engines, which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of them is quantised: neither takes the other's format."""
+    monkeypatch.setattr("vllm.model_executor.kernels.linear.scaled_mm.cpu.check_cpu_sgl_kernel", lambda *_: False)
+    models = {"target": TARGET, "head": str(PAIR / "head")}
+    models[which] = quantised(models[which], tmp_path / which)
+    params = SamplingParams(max_tokens=24, ignore_eos=True, logprobs=2, temperature=0)
+    plain = generate(engines.start(model=models["target"]), PROMPTS[:4], params)
+    llm = engines.start({**tree(8), "model": models["head"]}, model=models["target"])
+    spec = runner_of(llm).vllm_config.speculative_config
+    found = {"target": spec.target_model_config.quantization, "head": spec.draft_model_config.quantization}
+    assert found == {one: "compressed-tensors" if one == which else None for one in models}
+    assert_identical(plain, generate(llm, PROMPTS[:4], params))
+    assert metric(llm, "spec_decode_num_accepted_tokens") > 30
 
 
 def test_identity(engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,7 @@ def test_every_step(
     original = runner._sample
 
     def sample(logits: Any, metadata: Any) -> Any:
-        tree = runner.step.trees.get(0)
+        tree = runner.step.verification.trees.get(0)
         output = original(logits, metadata)
         if tree is not None:
             emitted = [token for token in output.sampled_token_ids[0].tolist() if token >= 0]

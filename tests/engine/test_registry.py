@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +13,8 @@ import pytest
 from vllm import SamplingParams
 
 from tests.engine.engines import DRAFT, PROMPTS, TARGET, Engines, assert_identical, generate
-from vllm_adaptive_tree import register_acceptance, register_drafter, register_proposer
-from vllm_adaptive_tree.proposers import StaticTree
+from vllm_adaptive_tree.cli import new_method
 
-THIRD_PARTY = Path(__file__).parent / "third_party"  # as a folder of installed packages: `fans` and its metadata
 GREEDY, ALL = 4, 6  # the first prompts are decoded greedily, the others sampled
 
 
@@ -26,7 +25,7 @@ def params(**extra: Any) -> list[dict[str, Any]]:
 SCRIPT = """
 import json, sys
 from vllm import LLM, SamplingParams
-from vllm_adaptive_tree import register_acceptance, register_proposer
+from vllm_adaptive_tree import register
 from vllm_adaptive_tree.proposers import StaticTree
 
 class Own(StaticTree):
@@ -35,11 +34,11 @@ class Own(StaticTree):
 def main():
     method, rule, target, draft, tree, prompts, params = json.load(sys.stdin)
     try:
-        register_proposer("own", Own)
+        register("own", Own)
     except ValueError as error:
         refused = str(error)
-    register_proposer("registered", "fans:Fan")
-    register_acceptance("registered", "fans:PLAIN")
+    register("registered", "fan:Fan")
+    register("registered", "plain:Plain")
     llm = LLM(target, dtype="float32", enforce_eager=True, max_model_len=512, disable_log_stats=False,
               speculative_config={"method": method, "model": draft, "num_speculative_tokens": 12,
                                   "rejection_sample_method": rule, "tree": {"budget": None, **tree}})
@@ -66,19 +65,35 @@ def plain(engines: Engines) -> list[Any]:
     return outputs[:GREEDY]
 
 
-CHAINS = {"width": 3, "length": 4}
+TEMPLATES = {"fan": new_method.PROPOSER, "plain": new_method.RULE, "again": new_method.DRAFT}
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of installed packages: what `new-method` writes, and its metadata."""
+    folder = tmp_path_factory.mktemp("installed")
+    for name, template in TEMPLATES.items():
+        files = new_method.package(name, template)
+        (folder / f"{name}.py").write_text(files[f"{name}.py"])
+        metadata = folder / f"{name}-0.1.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1\n")
+        [(group, points)] = tomllib.loads(files["pyproject.toml"])["project"]["entry-points"].items()
+        (metadata / "entry_points.txt").write_text(f"[{group}]\n{name} = {points[name]}\n")
+    return folder
 
 
 @pytest.mark.parametrize(
     ("method", "rule", "draft", "tree", "nodes"),
     [
-        ("fan", "plain", DRAFT, CHAINS, (10, 12)),  # by entry points
-        ("registered", "registered", DRAFT, CHAINS, (10, 12)),  # by the functions
-        ("opt_tree", "auto", "again", {"period": 6}, (4, 6)),
+        ("fan", "auto", DRAFT, {"width": 3}, (10, 12)),  # by its entry point
+        ("static_tree", "registered", DRAFT, {"shape": [3, 2]}, (7, 9)),  # by `register`
+        ("registered", "auto", "again", {"period": 6}, (4, 6)),
     ],
 )
 def test_third_parties_decode_in_a_spawned_engine(
     plain: list[Any],
+    installed: Path,
     method: str,
     rule: str,
     draft: str,
@@ -95,7 +110,7 @@ def test_third_parties_decode_in_a_spawned_engine(
             **os.environ,
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
             "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-            "PYTHONPATH": f"{THIRD_PARTY}:{os.environ.get('PYTHONPATH', '')}",
+            "PYTHONPATH": f"{installed}:{os.environ.get('PYTHONPATH', '')}",
         },
         capture_output=True,
         text=True,
@@ -114,31 +129,3 @@ def test_third_parties_decode_in_a_spawned_engine(
     assert_identical(
         plain, [SimpleNamespace(**dict(zip(names, output, strict=True))) for output in found["outputs"][:GREEDY]]
     )
-
-
-def test_what_cannot_travel_to_the_engine_is_refused() -> None:
-    class Local(StaticTree):
-        pass
-
-    main = type("Main", (StaticTree,), {"__module__": "__main__"})
-    for refused in (Local, main, lambda: None):
-        with pytest.raises(ValueError, match="cannot be imported in the engine's processes") as error:
-            register_proposer("refused", refused)
-        assert '"pkg.module:' in str(error.value)
-    for path in ("no.such.module:Class", "vllm_adaptive_tree.proposers:NoSuchClass", "vllm_adaptive_tree"):
-        with pytest.raises(ValueError, match="cannot be imported here"):
-            register_proposer("refused", path)
-    taken = (register_proposer, "dyspec"), (register_acceptance, "rrsw"), (register_acceptance, "auto")
-    for register, name in (*taken, (register_drafter, "ngram"), (register_drafter, "eagle3")):
-        with pytest.raises(ValueError, match="is built in"):
-            register(name, "vllm_adaptive_tree.proposers:StaticTree")
-    with pytest.raises(ValueError, match="is no drafter: derive it from"):
-        register_drafter("refused", "vllm_adaptive_tree.proposers:StaticTree")
-
-
-def test_the_guide_shows_this_package() -> None:
-    guide = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
-    assert f"```python\n{(THIRD_PARTY / 'fans' / '__init__.py').read_text()}```" in guide
-    points = (THIRD_PARTY / "fans-1.0.dist-info" / "entry_points.txt").read_text()
-    shown = guide.split("```toml\n")[1].split("```")[0]
-    assert shown.replace('project.entry-points."', "").replace('"', "") == points

@@ -1,4 +1,4 @@
-"""For `python -m tests.next`: the release that it names is what runs, in every process and on both model runners."""
+"""For `python -m tests.next`: the release that it names is what runs, in every process."""
 
 import os
 from typing import Any
@@ -7,7 +7,6 @@ import pytest
 import vllm
 
 from tests.engine.engines import TARGET, tree
-from tests.engine.test_model_runner_v2 import run
 
 RELEASE = os.environ.get("TESTED_VLLM", "")
 
@@ -15,7 +14,7 @@ pytestmark = pytest.mark.skipif(not RELEASE, reason="`python -m tests.next` name
 
 
 def release_of(worker: Any) -> tuple[str, str, int]:
-    """What a worker runs, and in which process."""
+    """Version, class and process of a worker."""
     return vllm.__version__, type(worker.worker).__name__, os.getpid()
 
 
@@ -34,7 +33,3 @@ def test_every_process_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
         llm.llm_engine.engine_core.shutdown()
     assert (version, worker) == (RELEASE, "TreeWorker")
     assert process != os.getpid()
-
-
-def test_model_runner_v2() -> None:
-    run(["test_v2_step.py"], "fixed_budget and opt_tree", 1, "v2-async")

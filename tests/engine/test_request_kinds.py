@@ -35,7 +35,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[LoRARequest | Non
 
 
 def bound(request: int) -> bool:
-    """Whether the logits processor acts on it."""
+    """Return whether the logits processor acts on the request."""
     return bool(request // 4 % 2)
 
 
@@ -59,7 +59,7 @@ def params(*, processed: bool, **extra: Any) -> list[SamplingParams]:
 
 
 def repeats(tokens: Any) -> bool:
-    """Whether one of them is one of the four before it."""
+    """Return whether a token is one of the four before it."""
     return any(token in tokens[max(0, i - 4) : i] for i, token in enumerate(tokens))
 
 

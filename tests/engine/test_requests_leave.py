@@ -1,4 +1,4 @@
-"""What the worker keeps of a request goes with it: served one by one, aborted, preempted, or called by an old name."""
+"""State of a request in the worker, which leaves with it: served one by one, aborted, preempted, or of an old name."""
 
 import asyncio
 from collections import deque
@@ -15,15 +15,15 @@ from vllm_adaptive_tree.engine.v1.drafts import Draft
 
 NAME = "leaving-"
 REQUESTS = 200
-KEPT = {"backlog.blocks"} if V2 else {"drafts", "seeds.by_request", "drafter.contexts.requests"}
+KEPT = {"backlog.blocks"} if V2 else {"engine.drafts", "seeds.by_request", "drafter.contexts.requests"}
 """Of a draft model; a head reads every step, so it has no backlog."""
 VLLMS_OWN = {"requests", "_draft_token_req_ids"}  # the latter of the last step that drafted
-LAST_STEP = {"drafting.without", "stats.before", "stats.grown"}
+LAST_STEP = {"engine.fallback_reasons", "stats.before", "stats.grown"}
 """For the metrics: names of one batch, which the next one replaces."""
 
 
 def held(worker: Any) -> list[str]:
-    """Where the runner, and what of ours hangs on it, keeps a request's name, tree or blocks."""
+    """Places where the runner, and our objects in it, keep a request's name, tree or blocks."""
     found: set[str] = set()
     seen: set[int] = set()
 
@@ -48,7 +48,7 @@ def held(worker: Any) -> list[str]:
 
     runner = worker.model_runner
     walk(runner, "")
-    if V2 and runner.backlog is not None and any(runner.backlog.blocks):
+    if V2 and runner.speculator.backlog is not None and any(runner.speculator.backlog.blocks):
         found.add("backlog.blocks")
     return sorted(found - VLLMS_OWN - LAST_STEP)
 
@@ -142,7 +142,7 @@ def test_aborted_preempted_and_called_by_an_old_name(
         found |= set(held(worker))
         if not V2:
             running = {request.request_id for request in scheduler.running}
-            assert runner.drafts.keys() <= running, "a request that does not run has a tree"
+            assert runner.engine.drafts.keys() <= running, "a request that does not run has a tree"
         if step == 6:
             engine.abort_request([f"{NAME}1"], internal=False)
         if step == back:

@@ -54,6 +54,9 @@ KINDS: dict[str, dict[str, Any]] = {
 GREEDY_ALIKE = {"top_k", "top_p", "generation_config", "min_p", "stop_token_ids", "repetition_detection"}
 """Those that make no difference to what a greedy request takes next."""
 
+WITH_LOGPROBS = "top_k", "bad_words"
+"""One that greedy sampling does not heed, and one that it heeds; with logprobs all are drawn level by level."""
+
 LOGPROBS: dict[str, dict[str, Any]] = {
     "top_4": {"logprobs": 4},
     "all": {"logprobs": -1},
@@ -94,7 +97,8 @@ REFUSED_AT_START: dict[str, tuple[Any, str]] = {  # without these, other paramet
 }
 if not V2:  # there vLLM takes it, and refuses the requests that use it
     REFUSED_AT_START["enable_trace_replay"] = (True, "requires Model Runner V2")
-LENGTH = 24 if V2 else 40  # of outputs; the interpreter is slow
+LENGTH = 24
+"""Tokens of an output."""
 
 
 def batch(kind: dict[str, Any], **extra: Any) -> list[SamplingParams]:
@@ -136,7 +140,7 @@ def assert_close(ours: Any, theirs: Any) -> None:
         if there is None:  # the first token of a prompt
             continue
         assert here.keys() == there.keys()
-        assert all(abs(here[t].logprob - there[t].logprob) < 1e-4 for t in there)
+        assert [here[t].logprob for t in there] == pytest.approx([there[t].logprob for t in there], abs=1e-4, rel=0)
         assert all(here[t].rank == there[t].rank for t in there if there[t].rank <= most)
 
 
@@ -178,16 +182,23 @@ def test_parameter(llm: Any, plain: dict[str, Any], name: str, monkeypatch: pyte
 
 
 @pytest.mark.skipif(V2, reason="there every batch is sampled at all rows at once")
-@pytest.mark.parametrize("logprobs", [False, True])
-@pytest.mark.parametrize("name", [name for name in KINDS if name != "temperature"])
+@pytest.mark.parametrize(
+    ("name", "logprobs"),
+    [
+        pytest.param(name, logprobs, marks=[pytest.mark.slow] * (logprobs and name not in WITH_LOGPROBS))
+        for name in KINDS
+        for logprobs in (False, True)
+        if name != "temperature"
+    ],
+)
 def test_greedy_batch(
     llm: Any, plain: dict[str, Any], name: str, logprobs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is drawn level by level, unless one of the batch has a parameter that greedy sampling heeds."""
     from vllm_adaptive_tree.engine.v1.target import Target
 
-    best, seen = Target.best, []
-    monkeypatch.setattr(Target, "best", lambda target: seen.append(best(target)) or seen[-1])
+    walk, seen = Target.walk_at_once, []
+    monkeypatch.setattr(Target, "walk_at_once", lambda *own: seen.append(walk(*own)) or seen[-1])
     ours = generate(llm, PROMPTS[1:6:2], batch(KINDS[name], **({"logprobs": 2} if logprobs else {}))[1::2])
     assert_identical(plain[name][1::2], ours)
     known = [one is not None for one in seen]

@@ -131,7 +131,7 @@ class LawSpy:
         original = self.runner._sample
 
         def sample(logits: Any, metadata: Any) -> Any:
-            for row, draft in self.runner.scheduled.items():
+            for row, draft in self.runner.step.verification.drafts.items():
                 self.check(self.runner.input_batch.req_ids[row], draft)
             return original(logits, metadata)
 

@@ -117,9 +117,9 @@ def break_the_draft(monkeypatch: pytest.MonkeyPatch, runner: Any) -> None:
 
 def break_the_order_of_the_device(monkeypatch: pytest.MonkeyPatch, runner: Any) -> None:
     """The accept path reads a value on the host."""
-    from vllm_adaptive_tree.engine.v2 import acceptance, sampler
+    from vllm_adaptive_tree.step import accept, step
 
-    original = acceptance.accept
+    original = step.accept
 
     def wrong(*args: Any, **kwargs: Any) -> Any:
         found = original(*args, **kwargs)
@@ -129,10 +129,10 @@ def break_the_order_of_the_device(monkeypatch: pytest.MonkeyPatch, runner: Any) 
     def wait(tokens: torch.Tensor) -> None:
         source = "def read(tokens): tokens.max().item()"
         space: dict[str, Any] = {}
-        exec(compile(source, acceptance.__file__, "exec"), space)
+        exec(compile(source, accept.__file__, "exec"), space)
         space["read"](tokens)
 
-    monkeypatch.setattr(sampler, "accept", wrong)
+    monkeypatch.setattr(step, "accept", wrong)
 
 
 def break_a_rank(monkeypatch: pytest.MonkeyPatch, runner: Any) -> None:

@@ -9,8 +9,8 @@ import torch
 from vllm import SamplingParams
 
 from tests.engine.engines import PROMPTS, Engines, TreeSpy, generate, metric, tree
-from vllm_adaptive_tree.engine.common import step_record
-from vllm_adaptive_tree.engine.common.step_record import VARIABLE, StepRecord
+from vllm_adaptive_tree.engine.metrics import step_record
+from vllm_adaptive_tree.engine.metrics.step_record import VARIABLE, StepRecord
 from vllm_adaptive_tree.report import viewer
 from vllm_adaptive_tree.trees import TokenTree, TreeBatch
 

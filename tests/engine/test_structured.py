@@ -11,6 +11,8 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from tests.engine.engines import PROMPTS, V2, Engines, TreeSpy, assert_identical, generate, metric, runner_of, tree
+from tests.engine.figures import counts
+from vllm_adaptive_tree.engine.grammar import walk as grammar
 from vllm_adaptive_tree.trees import TokenTree
 
 if V2:
@@ -34,7 +36,17 @@ SHAPES: list[dict[str, Any]] = [
     {"json_object": True},
 ]
 LARK = {"grammar": 'start: "return " term (" + " term)*\nterm: /[a-z]+/ | "(" /[a-z]+/ " * " /[0-9]+/ ")"'}
-OF_BACKEND = {} if V2 else {"guidance": [*SHAPES[:3], LARK, SHAPES[5]], "outlines": SHAPES[:3]}
+NUMBERS = {"grammar": 'start: "return " <[276]> /[a-z.]{2,8}/ <[201]>'}
+"""In the syntax of guidance; it names tokens by number."""
+ONE_TOKEN = {"choice": ["return"]}
+OF_BACKEND = (
+    {"guidance": [NUMBERS]}
+    if V2
+    else {
+        "guidance": [NUMBERS, *SHAPES[:3], LARK, NUMBERS, SHAPES[5]],
+        "outlines": SHAPES[:3],
+    }
+)
 
 
 TEXTS, LENGTH = (PROMPTS[:7], 16) if V2 else (PROMPTS, 40)  # the interpreter is slow
@@ -51,7 +63,7 @@ def batch(start: int, shapes: Sequence[dict[str, Any]] = SHAPES) -> list[Samplin
     return params
 
 
-STARTS = range(1 if V2 else 4)
+STARTS = range(1 if V2 else 2)  # with two every shape is greedy once, and seeded once
 
 
 class Reasoner:
@@ -77,14 +89,18 @@ def everything(llm: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]
         patch.setattr(manager_of(llm), "reasoner_cls", Reasoner)
         if V2:  # its trees stay as they are drafted, as their masks
             patch.setattr(verification, "IN_GENERATION_ORDER", 0)
-        found["reasoning"] = generate(llm, TEXTS, batch(1))
-    for backend, shapes in OF_BACKEND.items():
-        with monkeypatch.context() as patch:
-            patch.setattr(manager_of(llm), "backend", None)
-            patch.setattr(manager_of(llm), "backend_name", None, raising=False)  # from 0.33 on
-            patch.setattr(llm.llm_engine.vllm_config.structured_outputs_config, "backend", backend)
-            found[backend] = generate(llm, TEXTS, batch(2, shapes))
-            assert type(manager_of(llm).backend).__name__.lower().startswith(backend)
+        found["reasoning"] = generate(llm, TEXTS, batch(1, [*SHAPES, ONE_TOKEN]))
+    return found | {backend: of_backend(llm, backend, monkeypatch) for backend in OF_BACKEND}
+
+
+def of_backend(llm: Any, backend: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    some = TEXTS[:2] if V2 else TEXTS
+    with monkeypatch.context() as patch:
+        patch.setattr(manager_of(llm), "backend", None)
+        patch.setattr(manager_of(llm), "backend_name", None, raising=False)  # from 0.33 on
+        patch.setattr(llm.llm_engine.vllm_config.structured_outputs_config, "backend", backend)
+        found = generate(llm, some, batch(2, OF_BACKEND[backend])[: len(some)])
+        assert type(manager_of(llm).backend).__name__.lower().startswith(backend)
     return found
 
 
@@ -106,15 +122,16 @@ class GrammarSpy(TreeSpy):
         super().__init__(llm, monkeypatch)
         runner = runner_of(llm)
         self.structured: list[tuple[list[int], TokenTree]] = []
-        """What a request has put out, and its tree."""
+        """Output of a request, and its tree."""
         self.emitted: list[list[int]] = []
         original = runner._sample
 
         def sample(*args: Any) -> Any:
             names = runner.input_batch.req_ids
             under = [row for row, name in enumerate(names) if runner.requests[name].sampling_params.structured_outputs]
-            states = {row: runner.requests[names[row]] for row in under if row in runner.step.trees}
-            self.structured += [([*state.output_token_ids], runner.step.trees[row]) for row, state in states.items()]
+            trees = runner.step.verification.trees
+            states = {row: runner.requests[names[row]] for row in under if row in trees}
+            self.structured += [([*state.output_token_ids], trees[row]) for row, state in states.items()]
             output = original(*args)
             self.emitted += [output.sampled_token_ids[row].tolist() for row in under]
             return output
@@ -125,6 +142,7 @@ class GrammarSpy(TreeSpy):
 def test_structured_output(llm: Any, plain: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     spy = TreeSpy(llm, monkeypatch) if V2 else GrammarSpy(llm, monkeypatch)
     ours = everything(llm, monkeypatch)
+    assert not any(output.finish_reason == "error" for output in plain["guidance"])
     for name, outputs in plain.items():
         assert_identical(outputs, ours[name])
     if isinstance(spy, GrammarSpy):
@@ -134,8 +152,32 @@ def test_structured_output(llm: Any, plain: dict[str, list[Any]], monkeypatch: p
         assert any(end in tokens[1:] for tokens in spy.emitted), "a grammar ends inside an accepted path"
         inside = [tokens for tokens in spy.emitted if line in [one for one in tokens if one >= 0][1:-1]]
         assert inside, "reasoning ends inside an accepted path"
+        assert any(end in tokens[tokens.index(line) :] for tokens in inside), "and the grammar behind it"
     else:
         assert any(not one.is_chain for one in spy.trees)
+
+
+def test_faults_of_a_grammar_cost_trees(llm: Any, plain: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong rollback, as of a backend without copies (guidance, over tokens named by number); a tree without masks,
+    whose nodes have been verified."""
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no masks")
+
+    def lost() -> float:
+        return counts(llm, "adaptive_tree_fallbacks", "reason").get("grammar", 0)
+
+    assert not lost(), "in any other test"
+    with monkeypatch.context() as patch:
+        patch.setattr(grammar, "COPIES", {})
+        assert_identical(plain["guidance"], of_backend(llm, "guidance", monkeypatch))
+    before, some = lost(), TEXTS[:2] if V2 else TEXTS
+    assert before
+    monkeypatch.setattr(manager_of(llm), "backend", None)
+    monkeypatch.setattr(manager_of(llm), "backend_name", None, raising=False)  # from 0.33 on
+    monkeypatch.setattr(grammar, "_traverse", fail)
+    assert_identical(plain["xgrammar"][: len(some)], generate(llm, some, batch(0)[: len(some)]))
+    assert lost() > before
 
 
 @pytest.mark.skipif(V2, reason="its draft does not follow the grammar")
@@ -191,11 +233,11 @@ def test_rests_chunks_and_preemptions(engines: Engines, monkeypatch: pytest.Monk
     llm = engines.start(tree(12, budget="auto"), **small)
     budget, rests = runner_of(llm).budget, cycle([3, 0, 3, 5, 0])
 
-    def drafts(greedy: Sequence[bool]) -> bool:
+    def begin_levels(greedy: Sequence[bool]) -> int:
         budget.levels = next(rests)
-        return budget.levels > 0
+        return budget.levels
 
-    monkeypatch.setattr(budget, "drafts", drafts)
+    monkeypatch.setattr(budget, "begin_levels", begin_levels)
     assert_identical(wanted, generate(llm, long * 2, params))
     assert metric(llm, "num_preemptions") > 0
     assert metric(llm, "spec_decode_num_accepted_tokens") > 0

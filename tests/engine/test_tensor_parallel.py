@@ -17,7 +17,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from tests.engine.engines import PROMPTS, TARGET, V2, Engines, assert_identical, generate, tree
+from tests.engine.engines import PROMPTS, TARGET, V2, Engines, assert_identical, tree
 from tests.engine.families import FAMILIES
 from tests.engine.heads import eagle3
 from tests.engine.installations import with_version
@@ -35,23 +35,23 @@ from tests.engine.engines import V2
 from tests.engine.leaning import lean, second_best
 from tests.engine.test_tensor_parallel import sampling
 from vllm import LLM
-from vllm_adaptive_tree.drafters import register_drafter
+from vllm_adaptive_tree import register
 
-register_drafter("known", "tests.engine.known:Known")
+register("known", "tests.engine.known:Known")
 
 def agree(worker, known):
     runner = worker.model_runner
     lean(runner, second_best(known, runner.model_config.get_vocab_size()))
 
 def watch(worker):
-    drafting, worker.followed = worker.model_runner.drafting, 0
-    original = drafting.propose
+    step, worker.followed = worker.model_runner.step, 0
+    original = step.draft
 
-    def propose(scheduled, sampled, states, grammars):
-        worker.followed += len(grammars)
-        return original(scheduled, sampled, states, grammars)
+    def draft(host_draft):
+        worker.followed += len(host_draft.grammars)
+        original(host_draft)
 
-    drafting.propose = propose
+    step.draft = draft
 
 def followed(worker):
     return worker.followed
@@ -175,8 +175,8 @@ def sampling(*, regex: str | None = None, **own: Any) -> SamplingParams:
 
 
 def on_ranks(folder: Path, *given: Any) -> tuple[list[list[int]], list[str], list[float], list[int]]:
-    """What `SCRIPT` reads: target, speculative_config, arguments of the engine, prompts, their parameters, and texts
-    that a head agrees with. What it answers: tokens, texts, counters, and the grammars that each rank's draft has
+    """Run `SCRIPT`. Its input: target, speculative_config, arguments of the engine, prompts, their parameters, and
+    texts that a head agrees with. Its output: tokens, texts, counters, and the grammars that each rank's draft has
     followed; none on Model Runner V2."""
     (folder / "two_ranks.py").write_text(SCRIPT)
     result = subprocess.run(
@@ -201,17 +201,27 @@ def on_ranks(folder: Path, *given: Any) -> tuple[list[list[int]], list[str], lis
     return tokens, texts, counters, followed
 
 
-@pytest.mark.parametrize("method", SPECS)
-def test_two_ranks(engines: Engines, nodes: Nodes, tmp_path: Path, method: str) -> None:
+@pytest.fixture(scope="module")
+def plain(engines: Engines) -> list[Any]:
+    """Greedy outputs of one rank without speculation."""
+    llm = engines.start()
+    outputs = llm.generate(PROMPTS[:COUNT], [sampling(**own) for own in params("opt_tree", logprobs=2)], use_tqdm=False)
+    engines.shutdown()
+    return outputs
+
+
+FAST = "opt_tree", "head"
+
+
+@pytest.mark.parametrize(
+    "method", [method if method in FAST else pytest.param(method, marks=pytest.mark.slow) for method in SPECS]
+)
+def test_two_ranks(plain: list[Any], nodes: Nodes, tmp_path: Path, method: str) -> None:
     """Of OPT-Tree each has a node of its own. The head agrees with what is known of the target."""
     asked, apart, spec, known = params(method), method == "opt_tree", SPECS[method], list[Any]()
-    llm = engines.start()
-    plain = generate(llm, PROMPTS[:COUNT], [sampling(**own) for own in params(method, logprobs=2)])
     if method == "head":
         spec = {**spec, "model": eagle3(tmp_path / "head", reduced=True)}
-        ids = llm.get_tokenizer()(PROMPTS[:COUNT]).input_ids
-        known = [(prompt, list(output.token_ids)) for prompt, output in zip(ids, plain, strict=True)]
-    engines.shutdown()
+        known = [(output.prompt_token_ids, list(output.outputs[0].token_ids)) for output in plain]
     if apart:
         nodes.start(1, spec)
     ranks = nodes.arguments(0) if apart else {"tensor_parallel_size": 2}
@@ -229,7 +239,7 @@ def test_two_ranks(engines: Engines, nodes: Nodes, tmp_path: Path, method: str) 
     ]
     assert [len(output.token_ids) for output in ours] == [LENGTH] * COUNT
     greedy = [i for i in range(COUNT) if asked[i]["temperature"] == 0]
-    assert_identical([plain[i] for i in greedy], [ours[i] for i in greedy])
+    assert_identical([plain[i].outputs[0] for i in greedy], [ours[i] for i in greedy])
 
 
 @pytest.mark.slow

@@ -19,9 +19,10 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from tests.engine.engines import DRAFT, PROMPTS, TARGET, Engines, assert_identical, generate, runner_of, tree
 from vllm_adaptive_tree.cli.main import main
-from vllm_adaptive_tree.engine import checks, translate
-from vllm_adaptive_tree.engine.common.startup import tree_options
+from vllm_adaptive_tree.engine import translate
 from vllm_adaptive_tree.engine.cpu_worker import TreeWorker
+from vllm_adaptive_tree.engine.startup.finish import tree_options
+from vllm_adaptive_tree.engine.targets import checks
 from vllm_adaptive_tree.gates import training
 from vllm_adaptive_tree.gates.examples import EXAMPLE_BUILDERS, Verified
 from vllm_adaptive_tree.gates.parts import Parts
@@ -57,12 +58,13 @@ def greedy(**changes: Any) -> SamplingParams:
 
 @pytest.fixture(scope="module")
 def plain(engines: Engines) -> list[Any]:
-    """What vLLM says without speculation."""
+    """Outputs of vLLM without speculation."""
     outputs = generate(engines.start(), USED, greedy())
     engines.shutdown()
     return outputs
 
 
+@pytest.mark.slow
 def test_an_interrupted_c2t_run_goes_on(
     tmp_path: Path, plain: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -219,7 +221,7 @@ def test_the_bundled_gates_decide(
     monkeypatch.setattr(
         runner,
         "_sample",
-        lambda *a, own=runner._sample: (sizes.update(map(len, runner.step.trees.values())), own(*a))[1],
+        lambda *a, own=runner._sample: (sizes.update(map(len, runner.step.verification.trees.values())), own(*a))[1],
     )
     assert_identical(plain, generate(llm, USED, greedy()))
     assert len(sizes - {0}) > 1, "the gate decides nothing"
@@ -246,6 +248,8 @@ def test_type_1_has_no_examples_of_a_text() -> None:
     ("arguments", "message"),
     [
         (["--from", f"{DRAFT}/model.safetensors"], "does not hold a gate of 3 features"),
+        (["--draft", "/no/such/draft"], "'/no/such/draft' is no folder here"),
+        (["--model", "/no/such/target"], "'/no/such/target' is no folder here"),
         (["--from", "/no/such/gate"], "cannot read '/no/such/gate'"),
         (["--prompts", "/no/such/file"], "No such file"),
         (["--out", "/no/such/folder/out"], "the folder of /no/such/folder/out does not exist"),
@@ -265,9 +269,9 @@ def test_bad_arguments(tmp_path: Path, arguments: list[str], message: str, capsy
     ("arguments", "message"),
     [
         (["--max-tokens", "1024"], "--max-tokens 1024 leaves no room"),
-        (["--draft", "/no/such/draft"], "cannot read a draft at '/no/such/draft'"),
-        (["--draft", "/no/such/draft", "--nodes", "9"], "cannot read a draft at '/no/such/draft'"),
-        (["--model", "/no/such/target"], "/no/such/target"),
+        (["--draft", "no/draft"], "cannot read a draft at 'no/draft'"),
+        (["--draft", "no/draft", "--nodes", "9"], "cannot read a draft at 'no/draft'"),
+        (["--model", "no/target"], "Cannot find an appropriate cached snapshot"),
     ],
 )
 def test_what_cannot_work_is_said(

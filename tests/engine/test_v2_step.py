@@ -30,7 +30,7 @@ from tests.pure.test_no_host_sync import NoHostSync
 from vllm_adaptive_tree.budget import Plan
 from vllm_adaptive_tree.budget.acceptance_model import INFORMATION
 from vllm_adaptive_tree.drafters.ngram import NGram
-from vllm_adaptive_tree.engine.v2 import kernel_dispatch
+from vllm_adaptive_tree.engine.v2 import kernel_dispatch, target
 from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE
 
 pytestmark = pytest.mark.skipif(not V2, reason="MODEL_RUNNER=v2")
@@ -44,7 +44,7 @@ def parameters() -> list[SamplingParams]:
 
 
 class Rows:
-    """What every step behind the prompts ran: requests, rows."""
+    """Sizes of every step after the prompts: requests, rows."""
 
     def __init__(self, llm: Any, monkeypatch: pytest.MonkeyPatch):
         self.steps: list[tuple[int, int]] = []
@@ -281,14 +281,18 @@ def test_metrics(engines: Engines, plain: list[Any], monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(
     ("method", "draft"),
-    [("opt_tree", "model"), ("dyspec", "model"), ("mcsd", "model"), ("opt_tree", "eagle3"), ("opt_tree", "ngram")],
+    [
+        *[(method, "model") for method in ("adaptive_tree", "opt_tree", "dyspec", "mcsd")],
+        *[("opt_tree", draft) for draft in ("eagle3", "ngram")],
+    ],
 )
 def test_nothing_waits_for_the_device(
     engines: Engines, plain: list[Any], tmp_path: Path, method: str, draft: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Our part of a step: trees to positions, acceptance, commit, drafting; not what vLLM's CPU attention does."""
-    from vllm_adaptive_tree.engine.v2 import drafting, sampler
+    from vllm_adaptive_tree.engine.v2 import drafting
     from vllm_adaptive_tree.engine.v2.verification import Verification
+    from vllm_adaptive_tree.step import TreeStep
 
     calls: dict[str, int] = {}
 
@@ -316,7 +320,7 @@ def test_nothing_waits_for_the_device(
         (Verification, "write_rows"),
         (Verification, "dense"),
         (Verification, "commit"),
-        (sampler, "accept"),
+        (TreeStep, "accept"),
         (drafting, "draft_tree"),
         *guards,
     ):
@@ -366,7 +370,8 @@ def test_kernels_of_draws_and_rules(
     kernels = {name: Launches(getattr(module, name)) for module, name in KERNELS}
     for module, name in KERNELS:
         monkeypatch.setattr(module, name, kernels[name])
-    monkeypatch.setattr(kernel_dispatch, "compiles", lambda device: True)
+    for module in (kernel_dispatch, target):
+        monkeypatch.setattr(module, "compiles", lambda device: True)
     found = generate(llm, BATCH, [*sampled, greedy])
     assert [list(one.token_ids) for one in found] == [list(one.token_ids) for one in expected]
     assert kernels["_sample"].count > 20

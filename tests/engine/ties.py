@@ -1,14 +1,14 @@
-"""Where two texts part, and how far apart numbers of 16 bits are."""
+"""First difference of two texts, and distances of 16-bit numbers."""
 
 import math
 from typing import Any
 
 BITS = {"bfloat16": 8, "float16": 11}
-"""Of the significand."""
+"""Bits of the significand."""
 
 
 def first_difference(ours: Any, theirs: Any) -> int | None:
-    """Of two outputs of one length: the index of a token; None: they are the same."""
+    """Index of the first token that differs between two outputs of one length; None: they are the same."""
     pairs = enumerate(zip(ours.token_ids, theirs.token_ids, strict=True))
     return next((at for at, (here, there) in pairs if here != there), None)
 
@@ -19,7 +19,7 @@ def ulp(value: float, dtype: str) -> float:
 
 
 def gap(output: Any, at: int, dtype: str) -> float:
-    """Between the best and the second logit of a token, in units of the best's last place; needs `logprobs=2` of an
-    engine with `logprobs_mode="raw_logits"`."""
+    """Distance between the best and the second logit of a token, in units of the best's last place; needs `logprobs=2`
+    of an engine with `logprobs_mode="raw_logits"`."""
     best, second = sorted((entry.logprob for entry in output.logprobs[at].values()), reverse=True)[:2]
     return (best - second) / ulp(best, dtype)

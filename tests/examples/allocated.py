@@ -1,4 +1,4 @@
-"""How many bytes a piece of code holds at most, and how many it reads and writes, counted on CPU tensors."""
+"""Counts of the most bytes that a piece of code holds, and of the bytes that it reads and writes, on CPU tensors."""
 
 import math
 from typing import Any
@@ -12,7 +12,7 @@ IDLE = {"empty", "empty_like", "new_empty", "empty_strided", "_unsafe_view"}
 
 
 class Allocated(TorchDispatchMode):
-    """Storages that operations inside have made, as long as they live; looked at behind every operation."""
+    """Mode that tracks storages made inside, as long as they live; checked after every operation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ def tensors(value: Any) -> list[torch.Tensor]:
 
 
 def bytes_of(tensor: torch.Tensor) -> int:
-    """That an operation on it reads or writes; what is expanded is there once."""
+    """Bytes that an operation on it reads or writes; an expanded dimension counts once."""
     shape = [1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
     return tensor.element_size() * math.prod(shape)
 

@@ -1,4 +1,4 @@
-"""What Ray makes of `serve.yaml` and of commands, as JSON; in a process of its own, as Ray sets up logging for all.
+"""Ray's reading of `serve.yaml` and of commands, as JSON; in a process of its own, as Ray sets up logging for all.
 
 `python -m tests.examples.read_by_ray SERVE_YAML < COMMANDS`, a JSON list of lists of words.
 """

@@ -1,6 +1,7 @@
-"""What one of several ranks holds, counted on vLLM's own modules without memory behind them: JSON on standard output.
+"""Memory of one of several ranks, counted on vLLM's own modules on the meta device: JSON on standard output.
 
-`python -m tests.examples.read_by_vllm TARGET DRAFT RANKS ..`. A process of its own, that thinks itself one of so many.
+`python -m tests.examples.read_by_vllm TARGET DRAFT RANKS ..`. It runs in a process of its own, set up as one of so many
+ranks.
 """
 
 import json
@@ -35,7 +36,7 @@ FP8 = {
         }
     },
 }
-"""Of a checkpoint with FP8 weights and a scale for every output."""
+"""Quantisation config of a checkpoint with FP8 weights and a scale for every output."""
 
 
 def configured(target: str, draft: str, ranks: int, **overrides: Any) -> Any:

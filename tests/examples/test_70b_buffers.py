@@ -55,7 +55,7 @@ class Speculator(ModelSpeculator):
         self.flags, self.budget = RequestFlags(load.requests, self.pair, self.options), None
         self.steering = SimpleNamespace(steered=SimpleNamespace(fill=False, temperature=False))
         self.readback, self.device = AsyncReadback(), torch.device("cpu")
-        self.follows, self.random, self.forwards, self.lookup, self.offers = True, 1.0, 0, None, None
+        self.follows_request, self.fixed_temperature, self.forwards, self.lookup, self.offers = True, 1.0, 0, None, None
         self.levels = self.drafted_levels = min(load.depth, load.nodes)
         self.num_speculative_steps, self.max_model_len = load.nodes, load.context
         self.draft_model_config = SimpleNamespace(max_model_len=load.context)
@@ -94,7 +94,7 @@ class Speculator(ModelSpeculator):
         self.inputs.temperature.fill_(1)
         self.inputs.position.fill_(self.load.context - 1 - self.load.depth)
         self.longest_text = self.load.context
-        return self._drafted(requests, 1 << 30).tree
+        return self.grown_trees(requests, 1 << 30).tree
 
 
 CASES = {
@@ -143,7 +143,7 @@ def test_a_verification_keeps_nothing_of_its_rows(monkeypatch: pytest.MonkeyPatc
     per_request = 1 + load.nodes
     first = torch.arange(load.requests) * per_request
     scheduled = np.full(load.requests, load.nodes, dtype=np.int32)
-    step = Verification(tree, Any, first, torch.full_like(first, load.context), scheduled, None)  # type: ignore[arg-type]
+    step = Verification(tree, Any, first, torch.full_like(first, load.context), scheduled, None, 0, 0)  # type: ignore[arg-type]
     pages = torch.zeros(load.requests, load.padded // BLOCK, dtype=torch.int32)
     row_start = (torch.arange(1 + load.requests) * per_request).int()
     layers = [Layer(str(i), shard, 1) for i in range(shape.layers)]
@@ -161,7 +161,7 @@ def test_a_verification_keeps_nothing_of_its_rows(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_partial_results_of_the_kernel_are_bounded(ranks: int) -> None:
     """On any GPU of this generation: an H100 has 132 multiprocessors, a B200 148."""
-    from vllm_adaptive_tree.attention.plan import Plan
+    from vllm_adaptive_tree.attention.plan import AttentionPlan
 
     heads, kv_heads, size = 64 // ranks, 8 // ranks, 128
     bound = PROCESSORS * LANES * (size + 1) * FULL
@@ -169,7 +169,7 @@ def test_partial_results_of_the_kernel_are_bounded(ranks: int) -> None:
     for requests in (1, 2, 3, 4, 8, 16, 64, 256):
         for nodes in (1, 7, 10, 31, 63, 255):
             shape = requests * (1 + nodes), requests, heads, kv_heads, size
-            plan = Plan(*shape, torch.bfloat16, torch.device("meta"), processors=PROCESSORS)
+            plan = AttentionPlan(*shape, torch.bfloat16, torch.device("meta"), processors=PROCESSORS)
             partial = plan.partial.nbytes + plan.weight.nbytes
             assert partial <= bound, (requests, nodes)
             seen = max(seen, partial)

@@ -21,7 +21,7 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_adaptive_tree.config import TreeOptions
-from vllm_adaptive_tree.engine.common.startup import tree_options
+from vllm_adaptive_tree.engine.startup.finish import tree_options
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "70b"

@@ -1,7 +1,8 @@
 """The tests on the newest supported vLLM release, where it is not the installed one (`overlay.py`).
 
-python -m tests.next            all engine tests, the laws too
+python -m tests.next            all engine tests, the laws too, on both model runners
 python -m tests.next --short    identity, a law, scheduling, the server, the diff for source builds, both model runners
+python -m tests.next v2 SET     a set of `tests.v2`
 python -m tests.next ARGUMENT.. what pytest makes of the arguments
 """
 
@@ -18,11 +19,12 @@ SHORT = [
     "tests/engine/test_identity.py",
     "tests/engine/test_law.py::test_tokens_follow_the_target_s_law[dyspec, rrsw]",
     "tests/engine/test_scheduling.py",
+    "tests/engine/test_sessions.py::test_answers[head]",
     "tests/engine/test_server.py",
     "tests/test_patches.py",
 ]
 EVERY = ["-m", "slow or not slow"]
-WHOLE = ["-k", "not (test_whole or test_more)", "tests/engine", "tests/test_patches.py"]
+WHOLE = ["tests/engine", "tests/config", "tests/test_patches.py"]
 
 
 def main(arguments: list[str]) -> int:
@@ -36,11 +38,17 @@ def main(arguments: list[str]) -> int:
         print(error, file=sys.stderr)
         return 2
     environment = {**os.environ, "TESTED_VLLM": RELEASE}
+    pytest = ["pytest", "-p", "no:cacheprovider", "-n", "2", "--dist", "loadfile", "--durations=10"]
+    modules = [[*pytest, *arguments]]
     if arguments == ["--short"]:
         environment.setdefault("LAW_DRAWS", "4000")
-        arguments = [*EVERY, *SHORT]
-    command = [str(python), "-m", "pytest", "-p", "no:cacheprovider", "-n", "2", "--dist", "loadfile", "--durations=10"]
-    return subprocess.run([*command, *(arguments or [*EVERY, *WHOLE])], cwd=ROOT, env=environment).returncode
+        modules = [[*pytest, *SHORT], ["tests.v2", "one"]]
+    elif not arguments:
+        modules = [[*pytest, *EVERY, *WHOLE], ["tests.v2"]]
+    elif arguments[0] == "v2":
+        modules = [["tests.v2", *arguments[1:]]]
+    codes = [subprocess.run([str(python), "-m", *module], cwd=ROOT, env=environment).returncode for module in modules]
+    return int(any(codes))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What results are compared with: small models, and exact distributions by enumeration."""
+"""Oracles for the tests: small models, and exact distributions by enumeration."""
 
 import torch
 

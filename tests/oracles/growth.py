@@ -1,4 +1,4 @@
-"""Any proposer over toy models, through `draft_tree`; and what it read on the way."""
+"""Growth of any proposer's trees over toy models, through `draft_tree`, and a record of its reads."""
 
 from collections.abc import Sequence
 from typing import Any, Self
@@ -6,37 +6,14 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from tests.oracles.models import ToyDrafter, ToyLM
-from tests.oracles.trees import Path
 from vllm_adaptive_tree.drafters import Frontier, Rows
-from vllm_adaptive_tree.proposers import Proposal, Proposer, Request, draft_tree
+from vllm_adaptive_tree.proposers import Proposal, Proposer
 from vllm_adaptive_tree.proposers.base import KEYS_PER_LEVEL
 from vllm_adaptive_tree.proposers.opt_tree import OptTree
 from vllm_adaptive_tree.rng import CounterRNG
+from vllm_adaptive_tree.testing.drafts import keyed, propose
+from vllm_adaptive_tree.testing.models import ToyDrafter, ToyLM
 from vllm_adaptive_tree.trees import TreeBatch
-
-
-def propose(
-    proposer: Proposer,
-    drafter: ToyDrafter,
-    *,
-    nodes: int,
-    temperature: Sequence[float] | float = 1.0,
-    greedy: Sequence[bool] | bool = False,
-    rng: Any = None,
-    initial: Tensor | None = None,
-    **options: Any,
-) -> Proposal:
-    """One tree per request of the drafter; without `rng`, the request's number is its seed."""
-    rows, state = drafter.catch_up(None, None)
-    requests = len(rows.logits)
-    request = Request(
-        torch.as_tensor(temperature, dtype=rows.logits.dtype).expand(requests),
-        torch.as_tensor(greedy).expand(requests),
-        keyed(requests) if rng is None else rng,
-        initial,
-    )
-    return draft_tree(proposer, drafter, rows, state, nodes=nodes, request=request, **options)
 
 
 def grow(
@@ -60,36 +37,8 @@ def as_the_engine(frontier: Frontier, growing: Tensor) -> tuple[Frontier, bool]:
     return Frontier(frontier.tokens[:, :width], frontier.parent[:, :width]), width > 0
 
 
-def grown(proposal: Proposal) -> list[list[Path]]:
-    """The paths of every tree's nodes, in generation order; what does not belong into a proposal fails here."""
-    tree, read, drawn = proposal
-    assert read.shape == tree.tokens.shape
-    assert drawn.shape[1] == read.shape[1] + 1
-    return [_paths(*(column[r].tolist() for column in (*tree, read))) for r in range(len(read))]
-
-
-def _paths(tokens: list[int], parents: list[int], depth: list[int], weight: list[float], read: list[int]) -> list[Path]:
-    size = sum(token >= 0 for token in tokens)
-    empty = (tokens[size:], parents[size:], depth[size:], weight[size:], read[size:])
-    rest = len(tokens) - size
-    assert empty == ([-1] * rest, [-1] * rest, [0] * rest, [-torch.inf] * rest, [-1] * rest)
-    paths: list[Path] = []
-    for node in range(size):
-        assert -1 <= parents[node] < node, "parents come first"
-        paths.append((*(paths[parents[node]] if parents[node] >= 0 else ()), tokens[node]))
-        assert depth[node] == len(paths[node])
-        assert weight[node] > -torch.inf
-    return paths
-
-
-def keyed(seeds: Sequence[int] | int) -> CounterRNG:
-    """A random stream per request."""
-    seed = torch.tensor(seeds) if isinstance(seeds, Sequence) else torch.arange(seeds)
-    return CounterRNG(seed, torch.zeros_like(seed), purpose=0)
-
-
 class Recorder(ToyDrafter):
-    """Remembers which history stood in every column of every level."""
+    """Drafter that records the history in every column of every level."""
 
     def __init__(self, models: Sequence[ToyLM]):
         super().__init__(models)
@@ -111,7 +60,7 @@ class Recorder(ToyDrafter):
 
 
 class PathNoise:
-    """Keyed by a node's path, so that trees of different shapes share the draws of their common nodes."""
+    """Random source keyed by a node's path, so that trees of different shapes share the draws of their common nodes."""
 
     def __init__(self, recorder: Recorder, seeds: Sequence[int] | int):
         self.recorder, self.rng = recorder, keyed(seeds)
@@ -145,8 +94,18 @@ def orders(rng: CounterRNG, keys: Tensor, histories: Tensor, probs: Tensor) -> l
     ]
 
 
+def models_of(vocabulary: int, depth: int, count: int) -> list[ToyLM]:
+    """Distributions from flat to sharp, so that wide and deep trees both occur."""
+    return [ToyLM.random(vocabulary, depth, seed=seed, scale=0.5 + seed % 6) for seed in range(count)]
+
+
+def log_probs_of(model: ToyLM, temperature: float) -> Tensor:
+    """Draft's log probabilities [H, V] at a temperature."""
+    return (model.logits / temperature).log_softmax(-1)
+
+
 class Fixed(torch.nn.Module):
-    """A gate that computes any function of its features, and remembers them."""
+    """A gate that computes any function of its features, and records them."""
 
     def __init__(self, function: Any):
         super().__init__()

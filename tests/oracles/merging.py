@@ -1,4 +1,4 @@
-"""Merging continuations into trees token by token, as `proposers/merging.py` does at once."""
+"""Merge of continuations into trees token by token, which `proposers/merging.py` does at once."""
 
 import torch
 from torch.nn.functional import pad

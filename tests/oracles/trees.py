@@ -4,15 +4,13 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
+from vllm_adaptive_tree.testing.models import Path
 from vllm_adaptive_tree.trees import TokenTree, TreeBatch
-
-Path = tuple[int, ...]
 
 
 def on_host(batch: TreeBatch) -> list[TokenTree]:
-    """The trees of a batch; what stands behind a tree's last node must be empty."""
+    """Trees of a batch; slots after a tree's last node must be empty."""
     trees = []
     for tokens, parent, depth, weight in zip(*(column.tolist() for column in batch), strict=True):
         size = sum(token >= 0 for token in tokens)
@@ -26,7 +24,7 @@ def on_host(batch: TreeBatch) -> list[TokenTree]:
 
 
 def on_device(trees: Sequence[TokenTree], width: int | None = None) -> TreeBatch:
-    """A batch of any trees; nothing that walks a tree reads the weights."""
+    """A batch of any trees; their weights are not read by a walk."""
     width = width or max(map(len, trees))
 
     def pad(rows: Iterable[Sequence[int]], fill: int) -> Tensor:
@@ -39,7 +37,7 @@ def on_device(trees: Sequence[TokenTree], width: int | None = None) -> TreeBatch
 
 
 def paths(tree: TokenTree) -> list[Path]:
-    """The tokens from the root to each node."""
+    """Tokens from the root to each node."""
     result: list[Path] = []
     for token, parent in zip(tree.tokens, tree.parents, strict=True):
         result.append((*(result[parent] if parent >= 0 else ()), token))
@@ -47,7 +45,7 @@ def paths(tree: TokenTree) -> list[Path]:
 
 
 def random_tree(nodes: int, vocabulary: int, seed: int) -> TokenTree:
-    """Every node hangs below an earlier one, or the root, with a token that no sibling has."""
+    """Random tree: every node hangs below an earlier one, or the root, with a token that no sibling has."""
     generator = torch.Generator().manual_seed(seed)
     free = [(parent, token) for parent in range(-1, nodes) for token in range(vocabulary)]
     tokens, parents = [], []
@@ -58,12 +56,3 @@ def random_tree(nodes: int, vocabulary: int, seed: int) -> TokenTree:
         tokens.append(token)
         parents.append(parent)
     return TokenTree(tuple(tokens), tuple(parents))
-
-
-def histories(tree: TreeBatch, vocabulary: int) -> Tensor:
-    """The number of the history that ends at the root (first) and at each node: [R, 1 + N]."""
-    result = torch.zeros_like(pad(tree.tokens, (1, 0)))
-    for node in range(tree.tokens.shape[1]):
-        above = result.gather(1, tree.parent[:, node, None] + 1)[:, 0]
-        result[:, node + 1] = torch.where(tree.valid[:, node], above * vocabulary + 1 + tree.tokens[:, node], 0)
-    return result

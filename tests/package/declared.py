@@ -1,10 +1,9 @@
-"""What `pyproject.toml` declares, and what of it is installed here."""
+"""Requirements that `pyproject.toml` declares, and those that are installed here."""
 
 import json
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterable
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -15,7 +14,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 BASE = ""
-"""The name under which the dependencies without an extra go."""
+"""Name for the dependencies without an extra."""
 
 
 @cache
@@ -31,7 +30,8 @@ def declared(extra: str) -> tuple[Requirement, ...]:
     return tuple(found for found in map(Requirement, lines) if not found.marker or found.marker.evaluate())
 
 
-def closure(requirements: Iterable[Requirement]) -> frozenset[str]:
+@cache
+def closure(requirements: tuple[Requirement, ...]) -> frozenset[str]:
     """Names of the distributions that these bring, as far as they are installed here."""
     found: set[tuple[str, str]] = set()
     names = set()
@@ -57,7 +57,7 @@ def closure(requirements: Iterable[Requirement]) -> frozenset[str]:
 def distributions() -> dict[str, set[str]]:
     """Top-level package -> names of the distributions that install it.
 
-    A process of its own is asked: setuptools adds what it vendors to the path of one that imported it.
+    It runs in a process of its own: setuptools adds its vendored packages to the path of one that imported it.
     """
     listing = "import json; from importlib.metadata import packages_distributions as all; print(json.dumps(all()))"
     found = subprocess.run([sys.executable, "-c", listing], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -1,15 +1,18 @@
 """The command line: what `serve` hands to vLLM, and what a command says where a package is missing."""
 
+import shlex
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pydantic
 import pytest
 
 from tests.package.declared import declared, project
-from vllm_adaptive_tree.cli.main import COMMANDS, EXTRAS, main
+from vllm_adaptive_tree.cli.main import COMMANDS, EXTRAS, main, one_line
 from vllm_adaptive_tree.version import __version__
 
 
@@ -70,7 +73,8 @@ def test_without_vllm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [])
     assert main(["serve", "TARGET"]) == 1
-    assert "pip install 'vllm-adaptive-tree[cpu]' or 'vllm-adaptive-tree[cuda]'" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert all(f"pip install --find-links dist 'vllm-adaptive-tree[{extra}]'" in said for extra in ("cpu", "cuda"))
 
 
 @pytest.mark.parametrize("module", ["vllm_adaptive_tree.cli.demo", "vllm.entrypoints.cli.main"])
@@ -80,6 +84,79 @@ def test_a_module_that_is_missing_in_a_package_is_no_missing_package(
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ModuleNotFoundError):
         main(["serve" if "vllm." in module else "demo"])
+
+
+ROOFLINE = "costs roofline --target 1B --draft 1M --bandwidth 1e12 --operations 1e15 --name x --out costs.json"
+MEASURE = "costs measure --model {} --draft {} --name x --out costs.json"
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (ROOFLINE.replace("1e12", "0"), "--bandwidth: '0' is not a positive number"),
+        (ROOFLINE.replace("1e15", "nan"), "--operations: 'nan' is not a positive number"),
+        (ROOFLINE + " --width -1", "--width: '-1' is not a positive number"),
+        (ROOFLINE + " --step inf", "--step: 'inf' is not a positive number"),
+        (MEASURE.format("/models/none", "draft"), "--model: '/models/none' is no folder here, and no hub name"),
+        (MEASURE.format("target", "./none"), "--draft: './none' is no folder here"),
+        ("demo --model ../none", "--model: '../none' is no folder here"),
+        ("demo --model a/b/c", "--model: 'a/b/c' is no folder here"),
+        ("bench --draft ''", "--draft: '' is no folder here"),
+        ("demo --model OWNER/NAME --enlarge-to 1B", "the target cannot be enlarged"),
+        ("view none.jsonl", "none.jsonl"),
+    ],
+)
+def test_wrong_input_is_one_line_and_exit_code_2(
+    command: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("vllm_adaptive_tree.cli.demo.set_environment", lambda *_, **__: None)
+    try:
+        code = main(shlex.split(command))
+    except SystemExit as left:  # argparse
+        code = int(str(left.code))
+    said = capsys.readouterr().err
+    [line] = [line for line in said.splitlines() if "error: " in line]
+    assert code == 2
+    assert message in line
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (FileNotFoundError(2, "No such file or directory", "config.json"), "config.json: No such file or directory"),
+        (ValueError("two\n  lines"), "two lines"),
+        (OSError(), "OSError"),
+        (KeyboardInterrupt(), None),
+    ],
+)
+def test_what_a_command_raises(
+    error: BaseException, message: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from vllm_adaptive_tree.cli import view
+
+    def run(_: Any) -> int:
+        raise error
+
+    monkeypatch.setattr(view, "run", run)
+    assert main(["view", "steps.jsonl"]) == (130 if message is None else 2)
+    assert capsys.readouterr().err == ("" if message is None else f"error: {message}\n")
+
+
+def test_a_refused_configuration_of_vllm_is_its_reason() -> None:
+    @pydantic.dataclasses.dataclass
+    class Config:
+        tokens: int
+
+        @pydantic.field_validator("tokens")
+        @classmethod
+        def check(cls, tokens: int) -> int:
+            raise ValueError("give at least 1")
+
+    with pytest.raises(ValueError, match="1 validation error") as caught:
+        Config(0)
+    assert one_line(caught.value) == "give at least 1"
 
 
 def test_the_extras_that_are_named_bring_the_package() -> None:

@@ -27,6 +27,7 @@ IMPORTS = {  # room -> the extra with which its modules import; the longest name
     "engine": VLLM,
     "engine.v2": "cuda",
     "kernels": "cuda",
+    "models.convert": "model",
     "proposers.opt_tree_cpu": "cpu",
     "report": "demo",
 }
@@ -35,7 +36,6 @@ RUNS = {  # room -> the extras with which all of it works, where it imports some
     "cli": ("bench", "demo", VLLM),
     "cli.serve": (VLLM,),
     "drafters.suffix": ("suffix",),
-    "nodes": ("ray",),
 }
 
 IMPORTER = """
@@ -86,7 +86,7 @@ def vllm_here() -> str:
 
 
 def extras(name: str) -> tuple[str, ...]:
-    """What an entry of a table stands for. `cuda` and `cpu` bring the same package, of which one is installed."""
+    """Extras that an entry of a table stands for. `cuda` and `cpu` bring the same package; one of them is installed."""
     if name == VLLM:
         return BASE, vllm_here()
     return (BASE, name, vllm_here()) if name in ("cuda", "cpu") else (BASE, name)
@@ -96,7 +96,7 @@ def extras(name: str) -> tuple[str, ...]:
 def test_imports_with_what_is_declared(extra: str) -> None:
     names = [name for name in modules() if of_room(IMPORTS, name) == extra]
     assert names
-    allowed = closure(requirement for each in extras(extra) for requirement in declared(each))
+    allowed = closure(tuple(requirement for each in extras(extra) for requirement in declared(each)))
     blocked = [package for package, owners in distributions().items() if not owners & allowed]
     assert {"pytest", "ruff"} <= {*blocked}
     importing = subprocess.run(
@@ -175,7 +175,7 @@ def test_requirements_pin_what_is_declared() -> None:
         lines = (ROOT / "requirements" / file).read_text().splitlines()
         pinned |= {canonicalize_name(line.split("==")[0]) for line in lines if "==" in line}
     left_out = {"torchvision", "vllm-adaptive-tree-demo-pair"}  # what --no-deps is for; what a checkout holds itself
-    for extra in (BASE, "cpu", "bench", "demo", "docs", "ray", "dev"):
+    for extra in (BASE, "cpu", "bench", "demo", "docs", "model", "ray", "dev"):
         assert {canonicalize_name(each.name) for each in declared(extra)} - left_out <= pinned, extra
 
 

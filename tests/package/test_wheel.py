@@ -89,7 +89,7 @@ def test_the_plugin_is_small_and_the_pair_a_wheel_of_its_own(checkout: Path) -> 
     assert _contents(plugin) >= {
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "vllm_adaptive_tree").rglob("*")
-        if path.suffix in {".py", ".txt", ".json", ".npz", ".safetensors", ".typed"} and "demo_pair" not in path.parts
+        if path.suffix in {".py", ".txt", ".json", ".safetensors", ".typed"} and "demo_pair" not in path.parts
     }
     folder = ROOT / "vllm_adaptive_tree" / "demo_pair"
     files = {path.relative_to(ROOT).as_posix() for path in folder.rglob("*") if path.is_file()}
@@ -173,7 +173,7 @@ def serving(installed: Installed, pair: str) -> Iterator[str]:
 
 
 def alone(target: str, prompt: str, tokens: int) -> str:
-    """What the target says by itself, in plain PyTorch."""
+    """Text of the target alone, in plain PyTorch."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(target)

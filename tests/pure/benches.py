@@ -35,7 +35,7 @@ def measured(speed, outputs=("a",), **changes):
 
 
 def rounds(stage, cell, **speeds):
-    """Speeds by configuration, one per round."""
+    """Rounds with these speeds by configuration."""
     return [
         Round(
             stage,

@@ -1,16 +1,15 @@
-"""What a rule may stumble over: laws that are certain, have no token in common, are tied, have hardly any mass, or are
-equal; and a cut that asks for the target's law. All by enumeration, every cut of the scheduler too."""
+"""Hard cases for a rule: distributions that are certain, have no token in common, are tied, have hardly any mass, or
+are equal; and a cut that requires the target's. All by enumeration, with every cut of the scheduler."""
 
 from itertools import product
 
 import pytest
 import torch
 
-from tests.oracles.drafts import Drafts, cut
-from tests.oracles.models import ToyLM
-from tests.oracles.trees import histories
 from vllm_adaptive_tree.acceptance import legal_rules
 from vllm_adaptive_tree.proposers import Proposer
+from vllm_adaptive_tree.testing.drafts import Drafts, cut
+from vllm_adaptive_tree.testing.models import ToyLM, histories
 from vllm_adaptive_tree.trees import Shape
 
 from .test_pairs import (

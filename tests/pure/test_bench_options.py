@@ -15,7 +15,7 @@ def test_arguments():
     assert _list(int)("") == []
     assert _config('wide={"method": "opt_tree", "num_speculative_tokens": 8}')[0] == "wide"
     for kind, text, message in (
-        (_method, "opt", "no tree method; known: opt_tree"),
+        (_method, "opt", "no tree method; known: adaptive_tree, opt_tree"),
         (_rounds, "4", "4 rounds are too few for a ratio; give 5 or more"),
         (_config, "wide", "no NAME=JSON"),
         (_config, 'wide={"method": "opt_tree"}', "num_speculative_tokens"),
@@ -36,15 +36,14 @@ def test_two_of_one_name(tmp_path, capsys):
 def test_a_bundled_model_that_is_not_installed(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["bench", "--out", str(tmp_path / "o"), "--model", str(PAIR / "missing")])
-    assert "is not installed: pip install 'vllm-adaptive-tree[demo]'" in capsys.readouterr().err
+    assert "is not installed: pip install --find-links dist 'vllm-adaptive-tree[demo]'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("names", [("--bursty", "--bursty-seconds"), ("--swing", "--swing-seconds")])
-def test_old_names_of_options(names):
+def test_a_bursty_load():
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    per_slot = "--requests-per-slot" if names[0] == "--bursty" else "--waves"
-    options = parser.parse_args(["--out", "o", names[0], "4", names[1], "2", per_slot, "5", "--sampled", "8"])
+    bursty = ["--bursty", "4", "--bursty-seconds", "2", "--requests-per-slot", "5"]
+    options = parser.parse_args(["--out", "o", *bursty, "--sampled", "8"])
     assert [(cell.place, cell.concurrency, cell.requests) for cell in cells(options)][4:6] == [
         ("offline", 8, 40),
         ("bursty", 4, None),

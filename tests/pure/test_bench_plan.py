@@ -1,4 +1,4 @@
-"""Which engines are alive together, and what they run."""
+"""Engines that are alive together, and the cells that they run."""
 
 import pytest
 

@@ -40,12 +40,6 @@ def test_the_cost_profile_of_an_engine(tmp_path):
     assert (found.name, found.step, found.costs.verify.cost(101)) == ("costs", 0, 2.0)
 
 
-def test_the_format_of_release_0_1(hardware, tmp_path, capsys):
-    curves = {name: COSTS[name] for name in ("verify", "draft")}
-    assert read(tmp_path, name="a machine", step=0.5, **curves).to_json() == hardware.to_json()
-    assert "costs.json: this format will not be read by the next release" in capsys.readouterr().err
-
-
 def test_a_projection_by_hand(hardware):
     """4 nodes, of them 1, 2, 1 at three depths: levels of one request and step, 4 / 3 rows each."""
     data = [Round("a", CELL.name, 1, {BASE: measured(1, decode_tokens=10, nodes=0), "chain 1": measured(1, nodes=10)})]
@@ -67,7 +61,7 @@ def test_a_projection_by_hand(hardware):
         {"costs": {**COSTS, "draft": {}}},
         {"costs": {**COSTS, "draft": None}},
         {"costs": {**COSTS, "verify": {"rows": [1], "seconds": [1]}}},
-        {"name": "of release 0.1", "verify": COSTS["verify"], "step": 0.5},
+        {"name": "curves alone", "verify": COSTS["verify"], "draft": COSTS["draft"], "step": 0.5},
     ],
 )
 def test_costs_that_are_none(tmp_path, content):
@@ -86,10 +80,9 @@ def test_a_roofline():
 
 
 @pytest.mark.parametrize("name", ["h200", "two_cores"])
-def test_bundled_costs(name, capsys):
+def test_bundled_costs(name):
     found = read_hardware(Path(plan.__file__).parent / "curves" / f"{name}.json")
     assert found.seconds(8, 16, 4) > found.seconds(8, 0, 0) > 0
-    assert capsys.readouterr().err == "", "of today's format"
 
 
 def test_a_roofline_of_the_command_line(tmp_path):

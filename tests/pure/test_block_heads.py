@@ -14,7 +14,7 @@ from vllm_adaptive_tree.heads import block_training, checkpoint
 from vllm_adaptive_tree.heads.block_training import DEPTH_WEIGHT, MARGINAL, BlockTeacher, low_rank, pointwise
 from vllm_adaptive_tree.heads.dspark import Block, BlockHead
 from vllm_adaptive_tree.heads.eagle3 import Dimensions
-from vllm_adaptive_tree.heads.training import Recipe, Training
+from vllm_adaptive_tree.heads.training import HeadRecipe, Training
 
 from .test_heads import VOCABULARY, config_of, target_of
 
@@ -174,7 +174,7 @@ def test_a_head_learns(monkeypatch: pytest.MonkeyPatch) -> None:
     teacher.initialise(head, tokens)
     ticks = iter(range(10_000))
     monkeypatch.setattr("time.monotonic", lambda: float(next(ticks)))  # a second a step
-    recipe = Recipe(minutes=1.2, unrolled=2, batch=4, window=16, rate=1e-2, bfloat16=False)
+    recipe = HeadRecipe(minutes=1.2, unrolled=2, batch=4, window=16, rate=1e-2, bfloat16=False)
     training = Training(head, teacher, tokens[:3000], tokens[3000:], recipe)
     before = training.check()
     training.run(watch=lambda _: None)

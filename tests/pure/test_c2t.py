@@ -7,9 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.oracles.growth import Fixed, Recorder, as_the_engine, grow, grown
-from tests.oracles.models import ToyLM, log_probs_of, models_of
-from tests.oracles.trees import Path
+from tests.oracles.growth import Fixed, Recorder, as_the_engine, grow, log_probs_of, models_of
 from vllm_adaptive_tree.budget import FREE
 from vllm_adaptive_tree.budget.acceptance_model import Calibration
 from vllm_adaptive_tree.budget.allocation import allocate
@@ -17,6 +15,8 @@ from vllm_adaptive_tree.gates.training import alive_units
 from vllm_adaptive_tree.proposers import Proposal
 from vllm_adaptive_tree.proposers.c2t import C2T, C2TOptions, features
 from vllm_adaptive_tree.proposers.gate import Gate, entropy
+from vllm_adaptive_tree.testing.models import Path, ToyLM
+from vllm_adaptive_tree.testing.well_formed import paths_of
 
 COUNT = 12
 SEEDS = [1, 2, 3]
@@ -78,7 +78,7 @@ def trees_of(gate: torch.nn.Module, *, vocabulary: int = 4, nodes: int = 400, te
 def test_the_tree_of_algorithm_1(second_pruning, mode, beta, seed, options):
     gate, how = random_gate(seed), {"beta": beta, "second_pruning": second_pruning, "mode": mode, "entropy_top": 3}
     models, proposal = trees_of(gate, temperature=0.8, **how, **options)
-    for model, tree in zip(models, grown(proposal), strict=True):
+    for model, tree in zip(models, paths_of(proposal), strict=True):
         paper = algorithm_1(model, gate, 0.8, **how)
         assert len(tree) == len(paper)
         assert set(tree) == set(paper)
@@ -91,7 +91,7 @@ def test_the_settings_above_lead_to_trees_of_many_sizes():
         len(tree)
         for seed in SEEDS
         for beta in (0.3, 0.5, 0.6)
-        for tree in grown(trees_of(random_gate(seed), beta=beta, second_pruning=False)[1])
+        for tree in paths_of(trees_of(random_gate(seed), beta=beta, second_pruning=False)[1])
     }
     assert len(sizes) > 10
     assert {0, 3 + 9 + 27 + 81} <= sizes
@@ -141,7 +141,7 @@ def test_entropy_is_that_of_the_top_tokens(top):
 def test_a_smaller_beta_only_adds_nodes(seed):
     gate = random_gate(seed)
     betas = [0.8, 0.6, 0.5, 0.4, 0.2, 0.0]
-    forests = [grown(trees_of(gate, beta=beta, second_pruning=False)[1]) for beta in betas]
+    forests = [paths_of(trees_of(gate, beta=beta, second_pruning=False)[1]) for beta in betas]
     for fewer, more in pairwise(forests):
         assert all(set(a) <= set(b) for a, b in zip(fewer, more, strict=True))
     sizes = [sum(map(len, forest)) for forest in forests]
@@ -154,7 +154,7 @@ def test_the_second_pruning_leaves_k_nodes_a_level(top_k):
     wide = []
     for seed in range(3):
         _, proposal = trees_of(random_gate(seed), top_k=top_k, beta=0.3)
-        wide += [sum(len(path) == depth for path in tree) for tree in grown(proposal) for depth in range(1, 5)]
+        wide += [sum(len(path) == depth for path in tree) for tree in paths_of(proposal) for depth in range(1, 5)]
     assert max(wide) == top_k
 
 
@@ -163,7 +163,7 @@ def test_chain_mode_exits_early(second_pruning):
     depths = set()
     for seed in range(3):
         models, proposal = trees_of(random_gate(seed), mode="chain", beta=0.5, second_pruning=second_pruning)
-        for model, tree in zip(models, grown(proposal), strict=True):
+        for model, tree in zip(models, paths_of(proposal), strict=True):
             assert all(path == tree[-1][: len(path)] for path in tree)
             assert all(path[-1] == model.probs[model.history(path[:-1])].argmax() for path in tree)
             depths.add(len(tree))
@@ -174,14 +174,14 @@ def test_no_survivor_in_the_first_layer_leaves_no_tree():
     models = models_of(4, 4, 3)
     recorder = Recorder(models)
     proposal = grow(proposer_of(Fixed.always(0.4)), models, nodes=20, drafter=recorder, agree=as_the_engine)
-    assert grown(proposal) == [[], [], []]
+    assert paths_of(proposal) == [[], [], []]
     assert recorder.widths == []
-    assert grown(grow(proposer_of(Fixed.always(0.4)), models, nodes=20)) == [[], [], []]
+    assert paths_of(grow(proposer_of(Fixed.always(0.4)), models, nodes=20)) == [[], [], []]
 
 
 def test_a_confidence_of_just_beta_is_enough():
     models = models_of(4, 4, 3)
-    trees = grown(grow(proposer_of(Fixed.always(0.5), beta=0.5, max_depth=2), models, nodes=20))
+    trees = paths_of(grow(proposer_of(Fixed.always(0.5), beta=0.5, max_depth=2), models, nodes=20))
     assert [len(tree) for tree in trees] == [6] * 3
 
 
@@ -201,7 +201,7 @@ def test_where_the_budget_is_short_the_most_confident_nodes_stay(nodes, engine):
     for seed in SEEDS:
         gate = random_gate(seed)
         models, proposal = trees_of(gate, nodes=nodes, beta=0.3, second_pruning=False, engine=engine)
-        for model, tree, weight in zip(models, grown(proposal), proposal.tree.log_weight.tolist(), strict=True):
+        for model, tree, weight in zip(models, paths_of(proposal), proposal.tree.log_weight.tolist(), strict=True):
             least = least_confidence(algorithm_1(model, gate, 1.0, beta=0.3, second_pruning=False))
             best = sorted(least, key=lambda path: (-least[path], -model.probability(path)))
             assert set(tree) == set(best[:nodes])
@@ -214,7 +214,7 @@ def test_where_the_budget_is_short_the_most_confident_nodes_stay(nodes, engine):
 def test_of_equals_the_most_probable_paths_stay():
     gate = Fixed.always(1.0)
     models, proposal = trees_of(gate, nodes=7, second_pruning=False)
-    for model, tree in zip(models, grown(proposal), strict=True):
+    for model, tree in zip(models, paths_of(proposal), strict=True):
         every = algorithm_1(model, gate, 1.0, second_pruning=False)
         assert set(tree) == set(sorted(every, key=lambda path: -model.probability(path))[:7])
 
@@ -222,7 +222,7 @@ def test_of_equals_the_most_probable_paths_stay():
 def test_only_what_could_still_enter_the_budget_is_drafted():
     gate, models = random_gate(1), models_of(4, 4, COUNT)
     recorder = Recorder(models)
-    trees = grown(
+    trees = paths_of(
         grow(proposer_of(gate, beta=0.3, second_pruning=False), models, nodes=7, drafter=recorder, agree=as_the_engine)
     )
     for model, tree, *levels in zip(models, trees, *(level.tolist() for level in recorder.histories[1:]), strict=True):
@@ -253,7 +253,7 @@ def test_the_second_pruning_goes_by_a_node_s_own_confidence():
     for seed in SEEDS:
         gate = random_gate(seed)
         models, proposal = trees_of(gate, beta=0.3)
-        for model, tree in zip(models, grown(proposal), strict=True):
+        for model, tree in zip(models, paths_of(proposal), strict=True):
             assert set(tree) == set(algorithm_1(model, gate, 1.0, beta=0.3))
 
 
@@ -261,7 +261,7 @@ def test_read_and_drawn():
     def check(proposal: Proposal) -> None:
         assert (proposal.num_planned[:, 0] == 3).all()
         assert torch.equal(proposal.num_planned[:, 1:], torch.where(proposal.read > 0, 3, 0))
-        for tree, read in zip(grown(proposal), proposal.read.tolist(), strict=True):
+        for tree, read in zip(paths_of(proposal), proposal.read.tolist(), strict=True):
             inner = {path[:-1] for path in tree}
             assert all(read[node] > 0 for node, path in enumerate(tree) if path in inner)
 
@@ -272,8 +272,8 @@ def test_read_and_drawn():
 def test_a_request_in_a_batch_is_grown_as_if_alone():
     gate = random_gate(2)
     models, together = trees_of(gate, beta=0.5, nodes=12, engine=True)
-    alone = [grown(grow(proposer_of(gate), [model], nodes=12, agree=as_the_engine))[0] for model in models]
-    assert grown(together) == alone
+    alone = [paths_of(grow(proposer_of(gate), [model], nodes=12, agree=as_the_engine))[0] for model in models]
+    assert paths_of(together) == alone
     assert len({len(tree) for tree in alone}) > 2
 
 

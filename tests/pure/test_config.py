@@ -1,24 +1,26 @@
-"""What a user may write into `speculative_config`, and that it arrives unchanged in another process."""
+"""Options of a user in `speculative_config`, which arrive unchanged in another process."""
 
 import json
 import re
 import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
 
 from vllm_adaptive_tree.acceptance import RULES
 from vllm_adaptive_tree.config import OUR_KEYS, VLLM_KEYS, TreeOptions, is_tree_method
-from vllm_adaptive_tree.drafters import CHECKPOINTS
+from vllm_adaptive_tree.drafters import DRAFT_KINDS, DRAFTERS
 from vllm_adaptive_tree.drafters.ngram import NGram
 from vllm_adaptive_tree.methods import resolve
-from vllm_adaptive_tree.proposers import METHODS
+from vllm_adaptive_tree.proposers import METHODS, PROPOSERS
 
 ALL = {"allow_lossy": False, "budget": "auto", "cost_profile": "auto"}
 SHAPED = {**ALL, "children": None}
 DEFAULTS = {
+    "adaptive_tree": {**ALL, "max_depth": 10, "max_children": 16, "drawn_from": 0.4},
     "opt_tree": {**ALL, "max_depth": 10, "threshold": None, "draft_temperature": "auto"},
-    "dyspec": {**ALL, "mode": "threshold", "threshold": "auto", "draft_temperature": 0.6}
+    "dyspec": {**ALL, "mode": "threshold", "threshold": "auto", "draft_temperature": "auto"}
     | {"max_children": 16, "max_depth": 16},
     "c2t": {**ALL, "beta": 0.5, "top_k": 15, "entropy_top": 1000, "max_depth": 10}
     | {"second_pruning": True, "mode": "tree", "gate": None},
@@ -28,6 +30,7 @@ DEFAULTS = {
     "mcsd": {**SHAPED, "shape": (4, 2, 2, 1), "init_width": 1} | {"stop": "none", "stop_threshold": 0.4, "gate": None},
 }
 OTHER_VALUES = {  # of every option another legal value
+    "adaptive_tree": {"max_depth": 3, "max_children": 4, "drawn_from": 0.5},
     "opt_tree": {"max_depth": 3, "threshold": "auto", "draft_temperature": 1.5, "allow_lossy": True}
     | {"budget": None, "cost_profile": None},
     "dyspec": {"mode": "heap", "threshold": 0, "draft_temperature": 1, "max_children": 4, "max_depth": 5},
@@ -90,6 +93,61 @@ def test_options_travel_as_json(method):
         options = parsed(method, tree, rejection_sample_method="target_only", num_speculative_tokens=7)
         assert in_another_process(options) == options
         assert in_another_process(in_another_process(options)) == options
+
+
+BOUNDS = {
+    ("adaptive_tree", "drawn_from"): (0, 100),
+    ("opt_tree", "threshold"): (0, 1),
+    ("opt_tree", "draft_temperature"): (0.01, 100),
+    ("dyspec", "threshold"): (0, 1),
+    ("dyspec", "draft_temperature"): (0.01, 100),
+    ("c2t", "beta"): (0, 1),
+    ("mcsd", "stop_threshold"): (0, 1),
+    ("suffix", "suffix_decoding_max_spec_factor"): (0.01, 100),
+    ("suffix", "suffix_decoding_min_token_prob"): (0, 1),
+}
+"""Of every option that is no whole number; those of drafts without a checkpoint by the draft."""
+EXTREMES = [0, -0.0, 5e-324, 1e-310, 1e-300, 1e-45, 1e45, 1e300, 10**400, -(10**400), -1, -1e-300]
+EXTREMES += [float("inf"), float("-inf"), float("nan")]
+CLASSES = {name: PROPOSERS[name].Options for name in PROPOSERS.built_in}
+CLASSES |= {name: DRAFTERS[name].Options for name in DRAFTERS.built_in}
+
+
+def test_every_float_option_has_bounds():
+    floats = {(name, one.name) for name, cls in CLASSES.items() for one in fields(cls) if "float" in str(one.type)}
+    assert floats == set(BOUNDS)
+
+
+@pytest.mark.parametrize(("name", "key"), BOUNDS)
+def test_floats_that_the_arithmetic_does_not_survive(name, key):
+    least, most = BOUNDS[name, key]
+    for value in (least, most, (least + most) / 2, 1, *EXTREMES, least - 1e-9, most + 1e-9):
+        if least <= value <= most:
+            assert getattr(CLASSES[name](**{key: value}), key) == value
+            continue
+        with pytest.raises(ValueError, match=rf"\['{key}'\] must be a number between .*, got "):
+            CLASSES[name](**{key: value})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"num-speculative-tokens": 3},
+            r"^speculative_config has 'num_speculative_tokens' and 'num-speculative-tokens', ",
+        ),
+        (
+            {"tree": {"max-depth": 3, "max_depth": 3}},
+            r"\['tree'\] has 'max-depth' and 'max_depth', two spellings of one",
+        ),
+        ({3: "three"}, r"^speculative_config: the key 3 is no text; give the name of an option in its place"),
+        ({"tree": {None: 3}}, r"\['tree'\]: the key None is no text"),
+        ({"tree": '{"max_depth": 3}'}, r"""\['tree'\] must be a mapping of options, got '{"max_depth": 3}'"""),
+    ],
+)
+def test_keys_that_are_no_names_or_given_twice(change, message):
+    with pytest.raises(ValueError, match=message):
+        TreeOptions.parse({**config("opt_tree"), **change})
 
 
 def test_keys_may_carry_dashes():
@@ -174,16 +232,21 @@ def test_bad_keys(change, message):
         TreeOptions.parse(given)
 
 
-COUNTS = [0, -1, 2.0, "3", None, True]
+COUNTS = [0, -1, 2.0, "3", None, True, 1 << 31]
 SHARES = [-0.1, 1.1, "0.5", None, True, float("nan")]
 BAD_VALUES = {
+    ("adaptive_tree", "max_depth", "whole number of at least 1"): COUNTS,
+    ("adaptive_tree", "max_children", "whole number of at least 1"): COUNTS,
+    ("adaptive_tree", "drawn_from", r"a number between 0 and 100 \(a temperature\)"): [-0.1, "auto", None, True],
     ("opt_tree", "max_depth", "whole number of at least 1"): COUNTS,
-    ("opt_tree", "threshold", "a number of at least 0"): [-0.1, "fast", True, float("inf")],
-    ("opt_tree", "draft_temperature", "a number above 0 or 'auto'"): [0, -1, "hot", None, True],
+    ("opt_tree", "threshold", r"a number between 0 and 1 \(tokens gained per level\) or 'auto' or null"): [
+        *[-0.1, "fast", True, []]
+    ],
+    ("opt_tree", "draft_temperature", "a number between 0.01 and 100 or 'auto'"): [0, -1, "hot", None, True],
     ("opt_tree", "allow_lossy", "true or false"): [1, "true", None],
     ("dyspec", "mode", "one of 'threshold', 'heap'"): ["greedy", None, 3, ["heap"]],
-    ("dyspec", "threshold", "a number of at least 0"): [-0.1, "heap", None],
-    ("dyspec", "draft_temperature", "a number above 0"): [0, "auto", None],
+    ("dyspec", "threshold", "a number between 0 and 1"): [-0.1, "heap", None],
+    ("dyspec", "draft_temperature", "a number between 0.01 and 100 or 'auto'"): [0, "hot", None],
     ("dyspec", "max_children", "whole number of at least 1"): COUNTS,
     ("dyspec", "max_depth", "whole number of at least 1"): COUNTS,
     ("c2t", "beta", "a number between 0 and 1"): SHARES,
@@ -198,7 +261,9 @@ BAD_VALUES = {
     ("static_tree", "shape", "'eagle1', 'binary', 'ternary', a k-config as .* or rank paths as"): [
         *["eagle2", 3, None, [], (), [4, 0], [4, 2.0], [True], [1, [0]], [[0], "1"], [[0], [-1]], [["0"]], {}]
     ],
-    ("static_tree", "children", "one of 'top_k', 'without_replacement', 'iid'"): ["hub_pair", "one_hot", ["iid"], {}],
+    ("static_tree", "children", "one of 'top_k', 'without_replacement', 'iid', 'hub_pair', 'top_k_plus_one'"): [
+        *["best", "one_hot", ["iid"], {}]
+    ],
     ("sequoia", "vector", "the path of a file"): ["", [0.5, 0.3]],
     ("sequoia", "max_depth", "whole number of at least 1"): COUNTS,
     ("sequoia", "children", "one of 'top_k'"): ["best"],
@@ -228,7 +293,7 @@ def test_no_option_is_left_unchecked():
 
 
 @EVERY_METHOD
-@pytest.mark.parametrize("kind", [None, *CHECKPOINTS])
+@pytest.mark.parametrize("kind", [None, *DRAFT_KINDS])
 def test_the_kind_of_draft_may_be_said(method, kind):
     options = parsed(method, {"draft": kind})
     assert (options.draft, options.text) == (kind, None)
@@ -261,12 +326,16 @@ def test_mtp_layers_may_be_the_target_s():
     [
         (
             {"tree": {"draft": "beagle"}},
-            r"\['draft'\] must be one of model, eagle, eagle3, mtp, medusa, peagle, dflash, dflash2, lilicorr, dspark",
+            r"\['draft'\] must be one of model, eagle, eagle3, mtp, peagle, dflash, dflash2, lilicorr, dspark",
         ),
         ({"tree": {"draft": ["eagle"]}}, r"\['draft'\] must be one of .*, got \['eagle'\]"),
         ({"tree": {"draft": "ngram"}}, r"'ngram', which has no checkpoint: give 'model' as 'ngram' too, not 'draft'"),
-        ({"tree": {"draft": "xpress"}}, r"\['draft'\] asks for an XPress head, not served yet; .* P-EAGLE head"),
-        ({"model": "xpress"}, r"\['model'\] asks for an XPress head, not served yet; .* 'ngram' or 'suffix'"),
+        ({"tree": {"draft": "xpress"}}, r"\['draft'\] asks for an XPress head, not served; .* P-EAGLE head"),
+        (
+            {"tree": {"draft": "medusa"}},
+            r"asks for Medusa heads, which vLLM 0\.33 has removed, not served; this release",
+        ),
+        ({"model": "xpress"}, r"\['model'\] asks for an XPress head, not served; .* 'ngram' or 'suffix'"),
         (
             {"parallel_drafting": True},
             r"\['parallel_drafting'\] is of vLLM's chains; remove it: .* PARD drafts are not served yet; this release",
@@ -345,6 +414,29 @@ def test_a_look_up_is_merged_where_the_rule_samples_from_the_target():
 def test_where_options_of_look_ups_belong(change, message):
     with pytest.raises(ValueError, match=message):
         TreeOptions.parse({**config("opt_tree"), **change})
+
+
+@pytest.mark.parametrize(
+    ("method", "change", "message"),
+    [
+        ("opt_tree", {"threshold": 0.2}, r"speculative_config\['threshold'\] belongs into 'tree': move it there"),
+        ("opt_tree", {"budget": 8}, r"\['budget'\] belongs into 'tree'"),
+        ("c2t", {"second-pruning": False}, r"\['second_pruning'\] belongs into 'tree'"),
+        ("opt_tree", {"second_pruning": False}, r"\['second_pruning'\] has no meaning with method 'opt_tree'; remove"),
+        ("opt_tree", {"num_speculative_token": 8}, r"did you mean 'num_speculative_tokens'\? Known keys: method, "),
+        ("opt_tree", {"treshold": 0.2}, r"\['treshold'\] has no .*; did you mean 'threshold', in tree\? Known keys"),
+        (
+            "opt_tree",
+            {"tree": {"treshold": 0.2}},
+            r"\['treshold'\] is not .*; did you mean 'threshold'\? known options",
+        ),
+        ("eagle2", {"tree": {"topk": 8}}, r"; did you mean 'top_k'\? known options"),
+        ("eagle2", {"tree": {"quantization": "fp8"}}, r"\['quantization'\] belongs beside 'method', not into 'tree'"),
+    ],
+)
+def test_a_key_in_the_wrong_place_or_mistyped(method, change, message):
+    with pytest.raises(ValueError, match=message):
+        TreeOptions.parse({**config(method), **change})
 
 
 def test_a_module_that_a_draft_needs(monkeypatch):

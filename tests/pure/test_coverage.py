@@ -1,4 +1,4 @@
-"""What the draft has read of a paged cache, block by block."""
+"""Coverage of a paged cache by a draft, block by block."""
 
 import numpy as np
 import pytest

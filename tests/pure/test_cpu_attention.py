@@ -12,7 +12,7 @@ BLOCK_SIZE = 32
 
 
 def at(isa: str, position: int, d: int, dim: int) -> tuple[int, int]:
-    """Where a packing puts entry `d` of the key and of the value at `position` of a block: offsets in their halves."""
+    """Offsets of entry `d` of the key and of the value at `position` of a block in a packing, in their halves."""
     if isa != "amx":
         return d * BLOCK_SIZE + position, position * dim + d
     key_tile, value_tile = (position // 16 * (dim // 2) + d // 2), (d // 16 * (BLOCK_SIZE // 2) + position // 2)

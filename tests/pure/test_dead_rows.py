@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.oracles.growth import as_the_engine, grow, grown, keyed
-from tests.oracles.models import ToyDrafter, ToyLM
+from tests.oracles.growth import as_the_engine, grow
 from tests.oracles.trees import on_device
 from vllm_adaptive_tree.acceptance import RULES, Children, legal_rules, traversal
 from vllm_adaptive_tree.budget.acceptance_model import Calibration
@@ -18,6 +17,9 @@ from vllm_adaptive_tree.proposers.mcsd import Mcsd
 from vllm_adaptive_tree.proposers.opt_tree import OptTree
 from vllm_adaptive_tree.proposers.opt_tree_cpu import OptTreeCPU
 from vllm_adaptive_tree.rng import CounterRNG
+from vllm_adaptive_tree.testing.drafts import keyed
+from vllm_adaptive_tree.testing.models import ToyDrafter, ToyLM
+from vllm_adaptive_tree.testing.well_formed import paths_of
 from vllm_adaptive_tree.trees import Shape, TokenTree
 
 from .test_pairs import CHOSEN, DYSPEC, EXACT, IRREGULAR, KINDS, LEGAL, Models, bias, models, static, stopping
@@ -115,7 +117,7 @@ def test_only_what_is_behind_it_is_lost(name, value, vocabulary):
 
     def trees(batch: list[ToyLM], **options: Any) -> tuple[Any, Any]:
         proposal = grow(proposer, batch, **shared, **options)
-        return proposal, grown(proposal)
+        return proposal, paths_of(proposal)
 
     before, expected = trees(sound)
     lost: list[torch.Tensor] = []
@@ -141,8 +143,8 @@ def test_room_goes_to_the_other_branches():
     """OPT-Tree: of all paths that do not lead through the dead row the n most probable."""
     model = ToyLM.random(5, 3, seed=3, scale=1.0, dtype=torch.float64)
     for proposer in (OptTree(max_depth=3, threshold=0.0), OptTreeCPU(max_depth=3, threshold=0.0)):
-        best = grown(grow(proposer, [model], nodes=1))[0][0]
-        found = grown(grow(proposer, [poisoned(model, NAN, best)], nodes=12, agree=as_the_engine))[0]
+        best = paths_of(grow(proposer, [model], nodes=1))[0][0]
+        found = paths_of(grow(proposer, [poisoned(model, NAN, best)], nodes=12, agree=as_the_engine))[0]
         paths = [path for length in (1, 2, 3) for path in torch.cartesian_prod(*[torch.arange(5)] * length).tolist()]
         paths = [tuple(path) if isinstance(path, list) else (path,) for path in paths]
         left = [path for path in paths if path[:1] != best or len(path) == 1]
@@ -150,7 +152,7 @@ def test_room_goes_to_the_other_branches():
 
 
 def test_a_law_that_the_temperature_takes_away():
-    """What counts is logits / temperature: finite ones may be too large, and single -Inf are banned tokens."""
+    """Rows are dead by logits / temperature: finite ones may be too large, and single -Inf are banned tokens."""
     logits = torch.tensor([[3e38, 0.0, 0.0], [-3e38, -3e38, -3e38], [-INF, 0.0, -INF], [1e30, -3e38, 0.0]])
     lost: list[torch.Tensor] = []
     drafter = ToyDrafter([ToyLM(row[None]) for row in logits])

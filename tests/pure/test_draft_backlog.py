@@ -1,4 +1,4 @@
-"""What a draft at rest has not read, by request and by block."""
+"""Backlog of a draft at rest, by request and by block."""
 
 import numpy as np
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from vllm_adaptive_tree.engine.common.draft_memory import DraftMemory, LevelBuffers, own_weights, readable
+from vllm_adaptive_tree.engine.startup.draft_memory import DraftMemory, LevelBuffers, format_bytes, own_weights
 
 LOAD = {"requests": 3, "nodes": 10, "depth": 4, "vocabulary": 1000, "size": 2}
 
@@ -62,4 +62,4 @@ def test_the_line_at_start_up() -> None:
         "weights 3.0 MiB, K/V 512 bytes per token (2.0 MiB for a context of 4096), level buffers up to 5.00 GiB "
         "(hidden states 1.0 MiB, logits 5.00 GiB)"
     )
-    assert readable((1 << 30) - 1).endswith("MiB")
+    assert format_bytes((1 << 30) - 1).endswith("MiB")

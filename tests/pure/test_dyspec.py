@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.oracles.growth import PathNoise, Recorder, as_the_engine, grow, grown, keyed
-from tests.oracles.models import ToyLM, models_of
-from tests.oracles.trees import Path
+from tests.oracles.growth import PathNoise, Recorder, as_the_engine, grow, models_of
 from vllm_adaptive_tree.proposers import Proposal
 from vllm_adaptive_tree.proposers.dyspec import DySpec
+from vllm_adaptive_tree.testing.drafts import keyed
+from vllm_adaptive_tree.testing.models import Path, ToyLM
+from vllm_adaptive_tree.testing.well_formed import paths_of
 
 Slots = list[tuple[float, Path]]  # slot value and the path of the node that fills it, in generation order
 
@@ -31,7 +32,7 @@ TEMPERATURE = 0.6
 
 
 class Toy:
-    """What the draft says, and in which order its tokens are drawn, as plain numbers."""
+    """Distributions of the draft, and the order in which its tokens are drawn, as plain numbers."""
 
     def __init__(self, model: ToyLM, draws: dict[int, list[int]]):
         self.history, self.draws = model.history, draws
@@ -95,7 +96,7 @@ def laws(models: Sequence[ToyLM]) -> Tensor:
 
 def slots_of(proposal: Proposal) -> list[Slots]:
     weights = proposal.tree.log_weight.exp().tolist()
-    return [list(zip(weights[r][: len(tree)], tree, strict=True)) for r, tree in enumerate(grown(proposal))]
+    return [list(zip(weights[r][: len(tree)], tree, strict=True)) for r, tree in enumerate(paths_of(proposal))]
 
 
 def assert_same(ours: Slots, theirs: Slots) -> None:
@@ -164,7 +165,7 @@ def test_a_lower_threshold_only_adds_slots():
     for threshold in (0.9, 0.5, 0.2, 0.05, 0.01, 0.0):
         rng = PathNoise(Recorder(models), len(models))
         proposer = DySpec(max_depth=3, max_children=4, threshold=threshold)
-        trees = [set(tree) for tree in grown(grow(proposer, models, nodes=84, rng=rng, drafter=rng.recorder))]
+        trees = [set(tree) for tree in paths_of(grow(proposer, models, nodes=84, rng=rng, drafter=rng.recorder))]
         assert all(small <= large for small, large in zip(before, trees, strict=True))
         before, sizes = trees, [*sizes, sum(map(len, trees))]
     assert len(set(sizes)) == len(sizes), "every threshold made a difference"
@@ -200,10 +201,10 @@ def test_every_node_that_was_read_planned_the_most_children():
     models = models_of(4, 4, COUNT)
     for children, planned in ((3, 3), (16, 4)):
         proposer = DySpec(max_depth=4, max_children=children, threshold=0)
-        _, read, drawn = proposal = grow(proposer, models, nodes=12)
+        _, read, drawn, _ = proposal = grow(proposer, models, nodes=12)
         assert (drawn[:, 0] == planned).all()
         assert torch.equal(drawn[:, 1:], torch.where(read > 0, planned, 0))
-        for r, paths in enumerate(grown(proposal)):
+        for r, paths in enumerate(paths_of(proposal)):
             inner = {path[:-1] for path in paths}
             assert all(read[r, node] > 0 for node, path in enumerate(paths) if path in inner)
             assert max(sum(path[:-1] == above for path in paths) for above in inner) <= planned
@@ -216,7 +217,7 @@ def test_the_law_of_a_node_is_what_the_draft_said_at_its_number():
         proposer = DySpec(max_depth=4, max_children=3, threshold=0.02)
         proposal = grow(proposer, models, nodes=20, keep=levels.append, **options)
         said = torch.cat(levels, 1)
-        for r, paths in enumerate(grown(proposal)):
+        for r, paths in enumerate(paths_of(proposal)):
             for path, number in zip(paths, proposal.read[r].tolist(), strict=False):
                 if number >= 0:
                     assert torch.equal(said[r, number], models[r].logits[models[r].history(path)])
@@ -227,8 +228,8 @@ def test_greedy_requests_are_sampled_too():
     models = models_of(4, 4, COUNT)
     proposer = DySpec(max_depth=4, max_children=4, threshold=0)
     greedy, sampled = (grow(proposer, models, nodes=9, greedy=flag) for flag in (True, False))
-    assert grown(greedy) == grown(sampled)
-    first = [tree[0][0] for tree in grown(greedy)]
+    assert paths_of(greedy) == paths_of(sampled)
+    first = [tree[0][0] for tree in paths_of(greedy)]
     assert first != [model.probs[0].argmax().item() for model in models]
 
 
@@ -239,7 +240,7 @@ def test_rounding_keeps_parents_and_earlier_siblings_in_front(dtype):
     rng = PathNoise(Recorder(models), COUNT)
     proposer = DySpec(max_depth=3, max_children=5, threshold=0)
     proposal = grow(proposer, models, nodes=155, temperature=TEMPERATURE, rng=rng, drafter=rng.recorder)
-    for tree, model, drawn in zip(grown(proposal), models, rng.draws(laws(models)), strict=True):
+    for tree, model, drawn in zip(paths_of(proposal), models, rng.draws(laws(models)), strict=True):
         for above in {path[:-1] for path in tree}:
             siblings = [path[-1] for path in tree if path[:-1] == above]
             assert siblings == drawn[model.history(above)][: len(siblings)]
@@ -252,7 +253,7 @@ def test_certain_tokens_grow_a_chain(nodes):
     logits.scatter_(1, logits.argmax(1, keepdim=True), 1e4)
     for threshold in (0.0, 1.0):
         proposer = DySpec(max_depth=5, max_children=3, threshold=threshold)
-        (tree,) = grown(proposal := grow(proposer, [ToyLM(logits)], nodes=nodes))
+        (tree,) = paths_of(proposal := grow(proposer, [ToyLM(logits)], nodes=nodes))
         assert [len(path) for path in tree] == list(range(1, nodes + 1))
         assert proposal.tree.log_weight.exp().tolist() == [[1.0] * nodes]
 
@@ -261,7 +262,7 @@ def test_flat_laws_are_held_by_the_cap_on_children():
     """The slot value does not contain the token's own probability, and with 64 equal ones it hardly falls."""
     model = ToyLM(torch.zeros(1 + 64, 64, dtype=torch.float64))
     for cap in (2, 7):
-        (tree,) = grown(grow(DySpec(max_depth=2, max_children=cap, threshold=0), [model], nodes=30))
+        (tree,) = paths_of(grow(DySpec(max_depth=2, max_children=cap, threshold=0), [model], nodes=30))
         assert sum(len(path) == 1 for path in tree) == cap
         assert len(tree) == min(30, cap + cap * cap)
 

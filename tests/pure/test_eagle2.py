@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from tests.oracles.growth import Recorder, as_the_engine, grow, grown
-from tests.oracles.models import ToyLM, log_probs_of, models_of
-from tests.oracles.trees import Path
+from tests.oracles.growth import Recorder, as_the_engine, grow, log_probs_of, models_of
 from vllm_adaptive_tree.proposers.eagle2 import Eagle2
 from vllm_adaptive_tree.proposers.opt_tree import OptTree
+from vllm_adaptive_tree.testing.models import Path, ToyLM
+from vllm_adaptive_tree.testing.well_formed import paths_of
 
 Scores = dict[Path, float]
 
@@ -39,7 +39,7 @@ def test_the_tree_of_the_paper(vocabulary, depth, top_k, nodes, options):
     models = models_of(vocabulary, depth, 12)
     temperature = [0.7, 1.0, 1.5] * 4
     proposal = grow(Eagle2(max_depth=depth, top_k=top_k), models, nodes=nodes, temperature=temperature, **options)
-    for r, tree in enumerate(grown(proposal)):
+    for r, tree in enumerate(paths_of(proposal)):
         recorded = expanded(models[r], top_k=top_k, max_depth=depth, temperature=temperature[r])
         best = reranked(recorded, nodes)
         assert len(tree) == len(best)
@@ -51,7 +51,7 @@ def test_the_tree_of_the_paper(vocabulary, depth, top_k, nodes, options):
 
 def test_the_budget_may_hold_everything_that_is_expanded():
     (model,) = models_of(5, 4, 1)
-    (tree,) = grown(grow(Eagle2(max_depth=4, top_k=3), [model], nodes=200))
+    (tree,) = paths_of(grow(Eagle2(max_depth=4, top_k=3), [model], nodes=200))
     assert len(tree) == 3 + 3 * 9
 
 
@@ -60,9 +60,9 @@ def test_no_node_has_more_than_k_children_and_no_level_more_than_k_inner_nodes(t
     models = models_of(5, 4, 12)
     proposer = Eagle2(max_depth=4, top_k=top_k)
     recorder = Recorder(models)
-    _, read, drawn = proposal = grow(proposer, models, nodes=60, drafter=recorder)
+    _, read, drawn, _ = proposal = grow(proposer, models, nodes=60, drafter=recorder)
     most = 0
-    for paths in grown(proposal):
+    for paths in paths_of(proposal):
         for above in {path[:-1] for path in paths}:
             most = max(most, sum(path[:-1] == above for path in paths))
     assert most == proposer.max_children == top_k
@@ -74,7 +74,7 @@ def test_no_node_has_more_than_k_children_and_no_level_more_than_k_inner_nodes(t
 def test_a_wide_beam_is_opt_tree():
     models = models_of(4, 4, 12)
     narrow, wide, best = (
-        grown(grow(proposer, models, nodes=9))
+        paths_of(grow(proposer, models, nodes=9))
         for proposer in (Eagle2(max_depth=4, top_k=1), Eagle2(max_depth=4, top_k=9), OptTree(max_depth=4, threshold=-1))
     )
     assert wide == best
@@ -84,14 +84,14 @@ def test_a_wide_beam_is_opt_tree():
 def test_a_request_in_a_batch_is_grown_as_if_alone():
     models = models_of(4, 5, 6)
     proposer = Eagle2(max_depth=5, top_k=3)
-    together = grown(grow(proposer, models, nodes=10, agree=as_the_engine))
-    assert together == [grown(grow(proposer, [model], nodes=10, agree=as_the_engine))[0] for model in models]
+    together = paths_of(grow(proposer, models, nodes=10, agree=as_the_engine))
+    assert together == [paths_of(grow(proposer, [model], nodes=10, agree=as_the_engine))[0] for model in models]
 
 
 def test_growth_ends_where_nothing_can_enter_the_tree():
     """The paper goes on to its depth; the tree is the same."""
     models = models_of(3, 6, 6)
     recorder = Recorder(models)
-    trees = grown(grow(Eagle2(max_depth=6, top_k=3), models, nodes=1, drafter=recorder, agree=as_the_engine))
+    trees = paths_of(grow(Eagle2(max_depth=6, top_k=3), models, nodes=1, drafter=recorder, agree=as_the_engine))
     assert recorder.widths == []
     assert trees == [[(model.probs[0].argmax().item(),)] for model in models]

@@ -1,11 +1,10 @@
-"""What gates learn from: the features are those that inference computes, the labels what the verification said."""
+"""Training examples of gates: features equal those of inference, labels those of the verification."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.oracles.growth import Fixed, grow
-from tests.oracles.models import ToyLM, log_probs_of
+from tests.oracles.growth import Fixed, grow, log_probs_of
 from vllm_adaptive_tree.engine.v1.drafts import Draft, to_drafts
 from vllm_adaptive_tree.gates import examples
 from vllm_adaptive_tree.gates.examples import Verified
@@ -13,6 +12,7 @@ from vllm_adaptive_tree.proposers import Proposer, StaticTree
 from vllm_adaptive_tree.proposers.c2t import C2T, C2TOptions, features
 from vllm_adaptive_tree.proposers.eagle2 import Eagle2
 from vllm_adaptive_tree.proposers.mcsd import Mcsd
+from vllm_adaptive_tree.testing.models import ToyLM
 from vllm_adaptive_tree.trees import Shape
 
 VOCABULARY, DEPTH = 6, 3

@@ -3,7 +3,7 @@
 from tests.engine.families import COMMON
 from tests.engine.families import FAMILIES as MODELS
 from tools.families import FILE, written
-from vllm_adaptive_tree.engine.families import FAMILIES
+from vllm_adaptive_tree.engine.targets.families import FAMILIES
 
 
 def test_the_page_has_the_table_of_today() -> None:

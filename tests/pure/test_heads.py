@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from vllm_adaptive_tree.heads import checkpoint, texts
 from vllm_adaptive_tree.heads.eagle3 import Dimensions, Head, auxiliary_layers
-from vllm_adaptive_tree.heads.training import DEPTH_WEIGHT, Recipe, Teacher, Training
+from vllm_adaptive_tree.heads.training import DEPTH_WEIGHT, HeadRecipe, Teacher, Training
 
 torch.set_num_threads(1)  # tiny models
 
@@ -165,7 +165,8 @@ def test_the_checkpoint(tmp_path: Path, draft_ids: torch.Tensor | None) -> None:
     }
     config = json.loads((tmp_path / "head" / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
-    assert config["eagle_config"] == {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+    key = "eagle_aux_hidden_state_layer_ids"
+    assert config[key] == config["eagle_config"][key] == [0, 1, 2], "Model Runner V2 reads one, vLLM's class the other"
     assert config["draft_vocab_size"] == (VOCABULARY if draft_ids is None else 4)
     assert config["bos_token_id"] == 7
     assert Dimensions.of(config) == Dimensions.of(target)
@@ -192,7 +193,7 @@ def test_a_head_learns(monkeypatch: pytest.MonkeyPatch) -> None:
     teacher = Teacher(target, LAYERS)
     head = Head(Dimensions.of(config.to_dict()))
     teacher.initialise(head)
-    recipe = Recipe(minutes=4.0, unrolled=3, batch=8, window=16, rate=1e-2, bfloat16=False)
+    recipe = HeadRecipe(minutes=4.0, unrolled=3, batch=8, window=16, rate=1e-2, bfloat16=False)
     ticks = iter(range(10_000))
     monkeypatch.setattr("time.monotonic", lambda: float(next(ticks)))  # a second a step
     tokens = torch.randint(VOCABULARY, (4000,), generator=torch.Generator().manual_seed(3))
@@ -212,7 +213,7 @@ def test_a_loss_that_is_not_finite_is_an_error(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("time.monotonic", lambda: float(next(ticks)))
     tokens = torch.randint(VOCABULARY, (200,))
     with pytest.raises(ValueError, match=r"the loss is nan at step \d+: give a smaller --rate"):
-        Training(head, teacher, tokens, tokens, Recipe(5.0, 2, 2, 8, bfloat16=False)).run(watch=lambda _: None)
+        Training(head, teacher, tokens, tokens, HeadRecipe(5.0, 2, 2, 8, bfloat16=False)).run(watch=lambda _: None)
 
 
 @pytest.mark.parametrize(("layers", "default"), [(8, (2, 4, 5)), (32, (2, 16, 29)), (6, (2, 3)), (4, None), (2, None)])

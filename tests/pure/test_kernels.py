@@ -176,8 +176,8 @@ class TestKernels:
         for seed in range(2):
             expected, found = rngs(requests)
             at = row * 5 + seed
-            wanted = traversal(tree, kind, p, q, expected.fold_in(at), levels=shape.depth, most=3, among=among)
-            got = kernels().traversal(tree, kind, tables, found.fold_in(at), levels=shape.depth, among=among)
+            wanted = traversal(tree, kind, p, q, expected.fold_in(at), levels=shape.depth, most=3, active=among)
+            got = kernels().traversal(tree, kind, tables, found.fold_in(at), levels=shape.depth, active=among)
             same = (wanted.tokens == got.tokens)[among].all(1) & (wanted.nodes == got.nodes)[among].all(1)
             assert same.all() if dtype == torch.float64 else same.float().mean() > 0.7, "rounding at a border at most"
             lengths |= set((got.nodes[among] >= 0).sum(1).tolist())
@@ -221,7 +221,7 @@ class TestKernels:
                 return draw(p, q, children, rng.fold_in(node + 1)), torch.ones_like(active)
 
             wanted = walk(tree, by_rule, levels=levels)
-            got = kernels().rejection_walk(tree, draw, tables, found, levels=levels, among=among)
+            got = kernels().rejection_walk(tree, draw, tables, found, levels=levels, active=among)
             same = (wanted.tokens == got.tokens)[among].all(1) & (wanted.nodes == got.nodes)[among].all(1)
             assert same.all() if dtype == torch.float64 else same.float().mean() > 0.7, "rounding at a border at most"
             lengths |= set((got.nodes[among] >= 0).sum(1).tolist())

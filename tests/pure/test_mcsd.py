@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.oracles.growth import Fixed, Recorder, as_the_engine, grow, grown
-from tests.oracles.models import ToyLM, models_of
-from tests.oracles.trees import Path
+from tests.oracles.growth import Fixed, Recorder, as_the_engine, grow, models_of
 from vllm_adaptive_tree.drafters import Rows
 from vllm_adaptive_tree.proposers import StaticTree
 from vllm_adaptive_tree.proposers.gate import Gate
 from vllm_adaptive_tree.proposers.mcsd import Mcsd, decision_features
+from vllm_adaptive_tree.testing.models import Path, ToyLM
+from vllm_adaptive_tree.testing.well_formed import paths_of
 from vllm_adaptive_tree.trees import Shape
 
 AGREE = pytest.mark.parametrize("options", [{}, {"agree": as_the_engine}])
@@ -39,7 +39,7 @@ def stops_at(model: ToyLM, tree: list[Path], believes: Callable[[ToyLM, Path], b
 )
 def test_layers(widths, sizes):
     models = models_of(5, len(widths), 4)
-    for tree in grown(grow(Mcsd(Shape.k_config(widths)), models, nodes=100)):
+    for tree in paths_of(grow(Mcsd(Shape.k_config(widths)), models, nodes=100)):
         levels = Counter(len(path) for path in tree)
         assert [levels[depth] for depth in range(1, len(widths) + 1)] == sizes
         assert len(tree) == sum(sizes)
@@ -56,7 +56,7 @@ def test_a_fork_is_w_sequences_layer_by_layer(options):
 def test_without_a_gate_it_is_a_static_tree():
     models = models_of(4, 3, 6)
     shape = Shape.k_config((3, 2, 1))
-    assert grown(grow(Mcsd(shape), models, nodes=15)) == grown(grow(StaticTree(shape), models, nodes=15))
+    assert paths_of(grow(Mcsd(shape), models, nodes=15)) == paths_of(grow(StaticTree(shape), models, nodes=15))
 
 
 @AGREE
@@ -65,8 +65,8 @@ def test_it_goes_on_while_the_gate_believes_in_any_sequence(widths, options):
     models = [ToyLM.random(4, 4, seed=seed, scale=1.3) for seed in range(200)]
     shape = Shape.k_config(widths)
     proposer = Mcsd(shape, gate=Fixed(confident), stop_threshold=0.5)
-    ours = grown(grow(proposer, models, nodes=40, **options))
-    whole = grown(grow(Mcsd(shape), models, nodes=40))
+    ours = paths_of(grow(proposer, models, nodes=40, **options))
+    whole = paths_of(grow(Mcsd(shape), models, nodes=40))
     depths = Counter()
     for model, tree, full in zip(models, ours, whole, strict=True):
         depth = stops_at(model, full, lambda model, path: model.probs[model.history(path)].max() > 0.6, len(widths))
@@ -81,8 +81,8 @@ def test_sequences_that_do_not_exist_have_no_say(options):
     models = [ToyLM.random(2, 4, seed=seed, scale=0.4) for seed in range(40)]
     shape = Shape.k_config((3, 1, 1, 1))
     gate = Fixed(lambda features: (features[..., 1] > 0.75).double())
-    ours = grown(grow(Mcsd(shape, gate=gate, stop_threshold=0.5), models, nodes=12, **options))
-    whole = grown(grow(Mcsd(shape), models, nodes=12))
+    ours = paths_of(grow(Mcsd(shape, gate=gate, stop_threshold=0.5), models, nodes=12, **options))
+    whole = paths_of(grow(Mcsd(shape), models, nodes=12))
     depths = Counter()
     for model, tree, full in zip(models, ours, whole, strict=True):
         depth = stops_at(model, full, lambda model, path: model.probs[model.history(path)].max() > 0.75, 4)
@@ -97,7 +97,7 @@ def test_at_least_one_layer_and_at_most_all(options):
     shape = Shape.k_config((3, 2, 1))
     for belief, size, forwards in ((0.0, 3, 0), (1.0, 15, 2)):
         recorder = Recorder(models)
-        trees = grown(grow(Mcsd(shape, gate=Fixed.always(belief)), models, nodes=15, drafter=recorder, **options))
+        trees = paths_of(grow(Mcsd(shape, gate=Fixed.always(belief)), models, nodes=15, drafter=recorder, **options))
         assert [len(tree) for tree in trees] == [size] * 3
         assert len(recorder.widths) == (forwards if options else 2)
 
@@ -107,14 +107,14 @@ def test_just_the_threshold_is_not_enough():
     gate = Fixed.always(0.5)
     for threshold, size in ((0.5, 3), (0.49, 15)):
         proposer = Mcsd(Shape.k_config((3, 2, 1)), gate=gate, stop_threshold=threshold)
-        assert [len(tree) for tree in grown(grow(proposer, models, nodes=15))] == [size] * 3
+        assert [len(tree) for tree in paths_of(grow(proposer, models, nodes=15))] == [size] * 3
 
 
 def test_nothing_is_read_or_drawn_behind_the_stop():
     models = [ToyLM.random(4, 3, seed=seed, scale=1.0) for seed in range(40)]
     shape = Shape.k_config((3, 2, 1))
-    tree, read, drawn = proposal = grow(Mcsd(shape, gate=Fixed(confident), stop_threshold=0.5), models, nodes=15)
-    sizes = Counter(len(paths) for paths in grown(proposal))
+    tree, read, drawn, _ = proposal = grow(Mcsd(shape, gate=Fixed(confident), stop_threshold=0.5), models, nodes=15)
+    sizes = Counter(len(paths) for paths in paths_of(proposal))
     assert set(sizes) == {3, 9, 15}
     for r in range(len(models)):
         inner = [node in tree.parent[r].tolist() for node in range(15)]
@@ -143,7 +143,7 @@ def test_the_decision_model_takes_the_features_as_they_are():
     gate = Gate(11, 44)
     assert gate(decision_features(torch.randn(2, 3, 20).log_softmax(-1))).shape == (2, 3)
     models = models_of(4, 3, 3)
-    assert grown(grow(Mcsd(Shape.k_config((3, 2, 1)), gate=gate, stop_threshold=1.0), models, nodes=15))
+    assert paths_of(grow(Mcsd(Shape.k_config((3, 2, 1)), gate=gate, stop_threshold=1.0), models, nodes=15))
 
 
 class HiddenDrafter(Recorder):
@@ -164,8 +164,8 @@ def test_the_first_decision_model_reads_the_hidden_states(options):
     models, shape = models_of(4, 4, 60), Shape.k_config((2, 1, 1, 1))
     gate = Fixed(lambda features: (features[..., 0] % 2 == 0).double())
     proposer = Mcsd(shape, gate=gate, reads="hidden")
-    ours = grown(grow(proposer, models, nodes=8, drafter=HiddenDrafter(models), **options))
-    whole = grown(grow(Mcsd(shape), models, nodes=8))
+    ours = paths_of(grow(proposer, models, nodes=8, drafter=HiddenDrafter(models), **options))
+    whole = paths_of(grow(Mcsd(shape), models, nodes=8))
     depths = Counter()
     for model, tree, full in zip(models, ours, whole, strict=True):
         depth = stops_at(model, full, lambda model, path: model.history(path) % 2 == 0, 4)

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from vllm_adaptive_tree.engine.common.measuring import fastest
+from vllm_adaptive_tree.engine.startup.measuring import fastest
 
 TRUE = [1.0, 2.0, 4.0]
 WARM_UP = 1
@@ -51,7 +51,7 @@ def test_the_warming_round_does_not_count():
 
 
 def test_no_time_for_all():
-    """What the warming round has not come to is left out, but for the least; no further round begins."""
+    """Forwards that the warm-up round has not reached are left out, but for the least; no further round begins."""
     machine = Machine()
     assert machine.measured(5, seconds=0.0) == TRUE[:2]
     assert machine.order == [0, 1, 0, 1]
@@ -59,5 +59,5 @@ def test_no_time_for_all():
 
 def test_ranks_that_must_agree_do_as_they_are_told():
     machine = Machine()
-    assert machine.measured(5, seconds=0.0, late=lambda late: False) == TRUE
+    assert machine.measured(5, seconds=0.0, sync_timeout=lambda timed_out: False) == TRUE
     assert machine.order == [0, 1, 2] * (WARM_UP + 5)

@@ -63,6 +63,7 @@ def test_the_best_of_both(seed: int, nodes: int) -> None:
             end = random.randrange(LENGTH + 1)
             row[at] = chain[:end] + [-1] * (LENGTH - end)
     given = as_tensors(trees)
+    given = given._replace(cell=torch.where(given.read >= 0, 20 + given.read, -1))
     found = Continuations(torch.tensor(tokens), weight)
     merged = merge(given, found, nodes=nodes, max_depth=DEPTH)
     for row, tree in enumerate(trees):
@@ -84,6 +85,9 @@ def test_the_best_of_both(seed: int, nodes: int) -> None:
         drafted = list(tree)
         read = [10 + drafted.index(path) if path in tree else -1 for path in paths]
         assert merged.read[row, : len(paths)].tolist() == read
+        assert merged.cell is not None
+        cells = [30 + drafted.index(path) if path in tree else -1 for path in paths]
+        assert merged.cell[row].tolist() == cells + [-1] * (merged.cell.shape[1] - len(cells))
         planned = [20 + drafted.index(path) if path in tree else 0 for path in paths]
         assert merged.num_planned[row, : 1 + len(paths)].tolist() == [1, *planned]
         levels = draft_levels(merged.tree, found)[row].tolist()
@@ -105,7 +109,7 @@ def test_all_at_once_as_one_token_after_another(seed: int, length: int) -> None:
     given = given._replace(tree=given.tree._replace(log_weight=value))
     for nodes in (3, NODES, 20):
         one, other = (by(given, found, nodes=nodes, max_depth=DEPTH) for by in (merge, oracle.merge))
-        for got, expected in zip((*one.tree, *one[1:]), (*other.tree, *other[1:]), strict=True):
+        for got, expected in zip((*one.tree, *one[1:3]), (*other.tree, *other[1:3]), strict=True):
             torch.testing.assert_close(got, expected)
 
 

@@ -1,4 +1,4 @@
-"""Which pairs of a method and a rule decode, and what is built for them."""
+"""Pairs of a method and a rule that decode, and the objects built for them."""
 
 import re
 from dataclasses import replace
@@ -7,8 +7,9 @@ import pytest
 from safetensors.torch import save_file
 
 from vllm_adaptive_tree.acceptance import RULES
-from vllm_adaptive_tree.methods import fitting, resolve
+from vllm_adaptive_tree.methods import clamp_budget, resolve
 from vllm_adaptive_tree.proposers import METHODS, StaticTree
+from vllm_adaptive_tree.proposers.adaptive_tree import AdaptiveTree
 from vllm_adaptive_tree.proposers.c2t import C2T
 from vllm_adaptive_tree.proposers.dyspec import DySpec
 from vllm_adaptive_tree.proposers.eagle2 import Eagle2
@@ -36,6 +37,7 @@ def files(tmp_path):
 # -- pairs
 
 LEGAL = {
+    "adaptive_tree": ["target_only", "rrsw", "traversal"],
     "opt_tree": ["target_only", "traversal"],
     "dyspec": ["target_only", "rrsw", "traversal"],
     "c2t": ["target_only", "traversal"],
@@ -87,6 +89,9 @@ def test_allow_lossy_leaves_a_lossless_pair_lossless():
         ("mcsd", {}, "traversal", "without_replacement"),
         ("static_tree", {"children": "top_k"}, "target_only", "one_hot"),
         ("mcsd", {"children": "iid"}, "traversal", "iid"),
+        ("static_tree", {"shape": "binary", "children": "hub_pair"}, "traversal", "hub_pair"),
+        ("sequoia", {"children": "top_k_plus_one"}, "traversal", "top_k_plus_one"),
+        ("adaptive_tree", {}, "traversal", "without_replacement"),
     ],
 )
 def test_auto(method, tree, rule, kind, files):
@@ -143,7 +148,7 @@ def test_initial_tokens_need_a_rule_that_walks():
 @pytest.mark.parametrize(("method", "tree", "nodes"), [("static_tree", {"shape": [2, 1]}, 4), ("opt_tree", {}, 9)])
 def test_the_scheduler_reserves_what_a_proposer_can_draft(method, tree, nodes):
     options = parsed(method, tree, num_speculative_tokens=9)
-    fitted = fitting(options, resolve(options).proposer)
+    fitted = clamp_budget(options, resolve(options).proposer)
     assert fitted == replace(options, num_speculative_tokens=nodes)
 
 
@@ -158,6 +163,10 @@ def test_proposers_get_their_options(files):
     assert (type(dyspec), dyspec.max_depth, dyspec.max_children, dyspec.threshold) == (DySpec, 3, 4, 0.1)
     assert built("dyspec").threshold == 1 / 25
     assert built("dyspec", mode="heap", threshold=0.1).threshold == 0
+    adaptive = built("adaptive_tree", max_depth=3, max_children=4, drawn_from=0.5)
+    assert (type(adaptive), adaptive.max_depth, adaptive.max_children) == (AdaptiveTree, 3, 4)
+    assert adaptive.children == "without_replacement children; below temperature 0.5 the draft's best"
+    assert [adaptive.chooses(temperature) for temperature in (0, 0.4, 0.5)] == [True, True, False]
     eagle2 = built("eagle2", max_depth=3, top_k=4)
     assert (type(eagle2), eagle2.max_depth, eagle2.top_k) == (Eagle2, 3, 4)
     c2t = built("c2t", beta=0.3, top_k=4, entropy_top=9, max_depth=3, second_pruning=False)
@@ -198,9 +207,10 @@ def test_sequoia_s_shape(files):
 @pytest.mark.parametrize(
     ("method", "temperature", "greedy", "tree"),
     [
+        ("adaptive_tree", 0.9, 0.6, {}),
         ("opt_tree", 0.9, 0.6, {}),
         ("opt_tree", 1.3, 1.3, {"draft_temperature": 1.3}),
-        ("dyspec", 0.6, 0.6, {}),
+        ("dyspec", 0.9, 0.6, {}),
         ("dyspec", 2.0, 2.0, {"draft_temperature": 2}),
         ("eagle2", 1.0, 1.0, {}),
         ("c2t", 1.0, 1.0, {}),

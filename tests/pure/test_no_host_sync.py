@@ -15,11 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.oracles.growth import grow_trees
-from tests.oracles.models import ToyLM
 from vllm_adaptive_tree.acceptance import RULES, Children, Kind, traversal, walk
-from vllm_adaptive_tree.budget import best
+from vllm_adaptive_tree.budget import top_nodes
 from vllm_adaptive_tree.drafters import ByDepth, ByPair, ByParent, Frontier, Rows
 from vllm_adaptive_tree.proposers import Proposal, Proposer, Request, StaticTree, draft_tree
+from vllm_adaptive_tree.proposers.adaptive_tree import AdaptiveTree
 from vllm_adaptive_tree.proposers.c2t import C2T, C2TOptions
 from vllm_adaptive_tree.proposers.dyspec import DySpec
 from vllm_adaptive_tree.proposers.eagle2 import Eagle2
@@ -27,6 +27,7 @@ from vllm_adaptive_tree.proposers.gate import Gate
 from vllm_adaptive_tree.proposers.mcsd import Mcsd
 from vllm_adaptive_tree.proposers.opt_tree import OptTree
 from vllm_adaptive_tree.rng import CounterRNG
+from vllm_adaptive_tree.testing.models import ToyLM
 from vllm_adaptive_tree.trees import Shape, TreeBatch
 from vllm_adaptive_tree.trees.masks import ancestor_mask
 
@@ -158,6 +159,7 @@ REQUESTS, NODES, VOCABULARY = 2, 6, 9
 SHAPE = Shape.of([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
 KINDS: list[Kind] = ["one_hot", "without_replacement", "iid", "hub_pair", "top_k_plus_one"]
 PROPOSERS: dict[str, Callable[[str], Proposer]] = {
+    "adaptive": lambda device: adaptive(device),
     "opt_tree": lambda device: OptTree(max_depth=4, threshold=0.1),
     "eagle2": lambda device: Eagle2(max_depth=4, top_k=3),
     "dyspec, heap": lambda device: DySpec(max_depth=4, max_children=3, threshold=0),
@@ -167,6 +169,12 @@ PROPOSERS: dict[str, Callable[[str], Proposer]] = {
     "mcsd": lambda device: Mcsd(SHAPE, gate=Gate(11, 4).to(device)),
     **{f"static, {kind}": lambda device, kind=kind: StaticTree(SHAPE, kind=kind) for kind in KINDS},
 }
+
+
+def adaptive(device: str) -> AdaptiveTree:
+    proposer = AdaptiveTree(max_depth=4, max_children=3, drawn_from=0.5)
+    proposer.acceptance.to(torch.device(device))
+    return proposer
 
 
 def c2t(device: str, mode: str) -> C2T:
@@ -234,7 +242,7 @@ def test_tree_batch(device):
     with NoHostSync():
         cut = tree.cut(two)
         found = [cut.child(two, two), cut.children(two, 3), cut.nth_child(two, two)]
-        found += [ancestor_mask(cut.parent), best(cut.log_weight, two, 3)]
+        found += [ancestor_mask(cut.parent), top_nodes(cut.log_weight, two, 3)]
     assert {x.device.type for x in found} == {device}
 
 
@@ -273,7 +281,7 @@ def test_traversal(kind, device):
             keyed(device),
             levels=3,
             most=3,
-            among=row > 0,
+            active=row > 0,
         )
     assert (accepted.tokens.shape, accepted.tokens.device.type) == ((REQUESTS, 4), device)
 

@@ -1,11 +1,11 @@
-"""What a node of a Ray cluster lacks, from what it says of itself; in `tests/ray/test_nodes.py` a real one says it."""
+"""Missing parts of a node of a Ray cluster, by its report; in `tests/ray/test_nodes.py` a real node reports."""
 
 from importlib.metadata import entry_points
 from typing import Any
 
 import pytest
 
-from vllm_adaptive_tree.nodes import lack_of, probe
+from examples.ray_nodes import lack_of, probe
 
 GOOD = {"package": "1.2", "vllm": "0.32.0", "plugin": ["adaptive_tree"], "allowed": None}
 

@@ -6,11 +6,12 @@ from itertools import product
 import pytest
 import torch
 
-from tests.oracles.growth import grow_trees, propose
-from tests.oracles.models import ToyDrafter, ToyLM
-from tests.oracles.trees import Path, on_host, paths
+from tests.oracles.growth import grow_trees
+from tests.oracles.trees import on_host, paths
 from vllm_adaptive_tree.drafters import Frontier
 from vllm_adaptive_tree.proposers.opt_tree import OptTree
+from vllm_adaptive_tree.testing.drafts import propose
+from vllm_adaptive_tree.testing.models import Path, ToyDrafter, ToyLM
 from vllm_adaptive_tree.trees import TreeBatch
 
 BRUTE_FORCE = [*product([2, 3], [1, 2, 3, 4], [1, 2, 3]), (2, 5, 5), (3, 4, 4)]

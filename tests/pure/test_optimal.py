@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm_adaptive_tree.acceptance import optimal
-from vllm_adaptive_tree.acceptance.optimal import (
+from benchmarks.papers import optimal
+from benchmarks.papers.optimal import (
     greedy_multi_draft_acceptance,
     joint_hub,
     joint_iid,

@@ -15,17 +15,20 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tests.oracles.growth import as_the_engine, keyed
+from tests.oracles.growth import as_the_engine
 from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.drafters import Rows
 from vllm_adaptive_tree.methods import resolve
 from vllm_adaptive_tree.proposers import METHODS, PROPOSERS, Request, draft_tree
 from vllm_adaptive_tree.proposers.gate import Gate
+from vllm_adaptive_tree.testing.drafts import keyed
 
 REQUESTS, VOCABULARY, HIDDEN, NODES = 4, 32, 64, 14
 ADAPTERS: dict[str, Callable[[Any], Any]] = {"V1": lambda proposer: proposer.for_cpu(), "V2": lambda proposer: proposer}
 
 TREES: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]] = {  # two values of an option, and what else is set
+    ("adaptive_tree", "max_depth"): ({}, {"max_depth": 2}),
+    ("adaptive_tree", "max_children"): ({}, {"max_children": 2}),
     ("opt_tree", "max_depth"): ({}, {"max_depth": 2}),
     ("opt_tree", "threshold"): ({"threshold": 0.0}, {"threshold": 0.9}),
     ("dyspec", "mode"): ({"threshold": 0.3}, {"threshold": 0.3, "mode": "heap"}),
@@ -57,6 +60,8 @@ TREES: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]] = {  # two v
     ("mcsd", "init_width"): ({"allow_lossy": True}, {"allow_lossy": True, "init_width": 2}),
 }
 TEMPERATURES = {("opt_tree", "draft_temperature"), ("dyspec", "draft_temperature")}
+REQUESTS_BY = {("adaptive_tree", "drawn_from")}
+"""Decide how a request is drafted and verified: rows of `test_methods.py`."""
 STARTING = {"allow_lossy"}
 """Of all methods: decide whether an engine starts."""
 ENGINE = {"budget", "cost_profile"}
@@ -64,7 +69,7 @@ ENGINE = {"budget", "cost_profile"}
 
 
 def test_every_option_has_a_row():
-    known = {*TREES, *TEMPERATURES, *((method, name) for method in METHODS for name in STARTING | ENGINE)}
+    known = {*TREES, *TEMPERATURES, *REQUESTS_BY, *((method, name) for method in METHODS for name in STARTING | ENGINE)}
     options = {method: fields(PROPOSERS.load(path).Options) for method, path in PROPOSERS.built_in.items()}
     assert {(method, one.name) for method in METHODS for one in options[method]} == known
 
@@ -140,6 +145,19 @@ def test_it_changes_the_temperature_of_the_draft(folder, method):
     assert own == [0.3, 1.3]
 
 
+@pytest.mark.parametrize("method", sorted({method for method, _ in TEMPERATURES}))
+@pytest.mark.parametrize("temperature", [0.01, 100])
+def test_the_bounds_of_a_temperature_leave_numbers(folder, method, temperature):
+    """Of logits up to 60, as large as those of models are."""
+    pair, drafter = resolve(options(folder, method, {"draft_temperature": temperature, "threshold": 0})), Drafter()
+    drafter.law = drafter.law * (60 / drafter.law.abs().max())
+    roots = torch.arange(1, 1 + REQUESTS)[:, None] * 7
+    request = Request(torch.full((REQUESTS,), temperature), torch.zeros(REQUESTS, dtype=torch.bool), keyed(REQUESTS))
+    tree = draft_tree(pair.proposer, drafter, drafter.rows(roots), None, nodes=NODES, request=request).tree
+    assert not tree.log_weight.isnan().any()
+    assert tree.valid.any(1).all()
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_it_decides_whether_an_engine_starts(folder, method):
     biased = {"rejection_sample_method": "spechub"}
@@ -151,6 +169,7 @@ def test_it_decides_whether_an_engine_starts(folder, method):
 @pytest.mark.parametrize(
     ("method", "tree", "what"),
     [
+        ("adaptive_tree", {}, {"price", "temperature"}),
         ("opt_tree", {}, {"price", "temperature"}),
         ("opt_tree", {"threshold": "auto"}, {"measured", "temperature"}),
         ("opt_tree", {"threshold": 0.2, "draft_temperature": 1}, set()),
@@ -160,7 +179,7 @@ def test_it_decides_whether_an_engine_starts(folder, method):
         ("dyspec", {"budget": 8}, {"fill"}),
         ("dyspec", {"mode": "heap"}, set()),
         ("dyspec", {"threshold": 0.1}, set()),
-        *((method, {}, set()) for method in METHODS if method not in ("opt_tree", "dyspec")),
+        *((method, {}, set()) for method in METHODS if method not in ("adaptive_tree", "opt_tree", "dyspec")),
     ],
 )
 def test_what_an_engine_sets(folder, method, tree, what):

@@ -1,4 +1,4 @@
-"""What the overlay of another vLLM release says when it cannot be as that release wants it."""
+"""Errors of the overlay of another vLLM release when it cannot be made as that release requires."""
 
 import pytest
 

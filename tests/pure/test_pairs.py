@@ -7,14 +7,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.oracles.drafts import Drafts, cut, every_cut, every_draft, node_probs
-from tests.oracles.growth import as_the_engine, propose
-from tests.oracles.models import ToyDrafter, ToyLM
-from tests.oracles.steps import emitted, verify
-from tests.oracles.trees import histories
-from vllm_adaptive_tree.acceptance import RULES, Kind, legal_rules, optimal
+from benchmarks.papers import optimal
+from tests.oracles.growth import as_the_engine
+from vllm_adaptive_tree.acceptance import RULES, Kind, legal_rules
 from vllm_adaptive_tree.drafters import Frontier
-from vllm_adaptive_tree.proposers import Proposer, StaticTree
+from vllm_adaptive_tree.proposers import Proposer, StaticTree, best_candidates
+from vllm_adaptive_tree.proposers.adaptive_tree import AdaptiveTree
 from vllm_adaptive_tree.proposers.c2t import C2T, C2TOptions
 from vllm_adaptive_tree.proposers.dyspec import DySpec
 from vllm_adaptive_tree.proposers.eagle2 import Eagle2
@@ -22,14 +20,16 @@ from vllm_adaptive_tree.proposers.gate import Gate
 from vllm_adaptive_tree.proposers.mcsd import Mcsd
 from vllm_adaptive_tree.proposers.opt_tree import OptTree
 from vllm_adaptive_tree.rng import CounterRNG
+from vllm_adaptive_tree.testing.drafts import Drafts, cut, every_draft, node_probs, propose
+from vllm_adaptive_tree.testing.lossless import EXACT, TEMPERATURE, emitted_probs
+from vllm_adaptive_tree.testing.models import Models, ToyDrafter, ToyLM, histories, random_pairs
+from vllm_adaptive_tree.testing.steps import emitted, verify
 from vllm_adaptive_tree.trees import Shape
 from vllm_adaptive_tree.trees.orders import depth_first, heavy_path, permuted
 
 Change = Callable[[Drafts], Drafts]
-Models = tuple[list[ToyLM], list[ToyLM]]  # drafts and their targets
 
-EXACT, BIASED = 1e-9, 1e-2
-TEMPERATURE = 0.7  # of the drafts
+BIASED = 1e-2
 IRREGULAR = Shape.of([[0], [1], [2], [0, 0], [0, 1], [0, 0, 0]])
 SHAPES = {  # nodes, vocabulary
     "binary": (Shape.named("binary", 6), 6, 3),
@@ -42,13 +42,7 @@ SHAPES = {  # nodes, vocabulary
 
 
 def models(vocabulary: int, depth: int) -> Models:
-    """Two pairs that differ a little, one in which each lacks tokens of the other, a nearly certain one, and equals."""
-    draft = [ToyLM.random(vocabulary, depth, seed=seed, scale=1.5).logits for seed in range(5)]
-    target = [logits + ToyLM.random(vocabulary, depth, seed=9 - r, scale=1.5).logits for r, logits in enumerate(draft)]
-    draft[2][::2, 0], target[2][::3, 1] = -torch.inf, -torch.inf
-    draft[3], target[3] = 20 * draft[3], 8 * target[3]
-    target[4] = draft[4] / TEMPERATURE
-    return [ToyLM(logits) for logits in draft], [ToyLM(logits) for logits in target]
+    return random_pairs(vocabulary, depth, TEMPERATURE)
 
 
 def certain(pairs: Models) -> Models:
@@ -63,21 +57,14 @@ def bias(
     nodes: int,
     vocabulary: int = 3,
     pairs: Models | None = None,
-    told: Kind | None = None,
-    temperature: float = TEMPERATURE,
-    greedy: bool = False,
-    change: Change = lambda drafts: drafts,
     **how: Any,
 ) -> Tensor:
     """Total variation between what is emitted and the target's law: [cuts, pairs of models]; `how`: as of
-    `every_draft`."""
+    `emitted_probs`."""
     drafts, targets = pairs or models(vocabulary, proposer.max_depth)
-    trees = every_draft(proposer, drafts, nodes=nodes, temperature=temperature, greedy=greedy, **how)
-    trees = every_cut(change(trees), len(drafts))
-    length = proposer.max_depth + 1
-    law = emitted(trees, targets, rule, told or proposer.kind, length=length).probs
-    plain = torch.stack([target.continuations(length) for target in targets])
-    return (law.unflatten(0, (-1, len(targets))) - plain).abs().sum(2) / 2
+    law = emitted_probs(RULES[rule], proposer, (drafts, targets), nodes=nodes, **how)
+    plain = torch.stack([target.continuations(proposer.max_depth + 1) for target in targets])
+    return (law - plain).abs().sum(2) / 2
 
 
 def gate(weights: list[float], bias: float, inputs: int) -> Gate:
@@ -119,7 +106,26 @@ DYSPEC = {
     "threshold": lambda: DySpec(max_depth=3, max_children=3, threshold=0.2),
     "low threshold": lambda: DySpec(max_depth=3, max_children=2, threshold=0.02),
 }
+
+
+def adaptive(*, learnt: bool = True, depth: int = 3, kind: type[AdaptiveTree] = AdaptiveTree) -> AdaptiveTree:
+    """Proposer with a table that is fresh, or of any numbers: by class, depth, rank and conditional probability."""
+    made = kind(max_depth=depth, max_children=3, drawn_from=0.0)
+    if learnt:
+        generator = torch.Generator().manual_seed(depth)
+        made.acceptance.chance.copy_(torch.rand(made.acceptance.chance.shape, generator=generator).clamp(0.02, 0.98))
+    return made
+
+
+DRAWN = {
+    **DYSPEC,
+    "fresh table": lambda: adaptive(learnt=False),
+    "learnt table": lambda: adaptive(),
+    "flat table": lambda: adaptive(depth=2),
+}
 KINDS: list[Kind] = ["one_hot", "without_replacement", "iid", "hub_pair", "top_k_plus_one"]
+DEEP = {"heap", "table"}
+"""Their trees are too many where the draft does not follow the grammar."""
 LEGAL = [(kind, rule) for kind in KINDS for rule in legal_rules((kind,), 2)]
 
 
@@ -131,9 +137,27 @@ def test_chosen_children(name, rule):
 
 
 @pytest.mark.parametrize("rule", ["target_only", "rrsw", "traversal"])
-@pytest.mark.parametrize("name", DYSPEC)
-def test_dyspec(name, rule):
-    assert bias(DYSPEC[name](), rule, nodes=5).max() < EXACT
+@pytest.mark.parametrize("name", DRAWN)
+def test_drawn_children(name, rule):
+    assert bias(DRAWN[name](), rule, nodes=5).max() < EXACT
+
+
+@pytest.mark.parametrize("learnt", [True, False])
+def test_chosen_children_of_sampled_requests(learnt):
+    proposer = adaptive(learnt=learnt, depth=2)
+    assert bias(proposer, "target_only", nodes=5, chosen=True).max() < EXACT
+    assert bias(proposer, "rrsw", nodes=2, pairs=strangers(3, depth=2, count=4), chosen=True).max() > BIASED
+
+
+class SeesItsOwnDraw(AdaptiveTree):
+    def candidates(self, growth, logits):
+        slots = super().candidates(growth, logits)
+        return best_candidates(slots._replace(value=slots.path), growth.nodes)
+
+
+def test_a_value_must_not_see_its_own_draw():
+    pairs = strangers(3, depth=2, count=4)
+    assert bias(adaptive(depth=2, kind=SeesItsOwnDraw), "traversal", nodes=3, pairs=pairs).max() > BIASED
 
 
 @pytest.mark.parametrize(
@@ -166,9 +190,9 @@ def narrow(frontier: Frontier, growing: Tensor) -> tuple[Frontier, bool]:
     return Frontier(frontier.tokens[:, :1], frontier.parent[:, :1]), True
 
 
-@pytest.mark.parametrize("name", [*CHOSEN, *DYSPEC])
+@pytest.mark.parametrize("name", [*CHOSEN, *DRAWN])
 def test_narrow_levels(name):
-    proposer = {**CHOSEN, **DYSPEC}[name]()
+    proposer = {**CHOSEN, **DRAWN}[name]()
     widest = every_draft(proposer, models(3, proposer.max_depth)[0], nodes=5, agree=narrow).tree
     parents = [{*row.tolist()} - {-1} for row in widest.parent.masked_fill(widest.depth != 2, -1)]
     assert max(map(len, parents)) <= 1, "one node of a level has children"
@@ -197,9 +221,9 @@ def test_reduced_vocabulary(children, kind, rule):
     assert bias(static(kind, Shape.k_config([children, 2])), rule, nodes=4, pairs=reduced(2)).max() < EXACT
 
 
-@pytest.mark.parametrize("name", [*CHOSEN, *DYSPEC])
+@pytest.mark.parametrize("name", [*CHOSEN, *DRAWN])
 def test_reduced_vocabulary_of_other_proposers(name):
-    proposer = {**CHOSEN, **DYSPEC}[name]()
+    proposer = {**CHOSEN, **DRAWN}[name]()
     for rule in legal_rules(proposer.kinds, 3):
         assert bias(proposer, rule, nodes=4, pairs=reduced(proposer.max_depth)).max() < EXACT
 
@@ -230,10 +254,10 @@ def test_grammar(children, kind, rule, drafts):
 
 @pytest.mark.parametrize(
     ("name", "drafts"),
-    [(name, drafts) for name in (*CHOSEN, *DYSPEC) for drafts in (True, False) if drafts or "heap" not in name],
+    [(name, drafts) for name in (*CHOSEN, *DRAWN) for drafts in (True, False) if drafts or not DEEP & {*name.split()}],
 )
 def test_grammar_of_other_proposers(name, drafts):
-    proposer = {**CHOSEN, **DYSPEC}[name]()
+    proposer = {**CHOSEN, **DRAWN}[name]()
     pairs = under_a_grammar(proposer.max_depth, drafts=drafts)
     for rule in legal_rules(proposer.kinds, 3):
         assert bias(proposer, rule, nodes=4, pairs=pairs).max() < EXACT
@@ -244,9 +268,9 @@ def test_greedy_requests_get_the_argmax(kind, rule):
     assert bias(static(kind, IRREGULAR), rule, nodes=6, pairs=certain(models(3, 3)), greedy=True).max() < EXACT
 
 
-@pytest.mark.parametrize("name", [*CHOSEN, *DYSPEC])
+@pytest.mark.parametrize("name", [*CHOSEN, *DRAWN])
 def test_greedy_requests_of_other_proposers(name):
-    proposer = {**CHOSEN, **DYSPEC}[name]()
+    proposer = {**CHOSEN, **DRAWN}[name]()
     pairs = certain(models(3, proposer.max_depth))
     for rule in legal_rules(proposer.kinds, 3):
         assert bias(proposer, rule, nodes=4, pairs=pairs, greedy=True).max() < EXACT
@@ -284,10 +308,10 @@ def test_a_node_without_its_mask_is_biased(kind, rule):
     drafts, targets = under_a_grammar(2)
     trees = every_draft(static(kind, Shape.k_config([2, 2])), drafts, nodes=4, temperature=TEMPERATURE)
     law = torch.stack([target.continuations(3) for target in targets])
-    assert (emitted(trees, targets, rule, kind, length=3).probs - law).abs().sum(1).max() / 2 < EXACT
+    assert (emitted(trees, targets, RULES[rule], kind, length=3).probs - law).abs().sum(1).max() / 2 < EXACT
     for target, free in zip(targets, models(4, 2)[1], strict=True):
         target.probs[2] = free.probs[2]
-    assert (emitted(trees, targets, rule, kind, length=3).probs - law).abs().sum(1).max() / 2 > BIASED
+    assert (emitted(trees, targets, RULES[rule], kind, length=3).probs - law).abs().sum(1).max() / 2 > BIASED
 
 
 @pytest.mark.parametrize("rule", ["rrs", "rrsw"])
@@ -366,7 +390,7 @@ def unlikely_pruned(drafts: Drafts) -> Drafts:
 def accepted(proposer: Proposer, rule: str, pairs: Models, nodes: int) -> Tensor:
     """Accepted tokens of every pair of models, on average."""
     drafts = every_draft(proposer, pairs[0], nodes=nodes)
-    return emitted(drafts, pairs[1], rule, proposer.kind, length=1).accepted
+    return emitted(drafts, pairs[1], RULES[rule], proposer.kind, length=1).accepted
 
 
 CLOSED_FORMS = {
@@ -453,7 +477,7 @@ def step(
         min(5, proposer.max_children),
     )
     p = torch.stack([target.probs for target in targets])[requests[:, None], histories(proposal.tree, 3)]
-    tokens = verify(made, p, rule, proposer.kind, rng(1)).tokens.tolist()
+    tokens = verify(made, p, RULES[rule], proposer.kind, rng(1)).tokens.tolist()
     return [
         (int(depths.max()), [token for token in row if token >= 0])
         for depths, row in zip(proposal.tree.depth, tokens, strict=True)

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.oracles.models import ToyLM
-from vllm_adaptive_tree.acceptance import RULES, common_kind
+from vllm_adaptive_tree.acceptance import RULES
 from vllm_adaptive_tree.proposers import StaticTree
 from vllm_adaptive_tree.proposers.dyspec import DySpec
 from vllm_adaptive_tree.proposers.opt_tree import OptTree
 from vllm_adaptive_tree.reference import Step, decode_step
+from vllm_adaptive_tree.testing.models import ToyLM
 from vllm_adaptive_tree.trees import Shape
 
 VOCABULARY, DEPTH, STEPS = 3, 4, 500
@@ -45,7 +45,7 @@ PROPOSERS = {
 
 def step(rule: str, seed: int, toys: tuple[ToyLM, ToyLM], **options: float) -> Step:
     proposer = PROPOSERS[rule]()
-    proposer.kind = common_kind(proposer.kinds, RULES[rule])
+    proposer.kind = RULES[rule].kind_of(proposer.kinds)
     target, draft = map(Model, toys)
     return decode_step(target, draft, PROMPT, proposer=proposer, rule=rule, nodes=4, seed=seed, **options)
 

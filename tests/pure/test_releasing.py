@@ -1,4 +1,4 @@
-"""What a release needs, and files for the public that call the same `make` targets."""
+"""Requirements of a release, and public files that call the same `make` targets."""
 
 import re
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.documents import PAGES
 from tools.release import problems
 from vllm_adaptive_tree.versions import window
 
@@ -53,13 +54,28 @@ def test_the_public_check_is_the_whole_one() -> None:
     assert public["jobs"]["check"]["strategy"]["matrix"]["run"] == own
 
 
+CITED = yaml.safe_load((ROOT / "CITATION.cff").read_text())["references"]
+NUMBERS = {
+    one["title"]: one["identifiers"][0]["value"].removeprefix("arXiv:") for one in CITED if one.get("identifiers")
+}
+
+
 def test_the_citation_names_the_five_papers() -> None:
-    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())["references"]
-    ids = [one["identifiers"][0]["value"].removeprefix("arXiv:") for one in cited]
-    assert ids == ["2406.17276", "2409.10644", "2410.11744", "2411.05289", "2502.13652"]
-    assert all(one["url"].endswith(paper) for one, paper in zip(cited, ids, strict=True))
+    five = [*NUMBERS.values()][:5]
+    assert five == ["2406.17276", "2409.10644", "2410.11744", "2411.05289", "2502.13652"]
     page = (ROOT / "examples" / "papers" / "README.md").read_text()
-    assert all(f"[{paper}](https://arxiv.org/abs/{paper})" in page for paper in ids)
+    assert all(f"[{paper}](https://arxiv.org/abs/{paper})" in page for paper in five)
+
+
+def test_every_paper_on_the_pages_is_cited() -> None:
+    assert len({*NUMBERS.values()}) == len(NUMBERS)
+    assert all(one["url"].endswith(NUMBERS[one["title"]]) for one in CITED if one["title"] in NUMBERS)
+    assert all(one["authors"] for one in CITED)
+    for page in PAGES:
+        found = set(re.findall(r"\b\d{4}\.\d{5}\b(?!\d)", page.read_text()))
+        assert found <= {*NUMBERS.values()}, page
+    without = {one["title"] for one in CITED} - NUMBERS.keys()
+    assert without == {"Traversal verification", "DFlash", "DSpark"}, "give their numbers to the pages, too"
 
 
 @pytest.mark.parametrize("file", [*(ROOT / ".github").rglob("*.yml")], ids=lambda file: file.name)

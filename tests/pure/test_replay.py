@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vllm_adaptive_tree.bench import replay
-from vllm_adaptive_tree.bench.policies import Fixed, StepPlan
-from vllm_adaptive_tree.bench.recording import Recording, bundled
-from vllm_adaptive_tree.bench.simulation import Machine, Row, Workload, expected, simulate
+from benchmarks.planner import replay
+from benchmarks.planner.__main__ import main
+from benchmarks.planner.policies import Fixed, StepPlan
+from benchmarks.planner.recording import Recording, bundled
+from benchmarks.planner.simulation import Machine, Row, Workload, expected, simulate
 from vllm_adaptive_tree.budget import Curve
-from vllm_adaptive_tree.cli.main import main
 
 FILES = [*bundled(), *sorted((Path(__file__).parents[1] / "data" / "replay").glob("*.npz"))]
 
@@ -27,31 +27,31 @@ def recording(*, sampled: bool = False, by_place: bool = False) -> Recording:
     return Recording("hand-made", (sampled, by_place, not sampled), [False, True], [stream, stream])
 
 
-def grown(plan: StepPlan, **traits: bool) -> tuple[list[float], list[int], list[bool], int]:
+def paths_of(plan: StepPlan, **traits: bool) -> tuple[list[float], list[int], list[bool], int]:
     value, depth, accepted, levels = recording(**traits).grow(np.array([0]), plan)
     size = int((depth > 0).sum())
     return value[0, :size].tolist(), depth[0, :size].tolist(), accepted[0, :size].tolist(), int(levels[0])
 
 
 def test_trees_as_a_plan_would_have_drafted_them() -> None:
-    assert grown(StepPlan([True])) == (VALUES, [1, 2, 1, 3], [True, True, False, False], 2)
-    assert grown(StepPlan([True], levels=1)) == (VALUES[:3], [1, 2, 1], [True, True, False], 1)
-    assert grown(StepPlan([True], levels=0)) == ([0.8, 0.5], [1, 1], [True, False], 0)
-    assert grown(StepPlan([True], nodes=2, levels=0)) == ([0.8, 0.5], [1, 1], [True, False], 0)
-    assert grown(StepPlan([True], nodes=2))[:3] == ([0.8, 0.6], [1, 2], [True, True])
-    assert grown(StepPlan([True], chain=True)) == ([0.8, 0.6, 0.3], [1, 2, 3], [True, True, False], 2)
-    assert grown(StepPlan([True], floor=math.log(0.7))) == (VALUES[:3], [1, 2, 1], [True, True, False], 1)
-    assert grown(StepPlan([True], threshold=1.0)) == (VALUES[:3], [1, 2, 1], [True, True, False], 1)  # 1.3, then 0.6
-    assert grown(StepPlan([True], threshold=1.3))[3] == 0
+    assert paths_of(StepPlan([True])) == (VALUES, [1, 2, 1, 3], [True, True, False, False], 2)
+    assert paths_of(StepPlan([True], levels=1)) == (VALUES[:3], [1, 2, 1], [True, True, False], 1)
+    assert paths_of(StepPlan([True], levels=0)) == ([0.8, 0.5], [1, 1], [True, False], 0)
+    assert paths_of(StepPlan([True], nodes=2, levels=0)) == ([0.8, 0.5], [1, 1], [True, False], 0)
+    assert paths_of(StepPlan([True], nodes=2))[:3] == ([0.8, 0.6], [1, 2], [True, True])
+    assert paths_of(StepPlan([True], chain=True)) == ([0.8, 0.6, 0.3], [1, 2, 3], [True, True, False], 2)
+    assert paths_of(StepPlan([True], floor=math.log(0.7))) == (VALUES[:3], [1, 2, 1], [True, True, False], 1)
+    assert paths_of(StepPlan([True], threshold=1.0)) == (VALUES[:3], [1, 2, 1], [True, True, False], 1)  # 1.3, then 0.6
+    assert paths_of(StepPlan([True], threshold=1.3))[3] == 0
 
 
 def test_sampled_trees_know_no_floor_and_no_threshold() -> None:
-    assert grown(StepPlan([True], floor=0.0, threshold=9.0), sampled=True)[1:] == (
+    assert paths_of(StepPlan([True], floor=0.0, threshold=9.0), sampled=True)[1:] == (
         [1, 2, 1, 3],
         [True, True, False, False],
         2,
     )
-    assert grown(StepPlan([True], levels=0), sampled=True, by_place=True)[0] == [1.0, 0.5]
+    assert paths_of(StepPlan([True], levels=0), sampled=True, by_place=True)[0] == [1.0, 0.5]
 
 
 class Counting(Fixed):
@@ -124,13 +124,8 @@ def test_a_recording_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 def test_another_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "some.npz").write_text("no numbers")
-    assert main(["bench", "--replay", str(tmp_path / "some.npz")]) == 2
+    assert main([str(tmp_path / "some.npz")]) == 2
     assert "some.npz' is no recording of trees" in capsys.readouterr().err
-
-
-def test_a_bench_without_a_folder_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench"]) == 2
-    assert "--out is missing" in capsys.readouterr().err
 
 
 def test_the_budget_is_near_the_best_constant_trees() -> None:

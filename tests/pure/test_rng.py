@@ -7,15 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.oracles.drafts import Drafts, node_probs
-from tests.oracles.growth import propose
-from tests.oracles.models import ToyDrafter, ToyLM
-from tests.oracles.steps import verify
-from tests.oracles.trees import histories
-from vllm_adaptive_tree.acceptance import Kind, legal_rules
-from vllm_adaptive_tree.noise import KeyedNoise, Noise
-from vllm_adaptive_tree.proposers import Request, StaticTree
-from vllm_adaptive_tree.rng import CounterRNG, RandomSource
+from vllm_adaptive_tree.acceptance import RULES, Kind, legal_rules
+from vllm_adaptive_tree.proposers import StaticTree
+from vllm_adaptive_tree.rng import CounterRNG
+from vllm_adaptive_tree.testing.drafts import Drafts, node_probs, propose
+from vllm_adaptive_tree.testing.models import ToyDrafter, ToyLM, histories
+from vllm_adaptive_tree.testing.steps import verify
 from vllm_adaptive_tree.trees import Shape
 
 MANY = 1_000_000
@@ -172,18 +169,6 @@ def test_answers_do_not_depend_on_the_batch():
             assert torch.equal(found, expected[rows][:, columns])
 
 
-def test_names_of_release_0_1():
-    """Kept for one release: the imports and calls of third parties' rules and proposers."""
-    assert KeyedNoise is CounterRNG
-    assert Noise is RandomSource
-    place, law = torch.arange(100), torch.rand(100, 8, generator=torch.Generator().manual_seed(0))
-    old, new = rng(100).at(place), rng(100).fold_in(place)
-    assert torch.equal(old.choose(law), new.sample(law))
-    assert torch.equal(old.draw_without_replacement(law, 3), new.sample_without_replacement(law, 3))
-    request = Request(torch.ones(100), torch.zeros(100, dtype=torch.bool), new)
-    assert request.noise is new
-
-
 # Through the pure rooms: the first two tokens of a step, continued by the target, follow the target.
 
 KINDS: list[Kind] = ["one_hot", "without_replacement", "iid", "hub_pair", "top_k_plus_one"]
@@ -199,7 +184,7 @@ def first_two(kind: Kind, rule: str, requests: int, first: int = 0) -> Tensor:
     proposal = propose(proposer, ToyDrafter([DRAFT], same), nodes=4, rng=rng(requests, first=first), keep=levels.append)
     drafts = Drafts(torch.ones(requests), same, proposal.tree, *node_probs(proposal, levels, 1.0), 2)
     p = TARGET.probs[histories(proposal.tree, 8)]  # [R, 1 + N, 8]
-    tokens = verify(drafts, p, rule, kind, rng(requests, purpose=1, first=first)).tokens
+    tokens = verify(drafts, p, RULES[rule], kind, rng(requests, purpose=1, first=first)).tokens
     one, two = tokens[:, 0], tokens[:, 1]
     by_target = rng(requests, purpose=2, first=first).sample(TARGET.probs[1 + one])
     return one * 8 + torch.where(two >= 0, two, by_target)

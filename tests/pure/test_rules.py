@@ -1,9 +1,8 @@
-"""What a rule may not depend on."""
+"""Inputs that a rule must not depend on."""
 
 import pytest
 import torch
 
-from vllm_adaptive_tree import acceptance
 from vllm_adaptive_tree.acceptance import RULES, Children
 from vllm_adaptive_tree.rng import CounterRNG
 
@@ -25,11 +24,3 @@ def test_columns_without_a_child_change_nothing(name):
     wide = draw(p, q, Children(padded, drawn, 2), rng.fold_in(places))
     assert torch.equal(narrow, wide)
     assert len(narrow.unique()) == vocabulary
-
-
-def test_names_of_release_0_1():
-    """Kept for one release: what a third party's rule reads, and a function that was public."""
-    children = Children(torch.tensor([[3, -1]]), torch.tensor([2]), 2)
-    assert children.drawn is children.num_planned
-    assert children.most == children.max_children == 2
-    assert acceptance.longest is acceptance.longest_continuation

@@ -5,8 +5,7 @@ import itertools
 import pytest
 import torch
 
-from tests.oracles.growth import Recorder, as_the_engine, grow
-from tests.oracles.models import models_of
+from tests.oracles.growth import Recorder, as_the_engine, grow, models_of
 from vllm_adaptive_tree.proposers.mcsd import Mcsd
 from vllm_adaptive_tree.trees import Shape, SlicedMask
 

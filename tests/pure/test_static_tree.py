@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.oracles.growth import Recorder, as_the_engine, grow, grown, keyed
-from tests.oracles.models import ToyDrafter, ToyLM, models_of
-from tests.oracles.trees import Path
+from tests.oracles.growth import Recorder, as_the_engine, grow, models_of
 from vllm_adaptive_tree.acceptance import Kind
 from vllm_adaptive_tree.proposers import StaticTree
 from vllm_adaptive_tree.proposers.children import draw_children
 from vllm_adaptive_tree.proposers.opt_tree import OptTree
+from vllm_adaptive_tree.testing.drafts import keyed
+from vllm_adaptive_tree.testing.models import Path, ToyDrafter, ToyLM
+from vllm_adaptive_tree.testing.well_formed import paths_of
 from vllm_adaptive_tree.trees import Shape
 
 KINDS: tuple[Kind, ...] = ("one_hot", "without_replacement", "iid", "hub_pair", "top_k_plus_one")
@@ -68,7 +69,7 @@ def test_full_trees(name, children):
     for depth in (1, 2, 3, 4):
         nodes = sum(children**level for level in range(1, depth + 1))
         full = Shape.named(name, nodes)
-        assert (len(full), full.depth, full.most_children) == (nodes, depth, children)
+        assert (len(full), full.depth, full.max_children) == (nodes, depth, children)
         every = {path for level in range(1, depth + 1) for path in product(range(children), repeat=level)}
         assert set(full.paths) == every
         assert Shape.named(name, nodes - 1) == full.cut(nodes - 1)
@@ -146,7 +147,7 @@ EAGLE_ISH = Shape.of(tuple(map(int, ranks)) for ranks in RANKS)
 def test_the_best_tokens():
     models = models_of(5, 3, 12)
     proposal = grow(StaticTree(EAGLE_ISH, kind="one_hot"), models, nodes=12)
-    for model, tree, weights in zip(models, grown(proposal), proposal.tree.log_weight.tolist(), strict=True):
+    for model, tree, weights in zip(models, paths_of(proposal), proposal.tree.log_weight.tolist(), strict=True):
         assert tree == ranked(model, EAGLE_ISH)
         assert weights == pytest.approx([math.log(model.probability(path)) for path in tree], abs=1e-12)
 
@@ -156,8 +157,8 @@ def test_greedy_requests_get_the_best_tokens_whatever_the_kind(kind):
     models = models_of(5, 3, 6)
     shape = Shape.k_config((2, 2, 1))
     flags = [True, False] * 3
-    mixed = grown(grow(StaticTree(shape, kind=kind), models, nodes=10, greedy=flags))
-    sampled = grown(grow(StaticTree(shape, kind=kind), models, nodes=10))
+    mixed = paths_of(grow(StaticTree(shape, kind=kind), models, nodes=10, greedy=flags))
+    sampled = paths_of(grow(StaticTree(shape, kind=kind), models, nodes=10))
     best = [ranked(model, shape) for model in models]
     for r, greedy in enumerate(flags):
         assert mixed[r] == (best[r] if greedy else sampled[r])
@@ -167,8 +168,8 @@ def test_greedy_requests_get_the_best_tokens_whatever_the_kind(kind):
 @EVERY_KIND
 def test_every_tree_has_the_shape(kind):
     shape = Shape.k_config((2, 2, 2)) if kind == "hub_pair" else EAGLE_ISH
-    tree, _, _ = proposal = grow(StaticTree(shape, kind=kind), models_of(5, 3, 12), nodes=14)
-    grown(proposal)
+    tree, _, _, _ = proposal = grow(StaticTree(shape, kind=kind), models_of(5, 3, 12), nodes=14)
+    paths_of(proposal)
     slots = {path: slot for slot, path in enumerate(((), *shape.paths))}
     parent = [slots[path[:-1]] - 1 for path in shape.paths]
     assert tree.tokens.shape == (12, len(shape))
@@ -206,7 +207,7 @@ def test_a_hub_pair_always_holds_the_hub():
     models = models_of(4, 3, 24)
     proposal = grow(StaticTree(Shape.k_config((2, 2, 2)), kind="hub_pair"), models, nodes=14)
     hub_first = Counter()
-    for model, paths, parents in zip(models, grown(proposal), proposal.tree.parent.tolist(), strict=True):
+    for model, paths, parents in zip(models, paths_of(proposal), proposal.tree.parent.tolist(), strict=True):
         for parent, pair in siblings(paths, parents).items():
             above = paths[parent] if parent >= 0 else ()
             hub = model.probs[model.history(above)].argmax().item()
@@ -221,7 +222,7 @@ def test_top_k_plus_one_samples_the_first_child_and_chooses_the_others(shape):
     models = models_of(6, 3, 24)
     proposal = grow(StaticTree(shape, kind="top_k_plus_one"), models, nodes=16)
     beyond = 0
-    for model, paths, parents in zip(models, grown(proposal), proposal.tree.parent.tolist(), strict=True):
+    for model, paths, parents in zip(models, paths_of(proposal), proposal.tree.parent.tolist(), strict=True):
         for parent, (sampled, *best) in siblings(paths, parents).items():
             above = paths[parent] if parent >= 0 else ()
             order = model.logits[model.history(above)].sort(descending=True).indices.tolist()
@@ -235,7 +236,7 @@ def test_independent_draws_keep_duplicates_as_nodes_of_their_own():
     models = models_of(3, 2, 24)
     proposal = grow(StaticTree(Shape.k_config((3, 2)), kind="iid"), models, nodes=9)
     doubled = 0
-    for paths, parents in zip(grown(proposal), proposal.tree.parent.tolist(), strict=True):
+    for paths, parents in zip(paths_of(proposal), proposal.tree.parent.tolist(), strict=True):
         assert len(paths) == 9
         assert parents == [-1, -1, -1, 0, 0, 1, 1, 2, 2]
         doubled += len(set(paths[:3])) < 3
@@ -317,7 +318,7 @@ def test_read_and_drawn(kind, options):
     proposal = grow(StaticTree(shape, kind=kind), models, nodes=8, keep=levels.append, **options)
     said = torch.cat(levels, 1)
     fanout = [shape.num_children(path) for path in ((), *shape.paths)]
-    for r, (model, tree) in enumerate(zip(models, grown(proposal), strict=True)):
+    for r, (model, tree) in enumerate(zip(models, paths_of(proposal), strict=True)):
         assert proposal.num_planned[r].tolist() == fanout
         for path, number, planned in zip(tree, proposal.read[r].tolist(), fanout[1:], strict=True):
             assert (number >= 0) == (planned > 0)
@@ -331,9 +332,9 @@ def test_a_smaller_budget_cuts_the_shape(kind, nodes):
     """Also far below the depth for which the proposer was made."""
     models = models_of(4, 3, 6)
     proposer = StaticTree(Shape.k_config((2, 2, 2)), kind=kind)
-    full = grown(grow(proposer, models, nodes=14))
+    full = paths_of(grow(proposer, models, nodes=14))
     for options in ({}, {"agree": as_the_engine}):
-        assert grown(grow(proposer, models, nodes=nodes, **options)) == [tree[:nodes] for tree in full]
+        assert paths_of(grow(proposer, models, nodes=nodes, **options)) == [tree[:nodes] for tree in full]
 
 
 # -- fewer tokens than children
@@ -346,7 +347,7 @@ def test_children_that_the_vocabulary_lacks_are_missing_and_parents_stay_right(k
     shape = Shape.k_config((3, 3, 1))
     recorder = Recorder(models)
     proposal = grow(StaticTree(shape, kind=kind), models, nodes=21, greedy=greedy, drafter=recorder)
-    for tree in grown(proposal):  # parents and depths, empty slots behind
+    for tree in paths_of(proposal):  # parents and depths, empty slots behind
         if kind == "iid" and not greedy:
             assert len(tree) == 2 + 4 + 4  # no more children than tokens, though they may be equal
         else:
@@ -365,11 +366,11 @@ def test_columns_that_are_cut_off_change_nothing(kind):
     levels: list[Tensor] = []
     ours = grow(proposer, models, nodes=200, drafter=cut, agree=as_the_engine, keep=levels.append)
     theirs = grow(proposer, models, nodes=200, drafter=whole)
-    assert grown(ours) == grown(theirs)
-    assert torch.equal(ours.drawn, theirs.drawn)
+    assert paths_of(ours) == paths_of(theirs)
+    assert torch.equal(ours.num_planned, theirs.num_planned)
     assert all(a < b for a, b in zip(cut.widths, whole.widths, strict=True))
     said = torch.cat(levels, 1)
-    for r, (model, tree) in enumerate(zip(models, grown(ours), strict=True)):
+    for r, (model, tree) in enumerate(zip(models, paths_of(ours), strict=True)):
         for path, number in zip(tree, ours.read[r].tolist(), strict=False):
             if number >= 0:
                 assert torch.equal(said[r, number], model.logits[model.history(path)])
@@ -380,7 +381,7 @@ def test_tokens_without_mass_are_never_drafted():
     logits[:, 1:3] = -torch.inf
     model = ToyLM(logits)
     for kind in ("one_hot", "without_replacement", "iid"):
-        (tree,) = grown(grow(StaticTree(Shape.k_config((3, 3)), kind=kind), [model], nodes=12))
+        (tree,) = paths_of(grow(StaticTree(Shape.k_config((3, 3)), kind=kind), [model], nodes=12))
         assert {token for path in tree for token in path} <= {0, 3}
         assert kind == "iid" or sorted(tree) == [(0,), (0, 0), (0, 3), (3,), (3, 0), (3, 3)]
 
@@ -389,5 +390,5 @@ def test_tokens_without_mass_are_never_drafted():
 def test_a_request_in_a_batch_is_drawn_as_if_alone(kind):
     models = models_of(4, 3, 6)
     proposer = StaticTree(Shape.k_config((2, 2, 1)), kind=kind)
-    together = grown(grow(proposer, models, nodes=10))
-    assert together == [grown(grow(proposer, [m], nodes=10, rng=keyed([r])))[0] for r, m in enumerate(models)]
+    together = paths_of(grow(proposer, models, nodes=10))
+    assert together == [paths_of(grow(proposer, [m], nodes=10, rng=keyed([r])))[0] for r, m in enumerate(models)]

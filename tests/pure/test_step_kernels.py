@@ -177,7 +177,7 @@ class TestStepKernels:
         monkeypatch.setattr(reading, "_read", {(4,): lambda *args, **_: launched.append(args)})
         inputs = reading.DraftInputs.empty(4, 10, torch.device("cpu"))
         requests, text = torch.arange(3), torch.zeros(4, 64, dtype=torch.int32)
-        step = reading.Step(requests, requests, torch.arange(4), None, requests, requests, requests, text)
+        step = reading.StepTensors(requests, requests, torch.arange(4), None, requests, requests, requests, text)
         cache = reading.Cache(torch.zeros(3, 4, dtype=torch.int32), 16)
         shaping = reading.Shaping(0.6, 9.0, follows=True, threshold=0.25, floor=-3.0)
         inputs.update(step, shaping, requests, cache, padded=4, limit=64, shift=0)
@@ -207,7 +207,7 @@ class TestStepKernels:
         everywhere = torch.zeros(most, dtype=torch.int32)
         everywhere[index] = torch.tensor(computed, dtype=torch.int32)
         inputs = reading.DraftInputs.empty(most, width, torch.device(DEVICE))
-        step = reading.Step(
+        step = reading.StepTensors(
             *(one.to(DEVICE) for one in (index, torch.tensor(sampled).int(), starts.int(), nodes)),
             *(one.to(DEVICE) for one in (everywhere, temperature, seed, text)),
         )

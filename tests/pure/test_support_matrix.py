@@ -8,8 +8,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TEXTS = {name: (ROOT / "docs" / name).read_text() for name in ("support-matrix.md", "operation.md")}
-ENGINE = "tests/engine/"
-"""Where files without a folder are, and tests without a file."""
+FOLDERS = "tests/engine/", "tests/config/"
+"""Folders of files without one, and of tests without a file."""
 TESTS = {
     path.relative_to(ROOT).as_posix(): {
         node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)
@@ -24,8 +24,13 @@ def lines(text: str) -> list[str]:
 
 
 def files(text: str) -> list[str]:
-    found = re.findall(r"(?:tests/(?:\w+/)*)?\btest_[\w*]+\.py", text)
-    return [one if "/" in one else ENGINE + one for one in found]
+    return re.findall(r"(?:tests/(?:\w+/)*)?\btest_[\w*]+\.py", text)
+
+
+def paths(name: str) -> set[str]:
+    """Files that a name, with or without its folder, may stand for."""
+    patterns = [name] if "/" in name else [folder + name for folder in FOLDERS]
+    return {path for path in TESTS for pattern in patterns if Path(path).match(pattern)}
 
 
 def functions(text: str) -> list[str]:
@@ -34,14 +39,12 @@ def functions(text: str) -> list[str]:
 
 def missing(text: str) -> list[str]:
     """Of the files and tests that a line names, those that are not there: a test has to be in a file that the line
-    names, or in tests/engine."""
-    named = files(text)
-    found = [one for one in named if not any(Path(path).match(one) for path in TESTS)]
+    names, or in one of `FOLDERS`."""
+    named = {name: paths(name) for name in files(text)}
+    searched = {path for path in TESTS if path.startswith(FOLDERS)}.union(*named.values())
+    found = [name for name, matches in named.items() if not matches]
     found += [folder for folder in re.findall(r"`(tests/\w+)`", text) if not (ROOT / folder).is_dir()]
-    for name in functions(text):
-        if not any(name in own for path, own in TESTS.items() if path in named or path.startswith(ENGINE)):
-            found.append(name)
-    return found
+    return found + [name for name in functions(text) if not any(name in TESTS[path] for path in searched)]
 
 
 @pytest.mark.parametrize("page", TEXTS)
@@ -54,8 +57,9 @@ def test_tests_that_it_names_exist(page: str) -> None:
 @pytest.mark.parametrize(
     ("line", "names"),
     [
-        ("`test_server.py`, `tests/ray/test_serve.py`, `test_v2_*.py`, `tests/cuda`", []),
-        ("`test_serve.py`", ["tests/engine/test_serve.py"]),
+        ("`test_server.py`, `test_interface.py`, `tests/ray/test_serve.py`, `test_v2_*.py`, `tests/cuda`", []),
+        ("`tests/engine/test_interface.py`", ["tests/engine/test_interface.py"]),
+        ("`test_serve.py`", ["test_serve.py"]),
         ("`tests/ray/test_server.py`, `tests/gpu`", ["tests/ray/test_server.py", "tests/gpu"]),
         ("`tests/pure/test_static_tree.py` (`test_siblings_differ`), `test_async_llm`", []),
         ("`test_siblings_differ`, `tests/pure/test_config.py`", ["test_siblings_differ"]),

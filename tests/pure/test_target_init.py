@@ -4,13 +4,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.oracles.growth import grow, grown
-from tests.oracles.models import ToyDrafter, ToyLM, models_of
-from tests.oracles.outcomes import ForkingRandom, every_outcome
-from tests.oracles.trees import histories, on_device
+from tests.oracles.growth import grow, models_of
+from tests.oracles.trees import on_device
 from vllm_adaptive_tree.acceptance import RULES, Children, longest_continuation, walk
 from vllm_adaptive_tree.proposers import Request, draft_tree
 from vllm_adaptive_tree.proposers.mcsd import Mcsd
+from vllm_adaptive_tree.testing.models import ToyDrafter, ToyLM, histories
+from vllm_adaptive_tree.testing.outcomes import ForkingRandom, every_outcome
+from vllm_adaptive_tree.testing.well_formed import paths_of
 from vllm_adaptive_tree.trees import Shape, TokenTree
 
 FORK = TokenTree((7, 8, 9, 1, 2, 3), (-1, -1, -1, 0, 1, 4))  # 7 1 | 8 2 3 | 9
@@ -70,7 +71,7 @@ def two_tokens(width: int, drafts: list[ToyLM], targets: list[ToyLM]) -> Tensor:
         rows, state = drafter.catch_up(None, None)
         request = Request(torch.ones(len(world)).double(), torch.zeros(len(world), dtype=torch.bool), rng, initial)
         levels: list[Tensor] = []
-        tree, read, drawn = draft_tree(
+        tree, read, drawn, _ = draft_tree(
             proposer, drafter, rows, state, nodes=9, request=request, keep=lambda level: levels.append(level)
         )
         assert (tree.tokens[:, :width] == initial).all()
@@ -109,8 +110,8 @@ def test_one_initial_token_is_lossless_and_two_are_not(width, lossless):
 def test_a_tree_without_initial_tokens_is_drafted_as_ever():
     models, shape = models_of(5, 3, 4), Shape.k_config((2, 2, 1))
     given = torch.tensor([[3, 1], [-1, -1], [4, -1], [-1, -1]])
-    ours = grown(grow(Mcsd(shape), models, nodes=20, initial=given))
-    plain = grown(grow(Mcsd(shape), models, nodes=20))
+    ours = paths_of(grow(Mcsd(shape), models, nodes=20, initial=given))
+    plain = paths_of(grow(Mcsd(shape), models, nodes=20))
     assert [ours[1], ours[3]] == [plain[1], plain[3]]
     assert [path for path in ours[0] if len(path) == 1] == [(3,), (1,)]
     assert [path for path in ours[2] if len(path) == 1] == [(4,)]

@@ -21,7 +21,7 @@ def texts(*tokens: list[int], prompt: int = 1, name: str = "request") -> Texts:
 
 
 def occurrences(text: list[int], shortest: int, longest: int) -> list[tuple[tuple[int, ...], float]]:
-    """What followed the end of the text before: the longest matches, of these the latest."""
+    """Continuations of earlier occurrences of the text's end: the longest matches, of these the latest."""
     found = []
     for start in range(1, len(text)):
         common = 0

@@ -1,6 +1,9 @@
 """`vllm-adaptive-tree train-head` on a tiny random target: interrupted, resumed, and with bad input."""
 
 import json
+import os
+import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from vllm_adaptive_tree.cli import train_head
 from vllm_adaptive_tree.cli.main import main
 from vllm_adaptive_tree.heads import texts, training
+from vllm_adaptive_tree.heads.eagle3 import auxiliary_layers
 
 torch.set_num_threads(1)  # tiny models
 
@@ -75,17 +79,21 @@ def test_an_interrupted_training_goes_on_as_if_it_had_not_been(
     record = json.loads((tmp_path / "head" / "training.json").read_text())
     assert record["steps"] == STEPS
     assert len(record["held_out_agreement_by_depth"]) == record["unrolled"] == 4
-    assert [point["steps"] for point in record["curve"]] == [4 * n + 1 for n in range(1, 10)] + [STEPS]
+    assert [point["steps"] for point in record["curve"]] == [8, 16, 24, 32, STEPS]
     assert record["curve"][-1]["loss"] == record["held_out_loss"] < record["curve"][0]["loss"]
 
     arguments[arguments.index("--out") + 1] = str(tmp_path / "again")
     with monkeypatch.context() as patch:
         patch.setattr(training.Training, "_update", stopping(KeyboardInterrupt))
         assert main(arguments) == 130
-    assert "--resume continues there" in capsys.readouterr().err
-    assert not (tmp_path / "again").exists()
+    assert (
+        "again is the best head so far, and the state is kept; the same command with --resume"
+        in capsys.readouterr().err
+    )
+    assert json.loads((tmp_path / "again" / "training.json").read_text())["steps"] == STOP
+    assert load_file(tmp_path / "again" / "model.safetensors").keys() == once.keys()
     assert main(arguments) == 2
-    assert "again.training holds an interrupted training" in capsys.readouterr().err
+    assert "again exists; give another --out, delete it, or train it longer with --resume" in capsys.readouterr().err
     assert main([*arguments, "--resume", "--rate", "0.5"]) == 2
     assert "the state of another run (rate: 0.01 there, 0.5 now)" in capsys.readouterr().err
     assert main([*arguments, "--resume"]) == 0
@@ -95,8 +103,90 @@ def test_an_interrupted_training_goes_on_as_if_it_had_not_been(
     assert all(resumed[name].equal(once[name]) for name in once)
 
 
+def test_a_training_is_asked_to_end(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def update(self: Any, done: float, own: Any = training.Training._update) -> None:
+        own(self, done)
+        if self.steps == STOP:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    with monkeypatch.context() as patch:
+        patch.setattr(training.Training, "_update", update)
+        assert main(arguments) == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert "head is the best head so far" in capsys.readouterr().err
+    assert (tmp_path / "head" / "model.safetensors").is_file()
+    assert main([*arguments, "--resume"]) == 0
+
+
+def test_a_finished_training_goes_on_with_more_minutes(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 0
+    assert main([*arguments, "--resume"]) == 2
+    assert "head was trained for 0.7 minutes; to go on, give more as --minutes" in capsys.readouterr().err
+    assert main([*arguments, "--resume", "--minutes", "1"]) == 0
+    record = json.loads((tmp_path / "head" / "training.json").read_text())
+    assert (record["steps"], record["minutes"]) == (60, 1)
+    assert [point["steps"] for point in record["curve"]] == [8, 16, 24, 32, 40, 48, 60]
+    shutil.rmtree(tmp_path / "head")
+    assert main([*arguments, "--resume", "--minutes", "1"]) == 0, "a head that was deleted is written again"
+    assert (tmp_path / "head" / "model.safetensors").is_file()
+    shutil.rmtree(tmp_path / "head.training")
+    assert main([*arguments, "--resume", "--minutes", "2"]) == 2
+    assert "head.training does not, which --resume needs" in capsys.readouterr().err
+
+
+def test_the_best_head_is_kept(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = iter([3.0, 2.0, float("nan"), 2.5, 2.1])
+    own = training.Training.check
+
+    def check(self: Any) -> training.Report:
+        self.curve[-1:] = [own(self)._replace(loss=next(losses))]
+        return self.curve[-1]
+
+    monkeypatch.setattr(training.Training, "check", check)
+    assert main(arguments) == 0
+    record = json.loads((tmp_path / "head" / "training.json").read_text())
+    assert (record["steps"], record["held_out_loss"]) == (16, 2.0)
+
+
+def test_minutes_are_those_of_steps(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A held-out check takes an hour, and so does the first call of what is compiled, after a resume too."""
+    own, checked = training.Training.check, list[int]()
+
+    def hour() -> None:
+        for _ in range(3600):
+            training.time.monotonic()
+
+    def check(self: Any) -> training.Report:
+        hour()
+        checked.append(len(self.held_out))
+        return own(self)
+
+    def compiled(function: Any) -> Any:
+        calls = iter((hour,))
+
+        def call(*arguments: Any) -> Any:
+            next(calls, lambda: None)()
+            return function(*arguments)
+
+        return call
+
+    monkeypatch.setattr(training.Training, "check", check)
+    monkeypatch.setattr(torch, "compile", compiled)
+    assert main([*arguments, "--compile"]) == 0
+    assert json.loads((tmp_path / "head" / "training.json").read_text())["steps"] == STEPS + 1
+    assert len(checked) == 5
+    assert max(checked) <= 6 * 2, "windows, of six batches"
+    assert main([*arguments, "--compile", "--resume", "--minutes", "1"]) == 0
+    assert json.loads((tmp_path / "head" / "training.json").read_text())["steps"] == 60 + 2
+
+
 def test_a_killed_training_goes_on_from_its_last_save(
-    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Killed(BaseException): ...
 
@@ -105,6 +195,7 @@ def test_a_killed_training_goes_on_from_its_last_save(
         patch.setattr(training.Training, "_update", stopping(Killed))
         with pytest.raises(Killed):
             main(arguments)
+    assert json.loads((tmp_path / "head" / "training.json").read_text())["steps"] == 16, "the best of its checks"
     assert main([*arguments, "--resume"]) == 0
     assert "continues at step 11, minute 0.2" in capsys.readouterr().out
 
@@ -121,7 +212,7 @@ def test_a_one_forward_head(arguments: list[str], tmp_path: Path, capsys: pytest
     arguments[arguments.index("--minutes") + 1] = "0.1"
     kind = ["--kind", "dspark", "--steps-unrolled", "3", "--layers", "1", "--markov-rank", "8"]
     assert main([*arguments, *kind]) == 2
-    assert "reads what layers give, not the embeddings; begin with 1" in capsys.readouterr().err
+    assert "give ascending numbers from 1 to 3, as in --auxiliary-layers 1 2 3" in capsys.readouterr().err
     arguments[arguments.index("--auxiliary-layers") + 1] = "1"
     assert main([*arguments, *kind]) == 0
     weights = load_file(tmp_path / "head" / "model.safetensors")
@@ -137,7 +228,9 @@ def test_a_one_forward_head(arguments: list[str], tmp_path: Path, capsys: pytest
 
 def test_the_token_of_places_that_are_predicted() -> None:
     assert train_head._mask({"pad_token_id": 3, "eos_token_id": 2}, 10) == 3
-    assert train_head._mask({"eos_token_id": [2, 5]}, 10) == 2
+    assert train_head._mask({"pad_token_id": 0, "eos_token_id": 2}, 10) == 0
+    assert train_head._mask({"pad_token_id": None, "eos_token_id": [2, 5]}, 10) == 2
+    assert train_head._mask({"eos_token_id": []}, 10) == 0
     assert train_head._mask({"eos_token_id": None}, 10) == 0
     with pytest.raises(ValueError, match="10 of its config.json is not among its 10 tokens"):
         train_head._mask({"eos_token_id": 10}, 10)
@@ -160,7 +253,7 @@ def test_options_of_the_other_kind(
         ({"--text": "/no/such/*.txt"}, "no file matches /no/such/*.txt"),
         ({"--window": "64"}, "6,400 and 64 are needed; give more files"),
         ({"--draft-vocab": "96"}, "a draft vocabulary of 96 is no smaller than the target's of 96"),
-        ({"--out": "/"}, "/ exists; give another --out or delete it"),
+        ({"--out": "/"}, "/ exists; give another --out, delete it, or train it longer"),
     ],
 )
 def test_what_cannot_be_trained(
@@ -174,6 +267,19 @@ def test_vllm_s_layers_do_not_fit_so_few(arguments: list[str], capsys: pytest.Ca
     at = arguments.index("--auxiliary-layers")
     assert main(arguments[:at] + arguments[at + 4 :]) == 2
     assert "(2, 2, 1) are no auxiliary layers of a target with 4 layers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("count", range(1, 8))
+def test_the_layers_that_an_error_names_are_taken(count: int, first: int) -> None:
+    if count <= first:
+        with pytest.raises(ValueError, match="a target of 1 layers is too small for this kind of head: it needs 2"):
+            auxiliary_layers(count, [0], first=first)
+        return
+    with pytest.raises(ValueError, match="as in --auxiliary-layers") as error:
+        auxiliary_layers(count, [first - 1], first=first)
+    named = [int(layer) for layer in str(error.value).split("--auxiliary-layers")[1].split()]
+    assert list(auxiliary_layers(count, named, first=first)) == named
 
 
 def test_a_target_that_is_no_llama(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,12 +10,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from vllm_adaptive_tree.gates import training
-from vllm_adaptive_tree.gates.training import Recipe, Score
+from vllm_adaptive_tree.gates.training import GateRecipe, Score
 from vllm_adaptive_tree.proposers.gate import Gate
 
 torch.set_num_threads(1)  # tiny models
 
-QUICK = Recipe(rate=1e-2, decay=1.0, plateau=0, patience=4, epochs=4, batch=64)
+QUICK = GateRecipe(rate=1e-2, decay=1.0, plateau=0, patience=4, epochs=4, batch=64)
 
 
 def columns_of(count: int = 4000, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -68,7 +68,7 @@ def test_training_ends_when_the_held_out_loss_falls_no_more(monkeypatch):
     monkeypatch.setattr(
         adam, "step", lambda self, own=adam.step: (rates.append(self.param_groups[0]["lr"]), own(self))[1]
     )
-    recipe = Recipe(rate=1e-2, decay=0.5, plateau=2, patience=4, epochs=50, batch=64)
+    recipe = GateRecipe(rate=1e-2, decay=0.5, plateau=2, patience=4, epochs=50, batch=64)
     run = training.train_c2t(columns_of(500), begin=fresh(3, 4), negatives=2, recipe=recipe).run
     assert [epoch.number for epoch in run.epochs] == list(range(7))
     assert (run.best.number, run.best.loss, run.constant) == (2, 0.3, 0.9)

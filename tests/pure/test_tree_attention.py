@@ -88,9 +88,9 @@ class Batch(NamedTuple):
         on_device = (query.to(DEVICE, dtype), key, value, table.to(DEVICE), start.int().to(DEVICE), lengths)
         return cls(*on_device, ancestors.to(DEVICE), head_size**-0.5)
 
-    def expected(self, **law: Any) -> Tensor:
+    def expected(self, **variant: Any) -> Tensor:
         query, key, value = (tensor.double() for tensor in self[:3])
-        return reference.tree_attention(query, key, value, *self[3:], torch.zeros_like(query), **law)
+        return reference.tree_attention(query, key, value, *self[3:], torch.zeros_like(query), **variant)
 
     def context_result(self) -> tuple[Tensor, Tensor]:
         """Attention to the contexts alone, and the log-sum-exp of its scores [H, rows]."""
@@ -113,15 +113,17 @@ class Batch(NamedTuple):
         """Splits of a tile each; so many processors to fill."""
         rows, heads, head_size = self.query.shape
         shape = rows, len(self.context), heads, self.key_cache.shape[2], head_size
-        plan = kernel().Plan(*shape, self.query.dtype, torch.device(DEVICE), processors=processors, tiles_per_split=1)
+        plan = kernel().AttentionPlan(
+            *shape, self.query.dtype, torch.device(DEVICE), processors=processors, tiles_per_split=1
+        )
         return plan.update(self.row_start, self.context)
 
-    def error(self, processors: int | None = None, law: dict[str, Any] | None = None, **options: Any) -> float:
+    def error(self, processors: int | None = None, variant: dict[str, Any] | None = None, **options: Any) -> float:
         if processors is not None:
             options["plan"] = self.plan(processors)
-        found = kernel().tree_attention(*self, torch.zeros_like(self.query), **(law or {}), **options)
+        found = kernel().tree_attention(*self, torch.zeros_like(self.query), **(variant or {}), **options)
         assert found.dtype == self.query.dtype
-        return (found.double() - self.expected(**(law or {}))).abs().max().item()
+        return (found.double() - self.expected(**(variant or {}))).abs().max().item()
 
 
 class Level(Batch):
@@ -146,18 +148,18 @@ class Level(Batch):
         level.masks = (padded << torch.arange(WORD)).sum(3).to(DEVICE)
         return level
 
-    def error(self, offset: int, processors: int = 1, plan: Any = None, **law: Any) -> float:
+    def error(self, offset: int, processors: int = 1, plan: Any = None, **variant: Any) -> float:
         """Of the level whose first slot is `offset`."""
         width = len(self.query) // len(self.context)
         bits = self.masks[:, offset : offset + width].flatten(0, 1)
         given = (*self[:6], bits, self.scale)
         own = kernel().OwnKeys(*self.own, offset)
         plan = self.plan(processors) if plan is None else plan
-        found = kernel().tree_attention(*given, torch.zeros_like(self.query), own=own, plan=plan, **law)
+        found = kernel().tree_attention(*given, torch.zeros_like(self.query), own=own, plan=plan, **variant)
         doubled = tuple(part.double() for part in self.own)
         query, key, value = (part.double() for part in self[:3])
         out = torch.zeros_like(query)
-        expected = reference.tree_attention(query, key, value, *given[3:], out, own=(*doubled, offset), **law)
+        expected = reference.tree_attention(query, key, value, *given[3:], out, own=(*doubled, offset), **variant)
         return (found.double() - expected).abs().max().item()
 
 
@@ -247,14 +249,14 @@ class TestKernels:
         """Windows that begin before, at and behind a border of tiles, and one that is longer than the contexts."""
         requests = [(137, FORK), (64, []), (5, None), (75, CHAIN), (0, []), (40, FORK[:4]), (9, FORK)]
         batch = Batch.of(requests, heads=(4, 2))
-        laws = {
+        variants = {
             "window": {"window": 20},
             "soft-cap": {"soft_cap": 0.8},
             "sinks": {"sinks": torch.tensor([0.5, -2.0, 3.0, 0.0], device=DEVICE)},
         }
-        laws["all"] = {**laws["window"], **laws["soft-cap"], **laws["sinks"]}
-        assert batch.error(processors, laws[kind]) < 2 * ERROR[torch.float32]
-        assert (batch.expected(**laws[kind]) - batch.expected()).abs().max() > 1e-2
+        variants["all"] = {**variants["window"], **variants["soft-cap"], **variants["sinks"]}
+        assert batch.error(processors, variants[kind]) < 2 * ERROR[torch.float32]
+        assert (batch.expected(**variants[kind]) - batch.expected()).abs().max() > 1e-2
         if kind == "window":
             for window in (8, 64, 65, 137, 500):
                 assert batch.error(processors, {"window": window}) < ERROR[torch.float32]
@@ -319,8 +321,8 @@ class TestKernels:
         level = Level.of([0, 1, 15, 16, 17, 100], 3, 4, heads=heads, dtype=dtype)
         for offset in (0, 3, 9):
             assert level.error(offset) < ERROR[dtype]
-        law = {"window": 25, "soft_cap": 0.8, "sinks": torch.linspace(-1, 1, heads[0], device=DEVICE)}
-        assert level.error(9, **law) < 2 * ERROR[dtype]
+        variant = {"window": 25, "soft_cap": 0.8, "sinks": torch.linspace(-1, 1, heads[0], device=DEVICE)}
+        assert level.error(9, **variant) < 2 * ERROR[dtype]
 
     @pytest.mark.parametrize("head_size", [64, 96, 128, 256])
     def test_level_of_several_words(self, head_size):
@@ -389,7 +391,7 @@ class TestPlan:
     ) -> Any:
         """{request: splits}, after checking that the entries are what they have to be."""
         rows = sum(counts) + 3
-        plan = plans().Plan(
+        plan = plans().AttentionPlan(
             rows,
             len(counts),
             kv_heads,

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from tests.oracles.trees import on_device, on_host, paths, random_tree
-from vllm_adaptive_tree.trees import Shape, SlicedMask, TokenTree
+from vllm_adaptive_tree.trees import TokenTree
 from vllm_adaptive_tree.trees.masks import ancestor_mask
 
 #      root - 5 - 7 - 5
@@ -112,15 +112,3 @@ def test_ancestor_mask():
                 at = tree.parents[at] if at < len(tree) else -1
                 above.add(1 + at)
             assert {column for column, sees in enumerate(rows[1 + node]) if sees} == above
-
-
-def test_names_of_release_0_1():
-    """Kept for one release."""
-    shape = Shape.k_config((3, 2))
-    mask = SlicedMask.of(shape)
-    assert mask is SlicedMask.cached(shape)
-    assert torch.equal(mask.behind(1), mask.upto(1))
-    assert (shape.most_children, shape.children_of((0,))) == (shape.max_children, shape.num_children((0,))) == (3, 2)
-    assert BRANCHED.widest == BRANCHED.max_fanout == 2
-    drawn = [6, 0, 7, 0, 0, 0, 0, 0]
-    assert BRANCHED.along(drawn) == BRANCHED.follow(drawn) == [1, 4]

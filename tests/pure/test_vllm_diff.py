@@ -1,4 +1,4 @@
-"""What moved between two releases, told from their sources: small made-up packages, and the installed vLLM."""
+"""Changes between two releases, read off their sources: small made-up packages, and the installed vLLM."""
 
 import io
 import subprocess

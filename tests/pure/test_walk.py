@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.oracles.drafts import Drafts, every_cut
 from tests.oracles.growth import grow_trees
-from tests.oracles.models import ToyLM
-from tests.oracles.steps import Emitted, emitted
-from tests.oracles.trees import Path, on_device, on_host, paths, random_tree
-from vllm_adaptive_tree.acceptance import Accepted, walk
+from tests.oracles.trees import on_device, on_host, paths, random_tree
+from vllm_adaptive_tree.acceptance import Accepted, TargetOnly, walk
+from vllm_adaptive_tree.testing.drafts import Drafts, every_cut
+from vllm_adaptive_tree.testing.models import Path, ToyLM
+from vllm_adaptive_tree.testing.steps import Emitted, emitted
 from vllm_adaptive_tree.trees import TokenTree, TreeBatch
 
 Draw = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -27,11 +27,11 @@ def pair(vocabulary: int, depth: int, seed: int) -> tuple[ToyLM, TreeBatch]:
 
 
 def by_target(tree: TreeBatch, target: ToyLM, length: int) -> Emitted:
-    """What `target_only` emits of every cut of one tree; it needs to know nothing of how the tree came about."""
+    """Tokens that `target_only` emits of every cut of one tree; the origin of the tree does not matter."""
     entries = torch.zeros(1, 1 + tree.tokens.shape[1], dtype=torch.int64)
     q = entries[..., None].expand(-1, -1, target.vocabulary).double()
     drafts = Drafts(torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.int64), tree, q, entries, 1)
-    return emitted(every_cut(drafts, groups=1), [target], "target_only", "one_hot", length=length)
+    return emitted(every_cut(drafts, groups=1), [target], TargetOnly, "one_hot", length=length)
 
 
 def error(tree: TreeBatch, target: ToyLM, length: int, *, drawn_from: ToyLM | None = None) -> float:

@@ -99,7 +99,7 @@ def test_a_cpu_attends_as_the_reference(options: dict[str, object]) -> None:
 
 
 def test_a_window_by_slots_is_another_one() -> None:
-    """What a mask of the last slots would give: siblings push each other's ancestors out."""
+    """Result of a mask of the last slots: siblings push each other's ancestors out."""
     query, key, value = batch(PARENTS, 5)
     bits = ancestor_bits(torch.tensor([PARENTS]))[0]
     right = by_reference(query, key, value, bits, 5, window=4)

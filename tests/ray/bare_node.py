@@ -1,4 +1,4 @@
-"""A node of a Ray cluster whose environment lacks this package: a virtual environment with all else that is here."""
+"""A node of a Ray cluster whose environment lacks this package: a virtual environment with everything else."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ import psutil
 
 
 def environment(folder: Path) -> Path:
-    """Its Python."""
+    """Create the environment and return its Python."""
     venv.EnvBuilder(symlinks=True).create(folder)
     packages = next(folder.glob("lib/python*/site-packages"))
     for entry in Path(sysconfig.get_paths()["purelib"]).iterdir():
@@ -23,7 +23,7 @@ def environment(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def joined(address: str, python: Path, folder: Path) -> Iterator[None]:
-    """`ray start` in that environment, for the block."""
+    """Run `ray start` in that environment, for the block."""
     command = [str(python), "-m", "ray.scripts.scripts", "start", "--block", "--address", address]
     command += ["--node-name", "bare", "--num-cpus", "5", "--object-store-memory", "100000000"]
     command += ["--min-worker-port", "0", "--max-worker-port", "0", "--dashboard-agent-listen-port", "0"]

@@ -28,7 +28,7 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="session")
 def texts() -> dict[str, str]:
-    """Of each of the examples' prompts: the greedy text of vLLM without speculation and without plugins."""
+    """Greedy text of vLLM without speculation and without plugins, of each of the examples' prompts."""
     import ray_data
 
     asked = json.dumps([ray_data.TARGET, ray_data.ENGINE, [row["prompt"] for row in ray_data.ROWS]])

@@ -1,4 +1,4 @@
-"""`python -m tests.ray.engine ARGUMENTS`: an `LLM` that does what each line of stdin asks, and answers on stdout."""
+"""`python -m tests.ray.engine ARGUMENTS`: an `LLM` that runs the commands of stdin by line, and answers on stdout."""
 
 import json
 import sys

@@ -20,7 +20,7 @@ except ImportError:  # gone in vLLM 0.33
     ray_executor = None
 
 RESOURCE = "TEST_RAY_RESOURCE"
-"""The environment variable that names the resource, if it is another than `rank`."""
+"""Environment variable that names the resource, unless it is `rank`."""
 
 
 class Rank(ray_executor_v2.RayWorkerProc):
@@ -39,8 +39,8 @@ class RayCPUExecutor(ray_executor_v2.RayExecutorV2):
 
 @contextmanager
 def _on_cpus(config: Any, module: Any, name: str, rank: type) -> Iterator[None]:
-    """In the process of the executor the platform has a resource, ranks are of the class above, and to the rest of vLLM
-    the backend is "ray"."""
+    """Set up the process of the executor: the platform has a resource, ranks are of the class above, and to the rest of
+    vLLM the backend is "ray"."""
     config.distributed_executor_backend = "ray"
     type(current_platform).ray_device_key = os.environ.get(RESOURCE, "rank")
     original = getattr(module, name)

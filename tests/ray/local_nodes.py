@@ -32,7 +32,7 @@ ENVIRONMENT = {
 
 
 ANSWER = "ANSWER"
-"""How a line of an engine's begins that is one."""
+"""Prefix of an engine's lines that are answers."""
 
 
 class Nodes:
@@ -44,10 +44,10 @@ class Nodes:
         self.patch.setenv("RAY_TMPDIR", self.folder)  # nothing in the place where others would look for a cluster
         self.cluster = Cluster()
         self.names: list[str] = []
-        """Ray's, in the order in which they were added; the first is the head's."""
+        """Names of the nodes in Ray, in the order in which they were added; the first is the head's."""
 
     def add(self, resources: Mapping[str, float], **environment: str) -> str:
-        """Start a node; its name. Each has an address of its own, as machines have."""
+        """Start a node and return its name. Each has an address of its own, as machines have."""
         address = f"127.0.0.{len(self.names) + 2}"
         first = {} if self.cluster.head_node else {"include_dashboard": False}
         node = self.cluster.add_node(
@@ -72,7 +72,7 @@ class Nodes:
 
 
 class Engine:
-    """vLLM's `LLM` in a process of its own (`tests/ray/engine.py`); a test waits for it so long and no longer."""
+    """vLLM's `LLM` in a process of its own (`tests/ray/engine.py`); a test waits for it with a time limit."""
 
     def __init__(self, arguments: Mapping[str, Any], **environment: str):
         self.answers: Queue[Any] = Queue()
@@ -104,7 +104,7 @@ class Engine:
         self.process.stdin.flush()
 
     def answer(self, seconds: float) -> Any:
-        """The next answer; AssertionError with what was written instead, where there is none in time."""
+        """Next answer; AssertionError with the output instead if there is none in time."""
         late = time.monotonic() + seconds
         while self.answers.empty():
             ended = self.process.poll() is not None and not self.reader.is_alive()
@@ -114,7 +114,7 @@ class Engine:
         return self.answers.get()
 
     def ended(self, seconds: float) -> str:
-        """What it has written, once it has ended with an error; AssertionError where it does not."""
+        """Output of the engine, once it has ended with an error; AssertionError if it does not."""
         try:
             code = self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -127,7 +127,7 @@ class Engine:
         return "".join(self.lines)
 
     def end(self) -> None:
-        """Let it shut down; kill what is left of it."""
+        """Let it shut down; kill the remaining processes."""
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()

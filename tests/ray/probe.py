@@ -1,4 +1,4 @@
-"""What a test asks of a rank: `worker_extension_cls="tests.ray.probe.Probe"`."""
+"""Queries of a test to a rank: `worker_extension_cls="tests.ray.probe.Probe"`."""
 
 import os
 from typing import Any
@@ -14,7 +14,7 @@ class Probe:
         return os.environ.get(name)
 
     def heads(self) -> tuple[int, int]:
-        """Of a layer of the draft: those of this rank, and all."""
+        """Heads of a layer of the draft: those of this rank, and all."""
         modules = self.model_runner.drafter.model.modules()
         projection = next(module for module in modules if hasattr(module, "total_num_heads"))
         return projection.num_heads, projection.total_num_heads

@@ -1,4 +1,4 @@
-"""Processes of the examples: started, looked at, killed, and gone in the end."""
+"""Processes of the examples: started, inspected, killed, and ended."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ Found = TypeVar("Found")
 
 
 def environment() -> dict[str, str]:
-    """This process's, for processes that are to find this checkout and to ask no hub."""
+    """Environment of this process, for processes that shall find this checkout and ask no hub."""
     paths = [str(ROOT), str(EXAMPLES), os.environ.get("PYTHONPATH")]
     chosen = {
         "HF_HUB_OFFLINE": "1",
@@ -30,7 +30,7 @@ def environment() -> dict[str, str]:
 
 @contextlib.contextmanager
 def running(script: str, log: Path, *arguments: str, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
-    """An example that runs in the block, and is told to end after it: then none of its replicas and engines is left."""
+    """Run an example in the block, and end it afterwards: then none of its replicas and engines is left."""
     command = [sys.executable, str(EXAMPLES / script), *arguments]
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -65,14 +65,14 @@ def engine_cores(pid: int) -> list[psutil.Process]:
 
 
 def _runs(process: psutil.Process) -> bool:
-    """Nobody may be there to collect a process whose parent ended before it did."""
+    """Return whether the process runs; one whose parent ended before it did may stay uncollected."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
 
 
 def wait_for(condition: Callable[[], Found], seconds: float, what: str) -> Found:
-    """The first truth that `condition` returns."""
+    """Wait for the first true value that `condition` returns."""
     end = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < end, f"{what}: not within {seconds} s"

@@ -15,7 +15,7 @@ import ray, ray_data
 from ray.cluster_utils import Cluster
 from tests.ray.bare_node import joined
 from tests.ray.starting import wait_for
-from vllm_adaptive_tree.nodes import require_on_every_node
+from ray_nodes import require_on_every_node
 
 def error(call):
     start = time.monotonic()

@@ -1,1 +1,2 @@
-"""What a vLLM release has moved or changed of what we use, told by reading: nothing of vLLM is imported or run."""
+"""Comparison of the parts of vLLM that we use between releases, by reading sources: nothing of vLLM is imported or
+run."""

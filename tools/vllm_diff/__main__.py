@@ -1,4 +1,4 @@
-"""Say what another vLLM release has moved or changed of what this package uses, by reading its sources.
+"""Report the changes, in another vLLM release, of the symbols that this package uses, by reading its sources.
 
 The exit status is 0 when nothing has moved, 1 when something has, 2 when the sources cannot be read.
 """

@@ -1,4 +1,4 @@
-"""What has become, in another release, of everything that we use."""
+"""Comparison of all symbols that we use with another release."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ from tools.vllm_diff.things import Class, Missing, Outside, Unknown, Value
 from tools.vllm_diff.uses import Use
 
 MOST_PLACES = 3
-"""A name that more places define has not moved: it is a common one."""
+"""Most places that define a name that counts as moved; more make it a common name."""
 
 SHOWN_PLACES = 6
 
@@ -28,12 +28,12 @@ class Change(NamedTuple):
 
 class Comparison(NamedTuple):
     changes: list[Change]
-    followed: int  # symbols that both releases tell about
-    unfollowed: list[str]  # symbols of which one of them does not
+    followed: int  # symbols that both releases define
+    unfollowed: list[str]  # symbols that one of them does not
 
 
 def compare(found: Iterable[Use], old: Symbols, new: Symbols) -> Comparison:
-    """`old`: a release with which all uses are known to work."""
+    """Compare all uses. `old`: a release with which they are known to work."""
     by_path: dict[Trail, list[Use]] = defaultdict(list)
     for use in found:
         by_path[use.path].append(use)
@@ -102,7 +102,7 @@ def _broken(use: Use, old: Symbols, new: Symbols) -> list[str]:
 
 
 def _gone(path: Trail, at: int, old: Symbols) -> Trail:
-    """The part of a path to speak of: what is gone, or the symbol in the module that is gone."""
+    """Part of a path to report: the missing part, or the symbol in the missing module."""
     return path[: max(at + 1, min(len(path), old.depth(path) + 1))]
 
 

@@ -1,4 +1,4 @@
-"""A release's source archive, fetched by pip without running anything of it."""
+"""Download of a release's source archive by pip, without running any of its code."""
 
 import os
 import subprocess
@@ -21,14 +21,14 @@ def prepare_metadata_for_build_wheel(folder, settings=None):
     (info / "METADATA").write_text(text, encoding="utf-8")
     return info.name
 """
-"""In the place of setuptools while pip asks an archive for its metadata: the archive brings them."""
+"""Stand-in for setuptools while pip asks an archive for its metadata, which the archive contains."""
 
 
 def download(release: str, cache: Path) -> Path:
-    """The archive in `cache`, fetched if it is not there.
+    """Archive in `cache`, fetched if it is not there.
 
     Raises:
-        RuntimeError: it cannot be fetched; says what to do instead.
+        RuntimeError: it cannot be fetched; names the remedy.
     """
     archive = cache / f"{ROOT}-{release}.tar.gz"
     if archive.exists():

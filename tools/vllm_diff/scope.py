@@ -1,4 +1,4 @@
-"""What names and expressions of ours stand for, as far as vLLM is concerned."""
+"""Resolution of our names and expressions to symbols of vLLM."""
 
 import ast
 from typing import NamedTuple
@@ -15,7 +15,7 @@ class OwnClass(NamedTuple):
 
 
 class Scope:
-    """At one place of a file of ours."""
+    """Names at one place of a file of ours."""
 
     def __init__(self, names: dict[str, Trail], classes: dict[Trail, OwnClass]):
         """`names`: of the module's imports and classes; `classes`: all of ours so far."""
@@ -57,7 +57,7 @@ class Scope:
         return found[0] if found is not None else self.inherited(base, name)
 
     def own_member(self, own: Trail, name: str) -> tuple[Trail | None] | None:
-        """In one of our classes or its bases among ours: (what it is,); None where it has no such member."""
+        """Member of one of our classes or its bases among ours, in a tuple; None where it has no such member."""
         if own not in self.classes:
             return (None,)
         if name in self.classes[own].members:
@@ -66,13 +66,14 @@ class Scope:
         return next((found for base in bases if (found := self.own_member(base, name)) is not None), None)
 
     def inherited(self, base: Trail, name: str) -> Trail | None:
-        """The member's path below the first base class of vLLM's."""
+        """Path of the member below the first base class of vLLM's."""
         call = base[-1] == CALL
         found = self.base(base[:-1] if call else base)
         return None if found is None else (*found, CALL, name) if call else (*found, name)
 
     def base(self, own: Trail) -> Trail | None:
-        """One that the class names itself comes before those of our mixins, which are its ancestors."""
+        """First base class of vLLM's. One that the class names itself comes before those of our mixins, its
+        ancestors."""
         bases = self.classes[own].bases if own in self.classes else []
         named = (base for base in bases if base[0] == ROOT)
         of_ours = (found for base in bases if base[0] != ROOT and (found := self.base(base)) is not None)

@@ -1,4 +1,4 @@
-"""The parameters of a function, and what a change of them means to who calls, overrides or replaces it."""
+"""Parameters of a function, and the effect of their change on callers, overrides and replacements."""
 
 import ast
 from typing import NamedTuple
@@ -7,7 +7,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class Call(NamedTuple):
-    """How we call something."""
+    """Call of ours."""
 
     positional: int
     keywords: frozenset[str]
@@ -15,7 +15,7 @@ class Call(NamedTuple):
 
 
 class Signature(NamedTuple):
-    """Without the instance or class that a bound method is given."""
+    """Signature without the instance or class that a bound method is given."""
 
     positional: tuple[str, ...]
     keyword_only: tuple[str, ...]
@@ -46,7 +46,7 @@ class Signature(NamedTuple):
 
 
 def broken_call(old: Signature, new: Signature, call: Call) -> list[str]:
-    """What of the change a call as ours does not survive; empty if nothing."""
+    """Changes that break a call like ours; empty if none does."""
     changes = []
     passed = set(call.keywords) | set(new.positional[: call.positional])
     for index, name in enumerate(old.positional[: call.positional]):
@@ -64,7 +64,7 @@ def broken_call(old: Signature, new: Signature, call: Call) -> list[str]:
 def difference(old: Signature, new: Signature, ours: Signature | None = None, *, optional: bool = False) -> list[str]:
     """Parameters that were renamed, removed, or added without a default (with `optional` also those with one).
 
-    `ours`, the function that vLLM calls in the place of its own, may take what it does not name.
+    `ours`, the function that vLLM calls in place of its own, may take parameters that it does not name.
     """
 
     def absorbed(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""The Python files of one vLLM release, in a folder or an archive, parsed one by one as they are asked for."""
+"""Python files of one vLLM release, in a folder or an archive, parsed one by one on demand."""
 
 import ast
 import re
@@ -30,7 +30,7 @@ class Sources:
 
     @classmethod
     def open(cls, path: Path) -> "Sources":
-        """`path`: a folder that holds vllm/ (or is it), a wheel, or a source archive.
+        """Sources in `path`: a folder that holds vllm/ (or is it), a wheel, or a source archive.
 
         Raises:
             ValueError: it is none of these.
@@ -53,7 +53,7 @@ class Sources:
 
     @classmethod
     def installed(cls) -> "Sources":
-        """Raises ValueError where vLLM is not installed."""
+        """Sources of the installed vLLM. Raises ValueError where it is not installed."""
         spec = find_spec(ROOT)
         if spec is None or not spec.submodule_search_locations:
             raise ValueError("vLLM is not installed here; the release is compared with the installed one")
@@ -103,7 +103,7 @@ def _dotted(name: str) -> str:
 
 
 def _python_files(archive: Path) -> dict[str, bytes]:
-    """Read in one go: a compressed archive cannot be read in another order."""
+    """Contents of the Python files, read in one pass: a compressed archive cannot be read in another order."""
     contents = {}
     with tarfile.open(archive) as tar:
         for member in tar:

@@ -1,4 +1,4 @@
-"""What a path such as `vllm.x.Class().attribute` stands for in a release, as far as reading tells.
+"""Resolution of paths such as `vllm.x.Class().attribute` in a release, by reading its sources.
 
 A path is a tuple of names; "()" stands for a call. Re-exports, base classes and the types of attributes are followed:
 annotations, constructors, and parameters that are kept as they came.
@@ -29,7 +29,7 @@ Trail = tuple[str, ...]
 CALL = "()"
 WRAPPERS = ("Annotated", "ClassVar", "Final", "Optional", "SkipValidation", "type")
 RECORDS = ("dataclass", "config", "NamedTuple", "Struct", "BaseModel")
-"""Of a decorator or base: the annotated fields are the parameters of the constructor."""
+"""Decorators and bases whose annotated fields are the parameters of the constructor."""
 
 
 class Symbols:
@@ -52,12 +52,12 @@ class Symbols:
         return thing
 
     def depth(self, path: Trail) -> int:
-        """How many of the first names are modules."""
+        """Number of the first names that are modules."""
         found = (at for at in range(1, len(path) + 1) if not isinstance(self.find(path[:at]), Module))
         return next(found, len(path) + 1) - 1
 
     def signature(self, path: Trail) -> Signature | None:
-        """Of a function, or of a class's constructor; None where the path leads to neither."""
+        """Signature of a function, or of a class's constructor; None if the path leads to neither."""
         thing = self.find(path)
         if isinstance(thing, Class):
             found = self._member(thing, "__init__")
@@ -152,7 +152,7 @@ class Symbols:
     # -- classes
 
     def _lineage(self, owner: Class, seen: frozenset[ast.ClassDef] = frozenset()) -> Iterator[Class]:
-        """The class and its bases in vLLM, depth first."""
+        """Class and its bases in vLLM, depth first."""
         yield owner
         for base in owner.node.bases:
             found = self._evaluated(base.value if isinstance(base, ast.Subscript) else base, owner.module)
@@ -202,7 +202,7 @@ class Symbols:
     # -- types
 
     def _type(self, thing: Value) -> Class | None:
-        """Of which class it is, if one class is all it can be."""
+        """Class of the value, if only one is possible."""
         if thing.function is not None:
             return None if thing.is_function else self._returned(thing)
         if thing.annotation is not None:
@@ -248,7 +248,7 @@ class Symbols:
     def _evaluated(
         self, value: ast.expr, module: str, owner: Class | None = None, within: Function | None = None
     ) -> Thing | None:
-        """What an expression stands for, the class in the place of its instances."""
+        """Symbol of an expression; for an instance its class."""
         found = self._read(value, module, owner, within)
         return None if isinstance(found, Unknown | Outside) else found
 

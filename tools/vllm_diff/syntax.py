@@ -1,4 +1,4 @@
-"""Small questions to Python's syntax trees."""
+"""Small queries of Python's syntax trees."""
 
 import ast
 from collections.abc import Iterator, Sequence
@@ -7,7 +7,7 @@ from tools.vllm_diff.signature import Function
 
 
 def statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements, with those inside `if`, `try` and `with`."""
+    """Statements of a body, with those inside `if`, `try` and `with`."""
     for statement in body:
         yield statement
         if not isinstance(statement, Function | ast.ClassDef):
@@ -17,7 +17,7 @@ def statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def assigned(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr | None, ast.expr | None]]:
-    """(target, value, annotation) of an assignment; the value only where it is the target's alone."""
+    """Target, value and annotation of an assignment; the value only if it is the target's alone."""
     match node:
         case ast.AnnAssign():
             yield node.target, node.value, node.annotation
@@ -32,7 +32,7 @@ def assigned(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr | None, ast.exp
 
 
 def kept(method: Function) -> Iterator[tuple[str, ast.expr | None, ast.expr | None]]:
-    """(attribute, value, annotation) of what a method assigns to its first argument's attributes."""
+    """Attribute, value and annotation of each assignment of a method to its first argument's attributes."""
     this = method.args.args[0].arg if method.args.args else None
     for node in ast.walk(method):
         for target, value, annotation in assigned(node):
@@ -48,7 +48,7 @@ def sides(union: ast.expr) -> list[ast.expr]:
 
 
 def last_names(expressions: Sequence[ast.expr]) -> list[str]:
-    """The last names of decorators, bases and annotations."""
+    """Last names of decorators, bases and annotations."""
     found = []
     for one in expressions:
         while isinstance(one, ast.Call | ast.Subscript):
@@ -65,7 +65,7 @@ def is_property(function: Function) -> bool:
 
 
 def sets_property(function: Function) -> bool:
-    """`@name.setter` or `@name.deleter`."""
+    """Return whether the function is a `@name.setter` or `@name.deleter`."""
     return bool({"setter", "deleter"} & set(last_names(function.decorator_list)))
 
 

@@ -1,4 +1,4 @@
-"""What a name in a module or class can stand for."""
+"""Kinds of symbols that a name in a module or class can stand for."""
 
 import ast
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ class Class:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Value:
-    """A function, or a variable with what is known of it."""
+    """A function, or a variable with its known attributes."""
 
     module: str
     function: Function | None = None
@@ -44,11 +44,11 @@ class Missing:
 @dataclass(frozen=True, slots=True)
 class Unknown:
     at: int
-    """Index in the path of the first name of which reading does not tell whether it exists."""
+    """Index in the path of the first name whose existence cannot be read off the sources."""
 
 
 class Outside:
-    """Of Python or torch, as a member of a dict or a tensor."""
+    """Symbol of Python or torch, such as a member of a dict or a tensor."""
 
 
 Thing = Module | Class | Value

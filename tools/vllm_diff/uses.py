@@ -1,4 +1,4 @@
-"""What a package of ours uses of vLLM, found by reading it, so that the list cannot go stale."""
+"""Uses of vLLM in a package of ours, found by reading it, so that the list cannot become outdated."""
 
 import ast
 from collections.abc import Iterator
@@ -12,16 +12,16 @@ from tools.vllm_diff.symbols import CALL, Trail
 from tools.vllm_diff.syntax import assigned
 
 OBJECT = frozenset(dir(object)) - {"__init__"} | {"__dict__", "__name__"}
-"""What everything has."""
+"""Names that every object has."""
 
 
 class Use(NamedTuple):
     path: Trail
     place: str  # file:line
-    own: bool = False  # the name is ours too: a use only where a base class of vLLM's has it
+    own: bool = False  # True if the name is ours too: a use only where a base class of vLLM's has it
     call: Call | None = None
-    whole: bool = False  # handed on: every parameter counts
-    replaced: bool = False  # vLLM calls something of ours in its place
+    whole: bool = False  # True if it is handed on: every parameter counts
+    replaced: bool = False  # True if vLLM calls something of ours in its place
     ours: Signature | None = None  # of that, where it is known
 
 
@@ -29,7 +29,7 @@ PLAIN = Use((), "")
 
 
 def uses(folder: Path) -> list[Use]:
-    """All uses in a package, file by file. Raises SyntaxError for a file that is not Python's."""
+    """Uses in a package, file by file. Raises SyntaxError for a file that is not Python's."""
     classes: dict[Trail, OwnClass] = {}
     readers, nodes = [], []
     for file in sorted(folder.rglob("*.py")):
@@ -62,7 +62,7 @@ class _Reader(ast.NodeVisitor):
             self.found.append(use._replace(path=path, place=f"{self.place}:{getattr(node, 'lineno', 0)}"))
 
     def _use_of(self, node: ast.expr, use: Use) -> None:
-        """A use of a name or an attribute, its inner parts aside."""
+        """Add a use of a name or an attribute, without its inner parts."""
         path = self.scope.path(node)
         if isinstance(node, ast.Attribute) and (base := self.scope.path(node.value)) is not None and base[0] != ROOT:
             own = self.scope.own_member(base[:-1] if base[-1] == CALL else base, node.attr) is not None
@@ -188,7 +188,7 @@ def _signature(function: Function) -> Signature:
 
 
 def _imports(tree: ast.Module, packages: tuple[str, ...]) -> Iterator[tuple[str, Trail]]:
-    """What the names imported from some packages stand for, in functions too."""
+    """Symbols that the names imported from some packages stand for, in functions too."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
             if node.module.split(".")[0] in packages:

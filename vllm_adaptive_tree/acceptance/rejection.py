@@ -1,4 +1,4 @@
-"""Testing siblings one by one (speculative sampling, Leviathan et al. 2023): the building block of every walk rule."""
+"""Tests of siblings one by one (speculative sampling, Leviathan et al. 2023), the building block of every walk rule."""
 
 from typing import NamedTuple
 
@@ -14,16 +14,6 @@ class Children(NamedTuple):
     tokens: Tensor  # [R, K], -1 pads
     num_planned: Tensor  # [R]: children the proposer decided to draw; more than `tokens` has if the tree was truncated
     max_children: int  # upper bound of `num_planned`, on the host
-
-    @property
-    def drawn(self) -> Tensor:
-        """The name of release 0.1 for `num_planned`."""
-        return self.num_planned
-
-    @property
-    def most(self) -> int:
-        """The name of release 0.1 for `max_children`."""
-        return self.max_children
 
 
 class TestState(NamedTuple):
@@ -88,5 +78,5 @@ def one_hot(x: Tensor, like: Tensor) -> Tensor:
 
 
 def rounding_mass(p: Tensor) -> float:
-    """Mass up to this may be rounding error."""
+    """Mass up to which it may be a rounding error."""
     return 1e-12 if p.dtype == torch.float64 else 1e-6

@@ -1,21 +1,11 @@
-"""The distribution of each sibling given the siblings before it, for every kind of children."""
-
-from typing import Literal
+"""Distribution of each sibling given the siblings before it, for every kind of children."""
 
 from torch import Tensor
 
 from vllm_adaptive_tree.acceptance.hub import without_argmax, without_best
 from vllm_adaptive_tree.acceptance.rejection import one_hot, where_rows, without
+from vllm_adaptive_tree.acceptance.rule import Kind
 from vllm_adaptive_tree.vocab_ops import topk_tokens
-
-Kind = Literal["one_hot", "without_replacement", "iid", "hub_pair", "top_k_plus_one"]
-"""How the children of a node are picked:
-
-- one_hot: deterministically, the top-k tokens of q (users write "top_k");
-- without_replacement, iid: sampled from q without or with replacement;
-- hub_pair: SpecHub's pairs, which always contain the argmax of q;
-- top_k_plus_one: the top k - 1 tokens of q and one sampled from the rest (greedy multi-draft).
-"""
 
 
 def first_child_probs(kind: Kind, q: Tensor, num_planned: Tensor, max_children: int, x: Tensor) -> Tensor:

@@ -20,11 +20,11 @@ def longest_continuation(
 ) -> Accepted:
     """Walk below every initial token and keep the longest path; on ties the first.
 
-    With one initial token this is `walk`. With more it is not lossless: which token is emitted depends on how well the
-    draft continues it.
+    With one initial token this is `walk`. With more it is not lossless: the emitted token depends on how well the draft
+    continues it.
 
     Args:
-        initial: [R] how many of a tree's first nodes are initial tokens; 0: an ordinary walk from the root.
+        initial: [R] number of a tree's first nodes that are initial tokens; 0: an ordinary walk from the root.
         draw, levels, proceed: as in `walk`; the draw at the root is used only for trees without initial tokens.
         most: upper bound of `initial`.
     """
@@ -37,11 +37,11 @@ def longest_continuation(
             forced = (node < 0) & (initial > number)
             return torch.where(forced, tree.tokens[:, number], token), may_go_on | forced
 
-        found = walk(tree, below, levels=levels, proceed=proceed)
-        accepted = (found.nodes >= 0).sum(1)
+        walked = walk(tree, below, levels=levels, proceed=proceed)
+        accepted = (walked.nodes >= 0).sum(1)
         better = (accepted > length) & ((initial > number) | (number == 0))
-        missing = (0, levels + 1 - found.tokens.shape[1])
-        padded = (torch.nn.functional.pad(part, missing, value=-1) for part in found)
+        missing = (0, levels + 1 - walked.tokens.shape[1])
+        padded = (torch.nn.functional.pad(part, missing, value=-1) for part in walked)
         kept = Accepted(*(torch.where(better[:, None], new, old) for new, old in zip(padded, kept, strict=True)))
         length = torch.where(better, accepted, length)
     return kept

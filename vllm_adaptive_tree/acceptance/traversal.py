@@ -6,10 +6,18 @@ import torch
 from torch import Tensor
 
 from vllm_adaptive_tree.acceptance.rejection import positive_part, rounding_mass, where_rows
-from vllm_adaptive_tree.acceptance.sibling_probs import Kind, first_child_probs, next_child_probs
+from vllm_adaptive_tree.acceptance.rule import Kind, Rule
+from vllm_adaptive_tree.acceptance.sibling_probs import first_child_probs, next_child_probs
 from vllm_adaptive_tree.acceptance.walk import Accepted
 from vllm_adaptive_tree.rng import RandomSource
 from vllm_adaptive_tree.trees import TreeBatch
+
+
+class Traversal(Rule):
+    """`traversal` as a rule."""
+
+    kinds = ("without_replacement", "iid", "hub_pair", "top_k_plus_one", "one_hot")
+    draw = None  # type: ignore[assignment]
 
 
 def traversal(
@@ -21,7 +29,7 @@ def traversal(
     *,
     levels: int,
     most: int,
-    among: Tensor | None = None,
+    active: Tensor | None = None,
     proceed: Callable[[Tensor], bool] = lambda active: True,
 ) -> Accepted:
     """Try to accept whole paths, deepest first; after a rejected leaf, continue with its next sibling.
@@ -32,10 +40,10 @@ def traversal(
 
     Args:
         p_rows: (node [R], active [R] bool) -> target distribution [R, V] at that node (-1: the root).
-        q_rows: node [R] -> draft distribution [R, V] its children were drawn from, and how many were planned [R].
+        q_rows: node [R] -> draft distribution [R, V] its children were drawn from, and the number planned [R].
         levels: upper bound of the depth.
         most: upper bound of the children planned for a node.
-        among: [R] bool, the requests to verify; the output of the others is undefined.
+        active: [R] bool, the requests to verify; the output of the others is undefined.
         proceed: called with `active`; returning false ends the loop early.
     """
     requests, slots = tree.tokens.shape
@@ -53,7 +61,7 @@ def traversal(
     acc = per_level(torch.ones_like(p[:, 0]))
     path, rank = per_level(root), per_level(torch.zeros_like(root))  # rank: number of deleted children
     depth = torch.zeros_like(root)
-    active = torch.ones_like(root, dtype=torch.bool) if among is None else among
+    active = torch.ones_like(root, dtype=torch.bool) if active is None else active
     end = root.clone()  # the step of acceptance
     for step in range(2 * slots + 1):
         step_rng = rng.fold_in(torch.full_like(root, step))

@@ -12,10 +12,10 @@ def context_bias(lengths: Tensor, width: int) -> Tensor:
 
 
 def window_bias(bias: Tensor, position: Tensor, key_position: Tensor, window: int) -> Tensor:
-    """`bias` [R, T, L] where a row sees the `window` last positions alone, its own included.
+    """`bias` [R, T, L] in which a row sees only the last `window` positions, its own included.
 
     Args:
-        position: [R, T] of each row: in a tree its root's plus its depth, whatever its place.
+        position: [R, T] of each row: in a tree its root's plus its depth, not its place in the list.
         key_position: [R, L] or [1, L] of each key.
         window: at least 1.
     """

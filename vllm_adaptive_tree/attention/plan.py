@@ -1,4 +1,4 @@
-"""Who computes what in tree attention: a work list that the device writes, from the lengths that only it knows."""
+"""Work list of tree attention, written by the device from lengths that the host does not know."""
 
 # ruff: noqa: N803
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped"
@@ -14,10 +14,10 @@ from torch import Tensor
 from vllm_adaptive_tree.trees.masks import WORD
 
 LANES = (16, 64, 128)
-"""Sizes of a query tile. Each is a compiled variant of the kernel."""
+"""Sizes of a query tile, each a compiled variant of the kernel."""
 MOST_SPLITS = 64
 TILES_PER_SPLIT = 4
-"""Tiles of keys; fewer are not worth a merge."""
+"""Least tiles of keys per split; smaller splits are not worth a merge."""
 
 
 @triton.jit(do_not_specialize=["requests", "rows", "slots", "least"], do_not_specialize_on_alignment=["row_start"])
@@ -37,7 +37,7 @@ def _plan(
     PADDED_REQUESTS: tl.constexpr,  # a power of two
     BLOCK: tl.constexpr,
 ):
-    """One program per request, which works out the shares of all and writes its own."""
+    """One program per request, which computes the shares of all and writes its own."""
     index = tl.arange(0, PADDED_REQUESTS)
     exists = index < requests
     start = tl.load(row_start + index, mask=exists, other=0)
@@ -94,7 +94,7 @@ class Tiling(NamedTuple):
 
     @classmethod
     def of(cls, group: int, head_size: int, element_size: int, rows_per_request: int) -> "Tiling":
-        """`group`: query heads of a KV head; `element_size` in bytes. What compiles with few or no spills."""
+        """`group`: query heads of a KV head; `element_size` in bytes. Sizes compile with few or no spills."""
         padded_head = triton.next_power_of_2(head_size)
         full = element_size > 2  # float32 is multiplied in three parts
         widest = min(max((16_384 if full else 32_768) // (padded_head * element_size), 16), LANES[-1])
@@ -104,12 +104,12 @@ class Tiling(NamedTuple):
         return cls(lanes, tile, 8 if lanes * padded_head >= 8192 else 4)
 
 
-class Plan:
-    """The work list and the partial results of tree attention, in buffers that never move.
+class AttentionPlan:
+    """Work list and partial results of tree attention, in persistent buffers.
 
-    `update` fills it once for all layers and, in drafting, for all levels of a step: one launch, without a look at
-    values on the host, so that a CUDA graph may hold it. The split of a context follows its length on the device, not
-    the shapes. Layers that run one after the other share a plan.
+    `update` fills it once for all layers and, in drafting, for all levels of a step: one launch that reads no value on
+    the host, so that a CUDA graph may hold it. The split of a context follows its length on the device, not the shapes.
+    Layers that run one after the other share a plan.
     """
 
     def __init__(
@@ -128,12 +128,12 @@ class Plan:
     ):
         """
         Args:
-            rows, requests: at most so many. The kernel `_plan` is compiled once per power of two of `requests`.
-            heads, kv_heads, head_size, dtype: of the queries and the cache; with `rows_per_request` they decide on the
+            rows, requests: upper bounds. The kernel `_plan` is compiled once per power of two of `requests`.
+            heads, kv_heads, head_size, dtype: of the queries and the cache; with `rows_per_request` they determine the
                 tiles.
             rows_per_request: usual rows of a request, e.g. 1 + N in verification, W in drafting; None: the mean.
             processors: multiprocessors to fill; None: the device's.
-            tiles_per_split: no split of a context is shorter, in tiles of keys.
+            tiles_per_split: least length of a context's split, in tiles of keys.
         """
         self.group, self.kv_heads = heads // kv_heads, kv_heads
         usual = triton.cdiv(rows, requests) if rows_per_request is None else rows_per_request

@@ -2,10 +2,10 @@
 
 A query tile is several rows times the query heads of one KV head. The context is read from the paged cache tile by
 tile; of the request's own rows, key tiles without an ancestor of any row of the query tile are skipped by the words of
-the tree mask, which in depth-first order is most of a large tree. Own rows stand in the cache behind their context, or,
-while a draft grows its tree, in a buffer beside it. A work list (`plan.Plan`) that the device has written deals the
-tiles and the parts of long contexts out to a fixed number of programs, and a second kernel merges the parts: a CUDA
-graph may hold the launches, and one compiled variant serves any batch.
+the tree mask, which in depth-first order is most of a large tree. Own rows are in the cache after their context, or,
+while a draft grows its tree, in a buffer beside it. A work list (`plan.AttentionPlan`) written by the device
+distributes the tiles and the parts of long contexts to a fixed number of programs, and a second kernel merges the
+parts: a CUDA graph may hold the launches, and one compiled variant serves any batch.
 """
 
 # ruff: noqa: N803, N806
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_adaptive_tree.attention.plan import Plan
+from vllm_adaptive_tree.attention.plan import AttentionPlan
 from vllm_adaptive_tree.trees.masks import WORD
 
 LOG2_E = 1.4426950408889634
@@ -34,7 +34,7 @@ def _dot(a, b, WIDEN: tl.constexpr):
 
 @triton.jit
 def _bits_set(words):
-    """Of int64, counted in parallel (Warren, Hacker's Delight, 5-1)."""
+    """Number of set bits of int64 words, counted in parallel (Warren, Hacker's Delight, 5-1)."""
     words = words - ((words >> 1) & 0x5555555555555555)
     words = (words & 0x3333333333333333) + ((words >> 2) & 0x3333333333333333)
     words = (words + (words >> 4)) & 0x0F0F0F0F0F0F0F0F
@@ -135,7 +135,7 @@ def _attend(
     BLOCK_SIZE: tl.constexpr,
     LANES: tl.constexpr,  # of a query tile: its rows times GROUP, padded to a power of two
     TILE: tl.constexpr,  # keys; divides WORD
-    OWN: tl.constexpr,  # whether own rows stand in `own_key` and `own_value`, not in the cache
+    OWN: tl.constexpr,  # True: own rows are in `own_key` and `own_value`, not in the cache
     READ_CONTEXT: tl.constexpr,
     WINDOW: tl.constexpr,  # positions that a row sees, its own included; 0: all
     SOFT_CAP: tl.constexpr,
@@ -185,7 +185,7 @@ def _attend(
                 total += 1.0
         if READ_CONTEXT:
             first_step = begin
-            if WINDOW:  # by position, whatever the place in the tree
+            if WINDOW:  # by position, not by place in the tree
                 left = tl.zeros([LANES], tl.int32) + (length - WINDOW)  # first position in each row's window
                 for word in range((own_rows + WORD - 1) // WORD):
                     left += _bits_set(tl.load(words + word, mask=live, other=0))
@@ -306,7 +306,7 @@ def tree_attention(
     scale: float,
     out: Tensor,
     *,
-    plan: Plan | None = None,
+    plan: AttentionPlan | None = None,
     own: OwnKeys | None = None,
     key_scale: float = 1.0,
     value_scale: float = 1.0,
@@ -315,14 +315,15 @@ def tree_attention(
     soft_cap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Like `reference.tree_attention`, accumulating in float32, without a host sync. A row that sees no key yields 0.
+    """Attend like `reference.tree_attention`, accumulating in float32, without a host sync. A row that sees no key
+    yields 0.
 
     Args:
         query, out: bfloat16, float16 or float32.
         key_cache, value_cache: of the same dtype, or of 8 bits (float8_e4m3fn, from sm_89 on).
-        plan: `Plan.update`d with `row_start` and `context`; None: makes one, for this call alone.
-        own: where the rows' own K/V is; None: in the cache, after the context.
-        key_scale, value_scale: what an 8-bit cache is to be multiplied with.
+        plan: `AttentionPlan.update`d with `row_start` and `context`; None: makes one, for this call alone.
+        own: the rows' own K/V; None: it is in the cache, after the context.
+        key_scale, value_scale: factors of an 8-bit cache.
         context_result: another kernel's attention over the contexts, [rows, H, D], and its log-sum-exp, [H, rows]
             float32; then only the requests' own rows are read here. Not with a `plan`, nor with what follows.
         window: as in the reference, and longer than a tree is deep: all ancestors are inside it.
@@ -344,7 +345,7 @@ def tree_attention(
         return out
 
     if plan is None:
-        plan = Plan(rows, requests, heads, kv_heads, head_size, query.dtype, query.device)
+        plan = AttentionPlan(rows, requests, heads, kv_heads, head_size, query.dtype, query.device)
         plan.update(row_start, context if context_result is None else torch.zeros_like(context))
     assert plan.partial.shape[1:] == (kv_heads, plan.lanes, head_size)
     assert len(plan.merges) >= rows

@@ -1,1 +1,1 @@
-"""Benchmarks: methods side by side, with plan, rounds, statistics and tables."""
+"""Benchmarks of methods side by side, with plan, rounds, statistics and tables."""

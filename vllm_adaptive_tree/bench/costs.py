@@ -15,8 +15,8 @@ ROUNDS, SECONDS = 5, 60.0  # of timing all sizes, at most
 
 
 def roofline(weights: float, most: int, *, width: float, bandwidth: float, operations: float) -> Curve:
-    """Seconds of a forward of up to `most` rows: the time to read the weights, or to do two operations per weight and
-    row, whichever is longer.
+    """Seconds of a forward of up to `most` rows: the longer of the times to read the weights, and to do two operations
+    per weight and row.
 
     `width`: bytes of a weight; `bandwidth`: bytes per second; `operations`: per second. Attention and launches are not
     counted.
@@ -27,7 +27,7 @@ def roofline(weights: float, most: int, *, width: float, bandwidth: float, opera
 
 def measured(name: str, model: str, draft: str, dtype: str, most: int) -> Hardware:
     """Costs of forwards of up to `most` rows on this machine, and seconds of a step outside the models."""
-    from vllm_adaptive_tree.engine.common.measuring import POINTS, fastest
+    from vllm_adaptive_tree.engine.startup.measuring import POINTS, fastest
     from vllm_adaptive_tree.engine.v1.startup_costs import draft_level, measured_costs, target_forward
 
     speculation = {"method": "opt_tree", "model": draft, "num_speculative_tokens": NODES, "tree": {"threshold": 0}}

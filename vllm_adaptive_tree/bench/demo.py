@@ -1,4 +1,4 @@
-"""The demo: a small benchmark that keeps all tokens, compares the texts and shows what was drafted."""
+"""Demo: a small benchmark that keeps all tokens, compares the texts and shows the drafted tokens."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,9 +20,9 @@ from vllm_adaptive_tree.bench.workloads import prompt_indices
 from vllm_adaptive_tree.report.tokens import Span, coloured, legend, spans
 
 FLOAT32_TIE = 1e-5
-"""Logits as close as this are a tie in any dtype."""
+"""Largest distance of two logits that counts as a tie in any dtype."""
 NUM_SHOWN = 2
-"""Texts on the console."""
+"""Number of texts on the console."""
 COLUMNS: tables.Columns[Row] = {  # 80 characters
     **{name: tables.SPEED[name] for name in ("method", "tokens/step", "nodes/step")},
     "tokens/s": lambda row: f"{row.tokens_per_second.median:,.0f}",
@@ -42,7 +42,7 @@ class Difference(NamedTuple):
     load: str
     config: str
     prompt: int
-    margin: float  # how far the lower logit of the two tokens is below the best one
+    margin: float  # distance of the lower logit of the two tokens from the best one
     near_tie: bool
 
     def __str__(self) -> str:
@@ -59,7 +59,7 @@ class DemoEngine(Offline):
         return {"dtype": str(self.dtype).removeprefix("torch."), "threads": torch.get_num_threads()}
 
     def read(self, steps: Sequence[list[int]]) -> tuple[str, list[Span]]:
-        """The text of one request, and what was drafted of it; not the last step, which `max_tokens` may have cut."""
+        """Text of one request, and its drafted tokens; without the last step, which `max_tokens` may have cut."""
         tokenizer = self.llm.get_tokenizer()
 
         def decode(tokens: list[int]) -> str:
@@ -68,8 +68,8 @@ class DemoEngine(Offline):
         return decode(flat(steps)), spans(steps[:-1], decode)
 
     def margin(self, prompt: int, ours: Sequence[int], theirs: Sequence[int]) -> tuple[float, bool]:
-        """Where two texts of a prompt first differ: how far the lower logit of the two tokens is below the best one,
-        and whether that is a near tie.
+        """Distance of the lower logit of the two tokens from the best one, where two texts of a prompt first differ,
+        and True if that is a near tie.
 
         A near tie: at most two steps of the dtype. The last bits depend on the number of rows of a forward.
         """
@@ -87,7 +87,7 @@ class DemoEngine(Offline):
 
 
 def configs(target: str, draft: str, head: str | None, *, chain: int, nodes: int) -> list[Config]:
-    """No speculation; vLLM's chain and OPT-Tree of the `draft`, and of a `head` as many tokens and nodes."""
+    """Configurations: no speculation; vLLM's chain and OPT-Tree of the `draft`, and of a `head` in the same sizes."""
 
     def both(draft: str, names: tuple[str, str]) -> list[Config]:
         tree = {"method": "opt_tree", "model": draft, "num_speculative_tokens": nodes}
@@ -117,7 +117,7 @@ class Demo:
         self.about: dict[str, Any] = {}
 
     def run(self, *, together: bool, progress: Progress) -> None:
-        """Engines that are alive `together` take turns, others follow each other.
+        """Run the rounds. Engines that are alive `together` take turns, others follow each other.
 
         Raises RuntimeError if an engine fails, or vLLM's counters contradict the tokens that arrived.
         """
@@ -143,7 +143,7 @@ class Demo:
                     self.about = engine.call("about")
 
     def steps(self, cell: Cell, config: str) -> dict[int, list[list[list[int]]]]:
-        """Prompt -> the steps [step][token] of its requests, round by round."""
+        """Prompt -> steps [step][token] of its requests, round by round."""
         found: dict[int, list[list[list[int]]]] = {index: [] for index in range(len(self.setup.prompts))}
         for one in self.rounds:
             if one.cell == cell.name:
@@ -195,7 +195,7 @@ class Demo:
         return found
 
     def to_json(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """All figures and texts."""
+        """Figures and texts of the demo."""
         return {
             **to_json(settings, self.rows(), [], {}),
             "prompts": list(self.setup.prompts),
@@ -206,7 +206,7 @@ class Demo:
 
 
 def check_counters(found: Measurement, config: Config) -> None:
-    """Raises RuntimeError if vLLM's counters contradict the tokens that arrived.
+    """Check vLLM's counters; raises RuntimeError if they contradict the tokens that arrived.
 
     Accepted tokens are counted before `max_tokens` cuts the last step of a request.
     """

@@ -1,4 +1,4 @@
-"""The bundled models, and the environment in which a measurement's engines start."""
+"""Bundled models, and the environment in which a measurement's engines start."""
 
 import os
 from pathlib import Path
@@ -14,7 +14,7 @@ ENVIRONMENT = {
 
 
 def set_environment(model: str, draft: str, *, enlarged: bool = False, cache: int | None = 1) -> None:
-    """Set what the user has not set; `cache`: GiB for K/V, None: as the engine's arguments say."""
+    """Set the variables that the user has not set; `cache`: GiB for K/V, None: as the engine's arguments say."""
     settings = dict(ENVIRONMENT)
     if cache is not None:
         settings["VLLM_CPU_KVCACHE_SPACE"] = str(cache)
@@ -27,5 +27,5 @@ def set_environment(model: str, draft: str, *, enlarged: bool = False, cache: in
 
 
 def shown(model: str) -> str:
-    """A bundled model by its place in the package, any other as given."""
+    """Path of a model: of a bundled one inside the package, of any other as given."""
     return Path(model).relative_to(PACKAGE).as_posix() if Path(model).is_relative_to(PACKAGE) else model

@@ -1,4 +1,4 @@
-"""The first steps of a cold engine, compared with one that starts from what an earlier process has learnt."""
+"""First steps of a cold engine, compared with those of one that starts from an earlier process's profile."""
 
 import shutil
 from collections.abc import Callable, Sequence

@@ -1,6 +1,6 @@
 """Models made for a measurement: a larger target with the same function, a draft with random weights.
 
-A step of a small trained model costs next to nothing, unlike that of any model in use.
+A step of a small trained model costs almost nothing, unlike that of any model in use.
 """
 
 import json
@@ -13,25 +13,21 @@ MULTIPLE = 64  # of the intermediate size, as kernels expect
 
 
 def chain(target: str, draft: str, tokens: int) -> dict[str, Any]:
-    """The `speculative_config` of vLLM's own speculation with the same draft, `tokens` at a time."""
-    from vllm_adaptive_tree.drafters import DRAFTERS, ONE_FORWARD
+    """`speculative_config` of vLLM's own speculation with the same draft, `tokens` at a time."""
+    from vllm_adaptive_tree.drafters import DRAFTERS
     from vllm_adaptive_tree.engine.checkpoint import Checkpoint
-    from vllm_adaptive_tree.engine.draft_kind import VLLM_METHODS, kind_of
-    from vllm_adaptive_tree.engine.one_forward import levels_of
+    from vllm_adaptive_tree.engine.drafts.registry import kind_of
 
-    if draft in DRAFTERS.names() and not Path(draft).is_dir():
-        lookup = {"prompt_lookup_min": 1, "prompt_lookup_max": 4} if draft == "ngram" else {}  # as ours
-        return {"method": draft, "num_speculative_tokens": tokens, **lookup}
+    if draft in DRAFTERS and not Path(draft).is_dir():
+        return {"method": draft, "num_speculative_tokens": tokens, **DRAFTERS[draft].chain_keys}
     checkpoint = Checkpoint.read(draft, None, trust_remote_code=False)
     kind = kind_of(checkpoint, said=None, target=target)
-    if kind in ONE_FORWARD:
-        tokens = min(tokens, levels_of(checkpoint, kind))
-    spec = {"method": VLLM_METHODS[kind], "model": draft, "num_speculative_tokens": tokens}
-    return spec | ({"parallel_drafting": True} if kind == "peagle" else {})
+    tokens = min(tokens, kind.levels(checkpoint) or tokens)
+    return {"method": kind.method, "model": draft, "num_speculative_tokens": tokens, **kind.chain_keys}
 
 
 def enlarge(source: Path, target: Path, to: int) -> int:
-    """Write a copy of a Llama-like checkpoint with about `to` parameters; returns how many it has.
+    """Write a copy of a Llama-like checkpoint with about `to` parameters; returns their number.
 
     The new units' gate and up projections have the scale of the old ones, so kernels do the same work; their columns of
     the down-projection are zero, so their output is never used.
@@ -41,17 +37,21 @@ def enlarge(source: Path, target: Path, to: int) -> int:
         OSError: a file cannot be read or written.
     """
     import torch
+    from safetensors import SafetensorError
     from safetensors.torch import load_file, save_file
 
     if target.resolve() == source.resolve():
         raise ValueError(f"{target} is the model itself; name another folder")
     weights: dict[str, torch.Tensor] = {}
     for file in sorted(source.glob("*.safetensors")):
-        weights |= load_file(file)
+        try:
+            weights |= load_file(file)
+        except SafetensorError as error:
+            raise ValueError(f"{file} is damaged: {error}") from error
     config: dict[str, Any] = json.loads((source / "config.json").read_text())
     old = config.get("intermediate_size")
-    names = [name for name in weights if name.split(".")[-2] in PROJECTIONS]
-    if not names or old is None:
+    names = [name for name in weights if _module(name) in PROJECTIONS]
+    if not names or not isinstance(old, int) or old < 1:
         raise ValueError(f"{source} has no MLP of gate, up and down projections; enlarge a Llama-like model")
     count = sum(weight.numel() for weight in weights.values())
     width = sum(weights[name].numel() for name in names) // old  # parameters of one unit in all layers
@@ -61,7 +61,7 @@ def enlarge(source: Path, target: Path, to: int) -> int:
     generator = torch.Generator().manual_seed(0)
     for name in names:
         weight = weights[name]
-        down = name.split(".")[-2] == "down_proj"
+        down = _module(name) == "down_proj"
         shape = (weight.shape[0], units) if down else (units, weight.shape[1])
         new = torch.zeros(shape) if down else torch.randn(shape, generator=generator) * weight.float().std()
         weights[name] = torch.cat([weight, new.to(weight.dtype)], dim=1 if down else 0).contiguous()
@@ -71,8 +71,13 @@ def enlarge(source: Path, target: Path, to: int) -> int:
     return sum(weight.numel() for weight in weights.values())
 
 
+def _module(name: str) -> str:
+    """Of a weight: `x.down_proj.weight` is one of `down_proj`."""
+    return name.rpartition(".")[0].rpartition(".")[2]
+
+
 def enlarged(source: str, folder: Path, to: int) -> tuple[str, int]:
-    """Folder and number of parameters of a larger model with the same function, written once.
+    """Folder and number of parameters of a larger model with the same function, which is written once.
 
     Raises:
         ValueError: the model is no folder, or cannot be enlarged.

@@ -1,4 +1,4 @@
-"""An engine without a server, stepped here; runs inside a process of its own (`process.py`)."""
+"""Engine without a server, stepped here; it runs inside a process of its own (`process.py`)."""
 
 import logging
 import os
@@ -17,13 +17,13 @@ from vllm_adaptive_tree.bench.workloads import prompt_indices, prompts_of_phase
 
 MAX_MODEL_LEN = 1024
 MIN_BATCHED_TOKENS = 512
-"""vLLM warms up with as many tokens as a step may have; its default takes tens of seconds on a CPU."""
+"""Least tokens of a step: vLLM warms up with as many as it may have, and its default takes tens of seconds on a CPU."""
 BURSTS = 2
-"""Bursts of a round of a bursty load."""
+"""Bursts per round of a bursty load."""
 FIRST_STEPS = 64
-"""Steps measured of an engine that starts cold, or warm."""
+"""Steps that are measured of an engine that starts cold, or warm."""
 BURSTY_LENGTH = 4
-"""Requests of a bursty load are longer by this factor; otherwise most of a burst would be prefill."""
+"""Factor of the length of requests of a bursty load; otherwise most of a burst would be prefill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Setup:
 
     @classmethod
     def of(cls, configs: Sequence[Config], concurrency: int, **settings: Any) -> Self:
-        """A setup that verifies every tree of `concurrency` requests in its full size."""
+        """Setup that verifies every tree of `concurrency` requests in its full size."""
         nodes = max((one.speculation["num_speculative_tokens"] for one in configs if one.speculation), default=0)
         tokens = max(MIN_BATCHED_TOKENS, concurrency * (nodes + 2))
         return cls(max_num_seqs=concurrency, max_num_batched_tokens=tokens, **settings)
@@ -64,7 +64,7 @@ class Setup:
 
 class Offline:
     keep_tokens: ClassVar[bool] = False
-    """Whether measurements contain the tokens of every step, and not only their checksums."""
+    """True if measurements contain the tokens of every step, and not only their checksums."""
 
     def __init__(self, config: Config, setup: Setup):
         logging.getLogger("vllm").setLevel(logging.ERROR)
@@ -95,7 +95,7 @@ class Offline:
         return replace(measure(cell, number), repaired=self.repaired and cell.sampled)
 
     def _steady(self, cell: Cell, number: int) -> Measurement:
-        """A request that ends makes room for the next."""
+        """Measure a steady load: a request that ends makes room for the next."""
         prompts = self._prompts_of_round(cell, number)
         running: dict[str, RequestTiming] = {}
         requests: list[RequestTiming] = []
@@ -109,7 +109,7 @@ class Offline:
         return self._measured(run, requests)
 
     def _first(self, cell: Cell, number: int) -> Measurement:
-        """The first `FIRST_STEPS` steps after the prefill of one batch."""
+        """Measure the first `FIRST_STEPS` steps after the prefill of one batch."""
         running: dict[str, RequestTiming] = {}
         self._top_up(running, cell.concurrency, iter(self._prompts_of_round(cell, number)), cell)
         while not all(one.steps for one in running.values()):
@@ -126,7 +126,7 @@ class Offline:
         return replace(found, tokens=tokens, outputs=[])
 
     def _bursty(self, cell: Cell, number: int) -> Measurement:
-        """One request and many in turn. A request that ends makes room for the next; surplus ones are aborted."""
+        """Measure one request and many in turn. A request that ends makes room for the next; a surplus is aborted."""
         running: dict[str, RequestTiming] = {}
         requests: list[RequestTiming] = []
         totals: dict[str, list[float]] = {"1": [0, 0.0], str(cell.concurrency): [0, 0.0]}
@@ -149,7 +149,7 @@ class Offline:
         return replace(self._measured(run, requests), outputs=[], bursty=totals)
 
     def _measured(self, run: Callable[[], None], requests: list[RequestTiming]) -> Measurement:
-        """What `run` does, to `requests` among others."""
+        """Measurement of `run`, which handles `requests` among others."""
         before, background, started = self._counters(), BackgroundLoad([os.getpid()]), time.perf_counter()
         run()
         counted, seconds = self._counters().since(before), time.perf_counter() - started
@@ -185,7 +185,7 @@ class Offline:
         return name
 
     def _step(self, running: dict[str, RequestTiming]) -> int:
-        """One step of the engine; returns how many tokens it brought. Finished requests leave `running`."""
+        """Run one step of the engine; returns the number of its tokens. Finished requests leave `running`."""
         outputs, count = self.engine.step(), 0
         now = time.perf_counter()
         for output in outputs:
@@ -201,7 +201,7 @@ class Offline:
         return Counters.read(self._samples())
 
     def _samples(self) -> Iterator[tuple[str, dict[str, str], float]]:
-        """Metrics under the names of a server's /metrics."""
+        """Samples of the metrics, under the names of a server's /metrics."""
         for metric in self.llm.get_metrics():
             if hasattr(metric, "sum"):  # a histogram
                 yield f"{metric.name}_sum", metric.labels, metric.sum

@@ -1,4 +1,4 @@
-"""The plan of a run: configurations, cells (loads), and which engines are alive together."""
+"""Plan of a run: configurations, cells (loads), and the engines that are alive together."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -6,11 +6,11 @@ from typing import Any, Literal, NamedTuple
 
 BASE = "no speculation"
 MAX_ENGINES = 3
-"""Engines alive at a time: each holds its weights and its cache."""
+"""Most engines alive at a time: each holds its weights and its cache."""
 
 Place = Literal["offline", "server", "bursty", "first"]
 Role = Literal["base", "chain", "method", "stress draft"]
-"""A stress draft is an unusual one, which a budget has to survive; it runs offline and greedy."""
+"""Roles of a configuration. A stress draft is an unusual one for a budget to handle; it runs offline and greedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Config:
 
     @property
     def fixed(self) -> bool:
-        """Whether its trees do not depend on the load."""
+        """True if its trees do not depend on the load."""
         tree = (self.speculation or {}).get("tree", {})
         return self.role in ("base", "chain") or tree.get("budget", "auto") != "auto"
 
@@ -34,7 +34,7 @@ class Cell:
     place: Place
     concurrency: int  # of a bursty load: the highest
     sampled: bool = False  # with the model's own sampling; else greedy
-    requests: int | None = None  # of a round; None: as many as `workloads` thinks enough
+    requests: int | None = None  # of a round; None: the default of `workloads`
 
     @property
     def name(self) -> str:
@@ -52,7 +52,7 @@ class Cell:
 
 
 class Stage(NamedTuple):
-    """Engines that are alive together, and the cells that they take turns in."""
+    """Engines that are alive together, and the cells that they measure in turn."""
 
     served: bool  # through the server
     configs: tuple[Config, ...]
@@ -64,7 +64,7 @@ class Stage(NamedTuple):
 
 
 def groups(configs: Sequence[Config], alive: int = MAX_ENGINES) -> list[tuple[Config, ...]]:
-    """The base with `alive` - 1 others at a time: each method with a chain while there are chains, those of about 3
+    """Groups of the base with `alive` - 1 others: each method with a chain while there are chains, those of about 3
     tokens first. Where only chains are left, the first method takes the base's place, so that every chain is
     interleaved with a method; its ratio to the base goes through that.
     """
@@ -83,7 +83,7 @@ def groups(configs: Sequence[Config], alive: int = MAX_ENGINES) -> list[tuple[Co
 
 
 def stages(configs: Sequence[Config], cells: Sequence[Cell]) -> list[Stage]:
-    """In the order in which they run: the most important first."""
+    """Stages in the order in which they run: the most important first."""
     found = []
     for served in (False, True):
         own = [cell for cell in cells if (cell.place == "server") == served]

@@ -32,7 +32,7 @@ def draw(folder: Path, cells: Sequence[Cell], configs: Sequence[Config], rows: S
 
 
 def _throughput(pyplot: Any, cells: Sequence[Cell], configs: Sequence[Config], rows: Sequence[Row]) -> Any:
-    """One panel per kind of load; bars are 90 % intervals."""
+    """Draw one panel per kind of load; bars are 90 % intervals."""
     panels: dict[tuple[str, bool], list[Cell]] = {}
     for cell in cells:
         if _of(rows, cell):
@@ -70,7 +70,7 @@ def _throughput(pyplot: Any, cells: Sequence[Cell], configs: Sequence[Config], r
 
 
 def _tokens_per_step(pyplot: Any, cells: Sequence[Cell], configs: Sequence[Config], rows: Sequence[Row]) -> Any:
-    """Offline and greedy; a chain is a tree of K nodes in a line."""
+    """Draw offline and greedy cells; a chain is a tree of K nodes in a line."""
     own = [cell for cell in cells if cell.place == "offline" and not cell.sampled and _of(rows, cell)]
     if not own:
         return None

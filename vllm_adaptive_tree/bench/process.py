@@ -1,4 +1,4 @@
-"""An engine in a process of its own, idle between rounds; the engine ends with the process."""
+"""Engine in a process of its own, idle between rounds; the engine ends with the process."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ STOP_SECONDS = 20.0
 
 
 class EngineProcess:
-    """A process with an engine of class `kind`. Its output goes to `log`; without one, to where this process's goes.
+    """A process with an engine of class `kind`. Its output goes to `log`; without one, to this process's output.
 
     Raises RuntimeError if the engine fails to start or ends.
     """
@@ -41,7 +41,7 @@ class EngineProcess:
         return found
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """What that method of the engine returns."""
+        """Call a method of the engine and return its result."""
         self.connection.send((method, arguments))
         return self._answer()
 
@@ -68,7 +68,7 @@ class EngineProcess:
 
 
 def _serve(connection: Connection, config: Config, setup: Setup, log: Path | None, kind: type[Offline]) -> None:
-    """In the process: answer calls until told to stop, or until the parent is gone."""
+    """Answer calls in the process, until told to stop, or until the parent is gone."""
     if log is not None:
         with log.open("ab") as file:
             os.dup2(file.fileno(), sys.stdout.fileno())

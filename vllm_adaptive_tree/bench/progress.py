@@ -20,12 +20,12 @@ class Progress:
         self.total = self.bar.total = total
 
     def update(self) -> None:
-        """One engine has finished a round."""
+        """Note that one engine has finished a round."""
         self.done += 1
         self.bar.update()
 
     def say(self, text: str) -> None:
-        """Say what comes next."""
+        """Show the next action."""
         self.bar.set_description_str(text)
         if not self.terminal and time.monotonic() - self.written > LINE_SECONDS:
             self.written = time.monotonic()

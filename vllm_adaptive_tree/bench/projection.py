@@ -1,7 +1,6 @@
-"""Projection of the measured acceptance to other hardware: what its costs would make of the same trees."""
+"""Projection of the measured acceptance to the costs of other hardware, with the same trees."""
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ from vllm_adaptive_tree.budget import Costs
 class Hardware(NamedTuple):
     """Costs of one pair of models on one machine, as a cost file has them."""
 
-    name: str  # says whether they were measured
+    name: str  # tells if they were measured or estimated
     costs: Costs
     step: float = 0.0  # seconds of a step outside both models
 
@@ -24,7 +23,7 @@ class Hardware(NamedTuple):
         return self.costs.verify.cost(requests * (1 + nodes)) + draft + self.step
 
     def to_json(self) -> dict[str, Any]:
-        """The content of a cost file, which `tree: {"cost_profile": ..}` reads too."""
+        """Content of a cost file, which `tree: {"cost_profile": ..}` reads too."""
         return {"name": self.name, "step": self.step, "costs": self.costs.to_json()}
 
 
@@ -42,14 +41,6 @@ def read_hardware(file: Path) -> Hardware:
     """
     try:
         data: dict[str, Any] = json.loads(file.read_text())
-        if "costs" not in data:  # release 0.1
-            costs = {"verify": data["verify"], "draft": data["draft"], "context": 0.0}
-            data = {"name": data["name"], "step": data["step"], "costs": costs}
-            print(
-                f"{file}: this format will not be read by the next release; write it anew with `vllm-adaptive-tree "
-                'costs`, or move "verify" and "draft" into {"costs": {"verify": .., "draft": .., "context": 0}}',
-                file=sys.stderr,
-            )
         found = Hardware(str(data.get("name", file.stem)), Costs.from_json(data["costs"]), float(data.get("step", 0)))
         if found.step < 0:
             raise ValueError('"step" is negative')
@@ -65,7 +56,7 @@ def read_hardware(file: Path) -> Hardware:
 def project(
     hardware: Hardware, cells: Sequence[Cell], configs: Sequence[Config], rows: Sequence[Row]
 ) -> list[Projected]:
-    """Steady loads only; prefill and attention to long contexts are not counted."""
+    """Project steady loads; prefill and attention to long contexts are not counted."""
     by_name = {config.name: config for config in configs}
     found = []
     for cell in cells:

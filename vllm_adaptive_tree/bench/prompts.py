@@ -1,4 +1,4 @@
-"""Prompts: files of them, and those of the demo, in the style of Python's standard library as is the bundled pair."""
+"""Prompts: files of them, and those of the demo, in the style of Python's standard library, like the bundled pair."""
 
 import re
 from pathlib import Path

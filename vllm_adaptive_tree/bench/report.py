@@ -18,7 +18,7 @@ from vllm_adaptive_tree.bench.rounds import Round
 from vllm_adaptive_tree.bench.statistics import row_to_json
 from vllm_adaptive_tree.files import atomic_write
 
-MIN_WIDTH = 140  # of the console; an interval that is cut off says nothing
+MIN_WIDTH = 140  # of the console, so that no interval is cut off
 
 
 def report(

@@ -1,4 +1,4 @@
-"""Arrival times of tokens, and the engine's counters: the same for an engine in a process and for a server."""
+"""Arrival times of tokens, and the engine's counters, for an engine in a process and for a server."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ DEPTHS = "vllm:adaptive_tree_nodes_total"
 
 @dataclass(slots=True)
 class RequestTiming:
-    """One request: the tokens of each step that brought any, and the times of the first and the last of these steps."""
+    """One request: its tokens by step, for steps with any, and the times of the first and the last of these steps."""
 
     steps: list[list[int]] = field(default_factory=list)  # the first one is the prefill's
     first: float = 0.0  # seconds
@@ -56,7 +56,7 @@ class Counters(NamedTuple):
 
     @classmethod
     def read(cls, samples: Iterable[tuple[str, Mapping[str, str], float]]) -> Self:
-        """From samples (name, labels, value)."""
+        """Counters from samples (name, labels, value)."""
         found = cls(dict.fromkeys(COUNTERS.values(), 0.0), {}, {})
         for name, labels, value in samples:
             if name in COUNTERS:

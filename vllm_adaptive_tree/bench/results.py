@@ -13,7 +13,7 @@ from vllm_adaptive_tree.bench.statistics import ByRound, Estimate, median, perce
 
 PHASES = ("draft", "tree", "verify", "accept", "commit")
 FORWARDS = ("draft", "verify")
-"""The phases in which a model runs."""
+"""Phases in which a model runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class BurstyRow:
-    """One phase of a bursty load."""
+    """Result of one phase of a bursty load."""
 
     config: str
     concurrency: int
@@ -51,7 +51,7 @@ class BurstyRow:
 
 
 class Series:
-    """The rounds of one cell, by stage and configuration."""
+    """Rounds of one cell, by stage and configuration."""
 
     def __init__(self, cell: Cell, rounds: Iterable[Round]):
         self.cell = cell
@@ -63,13 +63,13 @@ class Series:
         return [one.measured[config] for one in self.rounds if config in one.measured]
 
     def speeds(self, config: str, stage: str | None = None, phase: str | None = None) -> ByRound:
-        """Tokens per second by the number of the round, of one stage; of all stages by a running number."""
+        """Tokens per second of one stage, by the number of the round; of all stages, by a running number."""
         chosen = [one for one in self.rounds if config in one.measured and stage in (None, one.stage)]
         return {one.number if stage else index: _speed(one.measured[config], phase) for index, one in enumerate(chosen)}
 
     def compared(self, config: str, other: str, phase: str | None = None) -> Estimate | None:
-        """`config` over `other`: in interleaved rounds if there are enough, else through a third configuration that was
-        interleaved with both."""
+        """Ratio of `config` to `other`: in interleaved rounds if there are enough, else through a third configuration
+        that was interleaved with both."""
         for stage in self.stages:
             direct = ratio(self.speeds(config, stage, phase), self.speeds(other, stage, phase))
             if direct is not None:
@@ -87,7 +87,7 @@ class Series:
         return None
 
     def best(self, names: Sequence[str], phase: str | None = None) -> str | None:
-        """The fastest of those that ran, relative to the base."""
+        """Fastest of those that ran, relative to the base."""
         found = {}
         for name in names:
             if name == BASE and self.of(BASE):
@@ -191,5 +191,4 @@ def to_json(
     settings: Mapping[str, Any], rows: Sequence[Row], bursty: Sequence[BurstyRow], failures: Mapping[str, str]
 ) -> dict[str, Any]:
     phases = [row_to_json(row) for row in bursty]
-    data = {"settings": settings, "rows": [row_to_json(row) for row in rows], "bursty": phases, "failures": failures}
-    return {**data, "swing": phases}  # the key of release 0.1
+    return {"settings": settings, "rows": [row_to_json(row) for row in rows], "bursty": phases, "failures": failures}

@@ -14,7 +14,7 @@ FORMAT = 2
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One engine's figures of one round of one cell."""
+    """Figures of one engine for one round of one cell."""
 
     seconds: float
     tokens: int
@@ -57,14 +57,14 @@ class Round(NamedTuple):
 
 
 class Store:
-    """A folder with the settings of a run and the rounds that it has finished."""
+    """Folder with the settings of a run and its finished rounds."""
 
     def __init__(self, folder: Path, rounds: Sequence[Round]):
         self.folder, self.rounds = folder, list(rounds)
 
     @classmethod
     def open(cls, folder: Path, settings: Mapping[str, Any]) -> Self:
-        """The folder of a new run, or of an earlier one with the same `settings` (JSON).
+        """Open the folder of a new run, or of an earlier one with the same `settings` (JSON).
 
         Raises:
             ValueError: the folder belongs to a run with other settings, or holds something else.
@@ -82,5 +82,5 @@ class Store:
         atomic_write(self.folder / ROUNDS, "".join(json.dumps(one.to_json()) + "\n" for one in self.rounds).encode())
 
     def numbers(self, stage: str, cell: str) -> set[int]:
-        """The rounds of that cell that are finished."""
+        """Numbers of the finished rounds of that cell."""
         return {one.number for one in self.rounds if (one.stage, one.cell) == (stage, cell)}

@@ -1,4 +1,4 @@
-"""A run of `vllm-adaptive-tree bench`: from command-line options to a plan, its rounds and a report."""
+"""Run of `vllm-adaptive-tree bench`: from command-line options to a plan, its rounds and a report."""
 
 import os
 import platform
@@ -23,7 +23,7 @@ from vllm_adaptive_tree.bench.workloads import checksum, standard_library
 from vllm_adaptive_tree.version import __version__
 
 COLD = {"cost_profile": None}
-"""Of tree methods, unless a --config says otherwise: a run does not depend on what earlier ones have learnt."""
+"""Options of tree methods, unless a --config sets others: a run must not depend on the profiles of earlier ones."""
 RECORDED = (
     *("enlarge_to", "dtype", "eager", "nodes", "methods", "chains", "random_draft", "self_draft", "concurrency"),
     *("sampled", "server", "first_steps", "requests_per_slot", "max_tokens", "max_model_len"),
@@ -32,7 +32,7 @@ RECORDED = (
 
 
 def run(options: Namespace) -> int:
-    """Returns 1 if something did not run, 130 if interrupted, else 0.
+    """Run the benchmark. Returns 1 if something did not run, 130 if interrupted, else 0.
 
     Raises:
         ValueError: options contradict each other, or --out belongs to another run.
@@ -90,7 +90,7 @@ def run(options: Namespace) -> int:
 
 
 def cells(options: Namespace) -> list[Cell]:
-    """Raises ValueError if no load is asked for."""
+    """Cells of the options. Raises ValueError if no load is asked for."""
 
     def requests(count: int) -> int | None:
         return options.requests_per_slot and options.requests_per_slot * count
@@ -128,7 +128,7 @@ def configs(options: Namespace, target: str) -> list[Config]:
 
 
 def check_names(options: Namespace) -> None:
-    """Raises ValueError if two configurations have the same name."""
+    """Check names; raises ValueError if two configurations have the same one."""
     names = [BASE, *(f"chain {count}" for count in options.chains), *options.methods]
     names += [*(name for name, _ in options.config), "random draft", "self draft"]
     if twice := sorted({name for name in names if names.count(name) > 1}):
@@ -136,7 +136,7 @@ def check_names(options: Namespace) -> None:
 
 
 def settings_of(options: Namespace) -> dict[str, Any]:
-    """Everything that the rounds depend on; more rounds and more minutes resume a run with the same settings."""
+    """Settings that the rounds depend on; more rounds and more minutes resume a run with the same settings."""
     import vllm
 
     return {

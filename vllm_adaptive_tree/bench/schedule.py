@@ -1,4 +1,4 @@
-"""The order of rounds: every engine of a stage once per cell, then again, until all are done or time is up."""
+"""Order of rounds: every engine of a stage once per cell, then again, until all are done or time is up."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from vllm_adaptive_tree.bench.rounds import Measurement, Round, Store
 
 class Engine(Protocol):
     def measure(self, cell: Cell, number: int) -> Measurement:
-        """Round `number` of a cell; 0 is the warm-up."""
+        """Measure round `number` of a cell; 0 is the warm-up."""
 
     def close(self) -> None: ...
 
@@ -95,7 +95,7 @@ class Schedule:
                             self.store.add(Round(stage.name, cell.name, number, found))
 
     def _fitting(self, stage: Stage, engines: dict[str, Engine], until: float, seconds: dict[str, float]) -> list[Cell]:
-        """The open cells whose rounds fit, in order, each after a warm-up; always including a stage's first one."""
+        """Open cells whose rounds fit, in order, each after a warm-up; always including a stage's first one."""
         cells: list[Cell] = []
         planned = 0.0
         first = not seconds

@@ -31,7 +31,7 @@ PR_SET_PDEATHSIG = 1  # of Linux
 
 
 class Server:
-    """Raises RuntimeError if the server fails to start; its output is in `log`."""
+    """vLLM's server; raises RuntimeError if it fails to start. Its output is in `log`."""
 
     def __init__(self, config: Config, setup: Setup, log: Path):
         self.setup, self.name, self.log = setup, config.name, log
@@ -100,7 +100,7 @@ class Server:
         raise RuntimeError(f"the server of {self.name!r} was not ready after {START_SECONDS:.0f} s; see {self.log}")
 
     async def _ask(self, prompts: Sequence[str], clients: int) -> tuple[list[RequestTiming], float]:
-        """Every client sends its next prompt when the previous answer is complete."""
+        """Send the prompts; every client sends its next one when the previous answer is complete."""
         import aiohttp
 
         free = asyncio.Semaphore(clients)
@@ -155,6 +155,6 @@ class Server:
 
 
 def _end_with_parent() -> None:
-    """Runs in the child before the server: it gets SIGTERM when this process is killed."""
+    """Run in the child before the server: it gets SIGTERM when this process is killed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

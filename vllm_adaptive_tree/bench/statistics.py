@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 MIN_ROUNDS = 5
-"""No ratio is given from fewer."""
+"""Fewest rounds for a ratio."""
 RESAMPLES = 4000
 SEED = 0
 LOW, HIGH = 0.05, 0.95  # a 90 % interval
@@ -23,13 +23,13 @@ class Estimate(NamedTuple):
 
 
 def row_to_json(row: Any) -> dict[str, Any]:
-    """A dataclass with estimates in its fields."""
+    """JSON of a dataclass with estimates in its fields."""
     values = {field.name: getattr(row, field.name) for field in fields(row)}
     return {name: value._asdict() if isinstance(value, Estimate) else value for name, value in values.items()}
 
 
 def median(values: ByRound) -> Estimate | None:
-    """None without a value; from fewer rounds than MIN_ROUNDS the interval is their range."""
+    """Median of the rounds; None without a value. From fewer rounds than MIN_ROUNDS the interval is their range."""
     if not values:
         return None
     seen = np.array(list(values.values()), dtype=float)
@@ -48,7 +48,7 @@ def ratio(above: ByRound, below: ByRound) -> Estimate | None:
 
 
 def ratio_through(above: ByRound, above_base: ByRound, below: ByRound, below_base: ByRound) -> Estimate | None:
-    """Ratio of two that never ran side by side: each over the base of its own rounds, then one over the other."""
+    """Ratio of two series that never ran side by side: of their ratios to the base of their own rounds."""
     ratios = []
     for values, base in ((above, above_base), (below, below_base)):
         shared = sorted(values.keys() & base.keys())

@@ -1,7 +1,7 @@
 """Repair of vLLM issue 55005: on CPUs (0.32, 0.33) chains sample wrongly.
 
 There `expand_kernel_impl` fills an int64 copy of its output and drops it, so the rejection sampler reads temperatures,
-top-k and top-p of draft tokens from uninitialised memory. A baseline that accepts next to nothing would flatter every
+top-k and top-p of draft tokens from uninitialised memory. A baseline that accepts almost nothing would favour every
 other method.
 """
 
@@ -26,6 +26,6 @@ def repair_sampling() -> bool:
 
 
 def expand(values: Tensor, ends: Tensor, tokens: int, replace_from: float = 0, replace_to: float = 0) -> Tensor:
-    """`values` [R], each repeated for its request's draft tokens, which end at `ends` [R]. Returns [tokens]."""
+    """Repeat `values` [R] for their requests' draft tokens, which end at `ends` [R]. Returns [tokens]."""
     values = values.masked_fill(values == replace_from, replace_to)
     return values.repeat_interleave(ends.diff(prepend=ends.new_zeros(1)), output_size=tokens)

@@ -15,15 +15,15 @@ from vllm_adaptive_tree.bench.prompts import PROMPTS
 T = TypeVar("T")
 
 MIN_REQUESTS, REQUESTS_PER_SLOT, MAX_REQUESTS = 4, 3, 64
-"""Requests of a round: at least, per concurrent request, and at most unless more are concurrent."""
+"""Requests per round: at least, per concurrent request, and at most unless more are concurrent."""
 LINES_PER_PROMPT = 4
 MAX_PROMPTS = 400
-"""Later rounds start over."""
+"""Most prompts; later rounds start over."""
 
 
 @cache
 def standard_library() -> tuple[str, ...]:
-    """The demo's prompts and excerpts of the standard library's top modules, in a fixed order."""
+    """Prompts of the demo and excerpts of the standard library's top modules, in a fixed order."""
     found = []
     for file in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         lines = file.read_text(encoding="utf-8", errors="ignore").splitlines(keepends=True)
@@ -34,14 +34,14 @@ def standard_library() -> tuple[str, ...]:
 
 
 def prompt_indices(cell: Cell, number: int, prompts: int) -> list[int]:
-    """Which of `prompts` prompts round `number` of a cell reads; round 0 is the warm-up."""
+    """Indices of the prompts, of `prompts`, that round `number` of a cell reads; round 0 is the warm-up."""
     default = max(MIN_REQUESTS, cell.concurrency, min(REQUESTS_PER_SLOT * cell.concurrency, MAX_REQUESTS))
     count = default if cell.requests is None else cell.requests
     return [(number * count + index) % prompts for index in range(count)]
 
 
 def prompts_of_phase(prompts: Sequence[T], concurrency: int, phase: int) -> Iterator[T]:
-    """The prompts of one phase of a bursty load, the same however many requests finished in earlier phases.
+    """Prompts of one phase of a bursty load, the same however many requests finished in earlier phases.
 
     Reading prompts is most of a burst's work, so every engine must read the same ones.
     """

@@ -1,8 +1,19 @@
 """The node budget of a batch: measured costs, calibrated acceptance, one price, and one allocation for all requests."""
 
 from vllm_adaptive_tree.budget.acceptance_model import Calibration, DraftTemperature
-from vllm_adaptive_tree.budget.allocation import allocate, best
+from vllm_adaptive_tree.budget.allocation import allocate, top_nodes
 from vllm_adaptive_tree.budget.cost import FREE, Costs, Curve
 from vllm_adaptive_tree.budget.planner import Budget, Plan, Planner
 
-__all__ = ["FREE", "Budget", "Calibration", "Costs", "Curve", "DraftTemperature", "Plan", "Planner", "allocate", "best"]
+__all__ = [
+    "FREE",
+    "Budget",
+    "Calibration",
+    "Costs",
+    "Curve",
+    "DraftTemperature",
+    "Plan",
+    "Planner",
+    "allocate",
+    "top_nodes",
+]

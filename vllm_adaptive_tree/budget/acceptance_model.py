@@ -1,4 +1,4 @@
-"""What the target accepts of what the draft proposes, learnt from past steps."""
+"""Model of the target's acceptance of drafted nodes, learnt from past steps."""
 
 import math
 from collections.abc import Sequence
@@ -9,11 +9,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vllm_adaptive_tree.budget.reading import MOST, member, number, numbers, short
+from vllm_adaptive_tree.json_numbers import MAX_NUMBER, member, number, numbers, short
 
 DEPTHS, BINS = 16, 24
 LOWEST = 1e-4
-"""Values below this are useless and share a bin."""
+"""Value below which nodes are useless and share a bin."""
 PRIOR = 8.0
 """Weight of the draft's own probability in every bin, in observations."""
 MEMORY = 300.0
@@ -25,10 +25,10 @@ SCALE, OFFSET = -BINS / math.log(LOWEST), BINS + 0.5
 
 
 class Calibration:
-    """How often nodes of a depth and value were accepted: maps a value to an acceptance probability.
+    """Acceptance rate of nodes by depth and value: maps a value to an acceptance probability.
 
     It depends on past steps, depth and value only, and never decreases with the value, so pruning by calibrated values
-    depends on a sampled token no more than the value itself does.
+    depends on a sampled token only as far as the value does.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Calibration:
         return torch.from_numpy(self.chances(value.numpy(), depth.numpy()))
 
     def chances(self, value: NDArray[Any], depth: NDArray[Any]) -> NDArray[np.float64]:
-        """The same for arrays."""
+        """Acceptance probabilities of arrays."""
         place, row = _place(value), np.minimum(depth, DEPTHS)
         left = place.astype(np.int64)
         low = self.chance[row, left]
@@ -59,21 +59,21 @@ class Calibration:
         return np.where(value > 0, chance, 0.0)
 
     def observe(self, value: Sequence[float], depth: Sequence[int], accepted: Sequence[bool]) -> None:
-        """Record M verified nodes, and which of them were accepted."""
+        """Record M verified nodes, with `accepted` of each."""
         values, hits, row = np.array(value), np.array(accepted, dtype=bool), np.minimum(depth, DEPTHS)
         if not len(values):
             return
         self.predicted += float(self.chances(values, row).sum())
         self.observed += float(hits.sum())
         cells = row, np.minimum((_place(values) + 0.5).astype(np.int64), BINS)
-        trials, found = np.zeros_like(self.trials), np.zeros_like(self.hits)
+        trials, accepted_counts = np.zeros_like(self.trials), np.zeros_like(self.hits)
         np.add.at(trials, cells, 1)
-        np.add.at(found, cells, hits)
-        # bins that nobody fills fade too, more slowly, or their priors would be averaged in for ever
+        np.add.at(accepted_counts, cells, hits)
+        # empty bins fade too, more slowly, or their priors would be averaged in for ever
         fade = np.exp(-(trials + trials.sum(1, keepdims=True) / 4) / MEMORY)
         fade = np.maximum(fade, LEAST / self.trials)
         self.trials = self.trials * fade + trials
-        self.hits = self.hits * fade + found
+        self.hits = self.hits * fade + accepted_counts
         self._settle(sorted(set(row.tolist())))
 
     def to_json(self) -> dict[str, Any]:
@@ -115,9 +115,9 @@ COLDEST, HOTTEST = 0.2, 2.0
 TOKENS = 1000.0
 """Tokens after which an old one has weight 1/e."""
 ROWS = 4
-"""Rows of logits that a step on the host may look at: a large batch gives enough, and each costs its vocabulary."""
+"""Most rows of logits that a step reads on the host: a large batch gives enough, and each costs its vocabulary."""
 INFORMATION = 30.0
-"""Of the initial temperature, in squared logits: worth that many tokens at variance 1."""
+"""Information of the initial temperature, in squared logits: that of so many tokens at variance 1."""
 DEVIATION = 8.0
 """Largest slope of a token, in logits: one that the draft considers impossible carries no more information."""
 
@@ -142,24 +142,26 @@ class DraftTemperature:
         rotating subset."""
         every = max(1, -(-len(logits) // ROWS))
         self.turn += 1
-        some = slice(self.turn % every, None, every)
+        sampled_rows = slice(self.turn % every, None, every)
         if logits:
-            rows, took = torch.stack(list(logits[some])), torch.tensor(token[some])
+            rows, took = torch.stack(list(logits[sampled_rows])), torch.tensor(token[sampled_rows])
             self.learn(*self.measured(rows, took, torch.ones_like(took, dtype=torch.bool)).tolist())
 
-    def measured(self, logits: Tensor, token: Tensor, among: Tensor) -> Tensor:
-        """The arguments of `learn` as a tensor [3] on the logits' device; of the nodes selected by `among` [M]."""
+    def measured(self, logits: Tensor, token: Tensor, selected: Tensor) -> Tensor:
+        """Arguments of `learn` as a tensor [3] on the logits' device, for the nodes that are `selected` [M]."""
         at = token.clamp(min=0)[:, None]
-        among = among & (logits.gather(-1, at)[:, 0] > -torch.inf)  # of what a draft cannot say no temperature is right
+        selected = selected & (logits.gather(-1, at)[:, 0] > -torch.inf)  # no temperature fits what the draft excludes
         logits = (logits.float() - logits.amax(-1, keepdim=True)).clamp_(min=-1e4)  # banned tokens: -inf
         probs = torch.softmax(logits * self.inverse, -1)
         mean = (probs * logits).sum(-1)
         variance = (probs * logits.square()).sum(-1) - mean.square()
         slope = (logits.gather(-1, at)[:, 0] - mean).clamp(-DEVIATION, DEVIATION)
-        return torch.stack([torch.where(among, one, 0.0).sum() for one in (torch.ones_like(slope), slope, variance)])
+        return torch.stack(
+            [torch.where(selected, values, 0.0).sum() for values in (torch.ones_like(slope), slope, variance)]
+        )
 
     def learn(self, tokens: float, slope: float, variance: float) -> None:
-        """One Newton step from this many tokens."""
+        """Make one Newton step from this many tokens."""
         self.information = self.information * (1 - tokens / TOKENS) + variance
         inverse = self.inverse + slope / self.information
         self.inverse = min(max(inverse, 1 / HOTTEST), 1 / COLDEST)
@@ -171,5 +173,5 @@ class DraftTemperature:
     def restore(self, data: Any) -> None:
         """Load the output of `to_json`. Raises ValueError, changing nothing, for other data."""
         inverse = number(member(data, "inverse"), 1 / HOTTEST, 1 / COLDEST)
-        self.information = number(member(data, "information"), 1e-3, MOST)
+        self.information = number(member(data, "information"), 1e-3, MAX_NUMBER)
         self.inverse = inverse

@@ -1,4 +1,4 @@
-"""Allocating the verified nodes of a batch to its trees."""
+"""Allocation of a batch's verified nodes to its trees."""
 
 import numpy as np
 import torch
@@ -13,21 +13,21 @@ LEAST = 1e-300
 def allocate(
     values: Tensor, *, verify: Curve, price: float, sampled: bool, rows: int = 0, most: int | None = None
 ) -> Tensor:
-    """How many nodes of each tree to verify, [R]: a prefix of each list.
+    """Number of nodes of each tree to verify, [R]: a prefix of each list.
 
-    A node gains the tokens that are expected of it, and costs its share of a verification of all rows, at `price`
-    tokens a second. Nodes of all trees are taken by decreasing value:
+    The gain of a node is its expected tokens, its cost the share of a verification of all rows, at `price` tokens a
+    second. Nodes of all trees are taken by decreasing value:
 
     - deterministic children (`sampled` false): as many as maximise gain - cost; any choice is lossless (`target_only`).
     - sampled children: up to the first node whose gain is below its marginal cost, on the convex hull of the cost. This
-      is a stopping rule that looks at nothing later, so it is lossless. Maximising is not, where the cost curve has
-      plateaus.
+    is a stopping rule that reads nothing later, so it is lossless. Maximising is not, where the cost curve has
+    plateaus.
 
     Args:
         values: [R, N] acceptance probability of each node, known before its token is sampled; 0: no node. A node counts
             for at most the value of the one before it in its list.
         verify: seconds by rows, roots included.
-        price: tokens per second of the whole batch, from past steps: what a second brings if it is spent on them.
+        price: tokens per second of the whole batch, from past steps.
         rows: rows of the verification other than roots and nodes.
         most: upper bound of the nodes of the whole batch.
     """
@@ -49,19 +49,19 @@ def allocate(
     return torch.from_numpy(np.bincount(order[:size] % requests, minlength=requests))
 
 
-def best(values: Tensor, room: Tensor, most: int) -> Tensor:
-    """The `most` nodes of highest value of all trees: how many of each tree, [R].
+def top_nodes(values: Tensor, capacity: Tensor, count: int) -> Tensor:
+    """Number of nodes of each tree, [R], among the `count` nodes of highest value of all trees.
 
-    Ties go to the earlier position in the list, then the earlier request. The number is fixed, so pruning depends on no
-    token that it removes. No host sync.
+    Ties go to the earlier position in the list, then the earlier request. The number is fixed, so pruning does not
+    depend on a token that it removes. No host sync.
 
     Args:
         values: [R, N] as in `allocate`, or their logarithms.
-        room: [R] upper bound of the nodes of each list; their sum is at least `most`. Empty positions within the room
+        capacity: [R] upper bound of the nodes of each list; their sum is at least `count`. Empty positions within it
             come after all nodes.
     """
     requests, nodes = values.shape
-    beyond = torch.arange(nodes, device=values.device) >= room[:, None]
+    beyond = torch.arange(nodes, device=values.device) >= capacity[:, None]
     value = values.double().clamp(min=-1e300).cummin(1).values.masked_fill(beyond, -torch.inf)
     order = value.t().flatten().sort(descending=True, stable=True).indices
-    return (order.argsort() < most).view(nodes, requests).sum(0)
+    return (order.argsort() < count).view(nodes, requests).sum(0)

@@ -10,25 +10,25 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from vllm_adaptive_tree.budget.reading import member, number
+from vllm_adaptive_tree.json_numbers import member, number
 
 SAMPLES = 32.0
 """Most forwards at a point that count against a new one: the times of one row count scatter by 5 to 10 %."""
 SEEN = 0.25
-"""Forwards, as they count, that make a point's own correction known."""
+"""Weight of forwards near a point from which on its own correction is used."""
 BOUND = math.log(2)
-"""Largest deviation of one forward that counts. More is a stall, or the machine has changed: what was seen before
-counts half."""
+"""Largest deviation (log) of one forward that counts. More is a stall, or the machine has changed: earlier forwards
+then count half."""
 TINY = 1e-9
 """Lower bound of the seconds of any forward."""
 FAR = float(1 << 30)
 """Rows to which a curve is extrapolated beyond its last point."""
 TILES = 16, 32, 64
-"""Rows of matrix-unit tiles: one more row may cost as much as a tile, which a straight line would hide."""
+"""Rows of matrix-unit tiles: one more row may cost as much as a tile, which linear interpolation would miss."""
 
 
 def profiled_rows(most: int) -> list[int]:
-    """The row counts that a profile measures: 1, 2, 3, 4, 6, 8, 12, .. up to `most`, and one past each tile."""
+    """Row counts that a profile measures: 1, 2, 3, 4, 6, 8, 12, .. up to `most`, and one past each tile."""
     steps = {2**k * factor // 2 for k in range(20) for factor in (2, 3)}
     return sorted({min(rows, most) for rows in steps | {1 + tile for tile in TILES}})
 
@@ -36,8 +36,9 @@ def profiled_rows(most: int) -> list[int]:
 class Curve:
     """Seconds of a forward by its rows: points, linearly interpolated.
 
-    Flat before the first point, extrapolated with the last slope beyond the last, and never decreasing: a point counts
-    for at most the value of those after it. So a forward that was too slow does not keep others from being tried.
+    It is flat before the first point, extrapolated with the last slope beyond the last, and never decreasing: a point
+    counts for at most the value of those after it. So a forward that was too slow does not keep larger ones from being
+    tried.
 
     Live forwards correct the points near them; a point that has seen none is corrected as its neighbours are.
     """
@@ -68,7 +69,7 @@ class Curve:
 
     @property
     def seconds(self) -> NDArray[np.float64]:
-        """[P]: the value of each point."""
+        """Seconds [P] at each point."""
         return np.array(self._y[:-1])
 
     def at(self, rows: Sequence[float] | NDArray[Any]) -> NDArray[np.float64]:
@@ -82,11 +83,11 @@ class Curve:
         return y0 + (y1 - y0) / (x1 - x0) * max(0.0, rows - x0)
 
     def _right(self, rows: float) -> int:
-        """The right end of the segment that contains `rows` or is nearest to it."""
+        """Right end of the segment that contains `rows` or is nearest to it."""
         return min(max(bisect_left(self._x, rows), 1), len(self._x) - 1)
 
     def hull(self) -> "Curve":
-        """The convex lower hull: each row costs at least as much as the one before."""
+        """Convex lower hull: each row costs at least as much as the one before."""
         if self._hull is None:
             kept: list[tuple[float, float]] = []
             for x, y in zip(self._x[:-1], self._y[:-1], strict=True):
@@ -100,7 +101,7 @@ class Curve:
         return self._hull
 
     def observe(self, rows: int, seconds: float) -> None:
-        """A forward of `rows` rows took `seconds`: the two nearest points follow, less the more they have seen."""
+        """Record a forward of `rows` rows in `seconds`: the two nearest points follow, less the more they have seen."""
         right = min(self._right(rows), len(self._rows) - 1)
         near, ends = slice(right - 1, right + 1), self._rows[right - 1 : right + 1]
         share = min(max((rows - ends[0]) / (ends[1] - ends[0]), 0.0), 1.0)
@@ -114,7 +115,7 @@ class Curve:
         self._settle()
 
     def knows(self, rows: int) -> bool:
-        """Whether live forwards of about so many rows were seen."""
+        """Return whether live forwards of about so many rows were seen."""
         return bool(self._seen[self._right(rows) - 1 : self._right(rows) + 1].sum() >= SEEN)
 
     def to_json(self) -> dict[str, Any]:
@@ -122,7 +123,7 @@ class Curve:
 
     @classmethod
     def from_json(cls, data: Any) -> Self:
-        """Raises ValueError for anything but the output of `to_json`."""
+        """Read the output of `to_json`; raises ValueError for anything else."""
         try:
             rows, seconds = ([number(x) for x in data[key]] for key in ("rows", "seconds"))
         except (TypeError, KeyError, ValueError) as error:
@@ -153,7 +154,7 @@ class Costs:
 
     @classmethod
     def from_json(cls, data: Any) -> "Costs":
-        """Raises ValueError for anything but the output of `to_json`."""
+        """Read the output of `to_json`; raises ValueError for anything else."""
         verify, draft = (Curve.from_json(member(data, name)) for name in ("verify", "draft"))
         return cls(verify, draft, number(member(data, "context")))
 
@@ -165,4 +166,4 @@ class Costs:
 
 
 FREE = Costs(Curve([0, 1], [TINY, TINY]), Curve([0, 1], [TINY, TINY]))
-"""For a budget that asks no cost."""
+"""Costs for a budget that needs none."""

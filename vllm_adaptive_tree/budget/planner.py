@@ -1,4 +1,4 @@
-"""What a batch drafts and verifies in a step, decided from past steps by one price: its tokens per second."""
+"""Plans what a batch drafts and verifies in a step, from past steps, by one price: its tokens per second."""
 
 import math
 from collections import deque
@@ -15,56 +15,56 @@ from torch import Tensor
 from vllm_adaptive_tree.budget.acceptance_model import DEPTHS, Calibration
 from vllm_adaptive_tree.budget.allocation import allocate
 from vllm_adaptive_tree.budget.cost import FREE, Costs
-from vllm_adaptive_tree.budget.reading import MOST, member, numbers, short
+from vllm_adaptive_tree.json_numbers import MAX_NUMBER, member, numbers, short
 
 LAST = 8
 """Window of the median of a step's overhead: about one step in a hundred stalls."""
 TREES = 64
-"""Trees that are remembered."""
-ENOUGH, STEPS = 8, 4
-"""Until so many trees of so many steps are known, chains stand for the missing ones."""
-HOPE = 0.8
+"""Number of trees that are remembered."""
+MIN_TREES, MIN_STEPS = 8, 4
+"""Fewest trees, of at least so many steps, that the planner relies on; until then chains replace the missing ones."""
+PRIOR_ACCEPTANCE = 0.8
 """Acceptance probability of each node of such a chain, given its parent: optimistic, so that drafts get tried."""
 EVERY = 16
-"""Of so many drafting steps one drafts a level more than the plan: a level that is never drafted is never judged."""
+"""Drafting steps of which one drafts a level more than the plan: a level that is never drafted is never measured."""
 MARGIN = 0.05
 """Least gain of drafting over plain steps, as log tokens per second: costs are no more accurate."""
-REST, LOOK, LONGEST = 64, 512, 2048
-"""Steps until something else is tried, each time after twice as many up to a bound: drafts by a batch that rests from
-them; steps without drafts by one that drafts, which pays for that look with tokens."""
+RETRY_AFTER, PROBE_EVERY, MAX_BACKOFF = 64, 512, 2048
+"""Steps before an alternative is tried, doubled each time up to the last number: drafts in a batch that rests (first
+number); a step without drafts in one that drafts (second), which costs tokens."""
 SIZES = 256
-"""Numbers of nodes that a plan is chosen from."""
+"""Most numbers of nodes that a plan is chosen from."""
 ALL = 1 << 30
 
 
 class Plan(NamedTuple):
-    """What a step drafts."""
+    """Plan of a step's drafting."""
 
     levels: int
     """Most levels of its trees; 0: the draft rests, look-ups go on."""
     price: float
-    """Tokens per second of the batch: what a second of drafting or verifying has to bring."""
+    """Tokens per second of the batch: what a second of drafting or verifying must bring."""
     floor: float = -math.inf
-    """Log value up to which a node's children are not worth drafting: no child is worth more than its parent."""
+    """Log value up to which a node's children are not drafted: no child has a larger value than its parent."""
     most: int | None = None
     """Most nodes of the whole batch."""
     deep: bool = False
-    """Whether it has one level more than the best plan, to learn what it brings."""
+    """True if it has one level more than the best plan, to measure that level."""
 
 
 class Budget:
     """A fixed number of nodes for the whole batch."""
 
     def __init__(self, *, sampled: bool, most: int | None = None):
-        """`sampled`: whether children are sampled. `most`: nodes of the batch."""
+        """`sampled`: True if children of requests that are not greedy are sampled. `most`: nodes of the batch."""
         self.sampled, self.most, self.verifying = sampled, most, 0
         self.calibrations = Calibration(), Calibration()
-        """Of sampled requests, and of greedy ones: one value is not one chance to both."""
+        """Calibrations of sampled requests, and of greedy ones: a value means another probability for each."""
         self.costs, self.plan = FREE, Plan(ALL, 0.0, most=most)
         self._taken = 0.0, 0.0
 
     def begin(self, greedy: Sequence[bool]) -> Plan:
-        """A step of these requests."""
+        """Begin a step of these requests, each `greedy` or not, and return its plan."""
         return self.plan
 
     def level(self, requests: int) -> float:
@@ -74,17 +74,17 @@ class Budget:
     def observe_trees(
         self, value: Tensor, depth: Tensor, greedy: Tensor, plan: Plan, *, level: Tensor | None = None
     ) -> None:
-        """Trees of a step of this `plan`, before any cut; as in `share`.
+        """Record the trees of a step of this `plan`, before any cut; arguments as in `share`.
 
         Args:
-            level: [R, N] draft levels that a node needs; 0: a look-up brings it. None: there is no look-up.
+            level: [R, N] draft levels that a node needs; 0: it is from a look-up. None: there is no look-up.
         """
 
     def share(self, value: Tensor, depth: Tensor, greedy: Tensor, *, rows: int = 0) -> Tensor:
-        """How many nodes of each tree to verify, [R].
+        """Number of nodes of each tree to verify, [R].
 
         Args:
-            value: [R, N] what the proposer puts on each node before it knows its token; 0 where there is none.
+            value: [R, N] the proposer's value of each node before its token is known; 0 where there is none.
             depth: [R, N].
             greedy: [R] bool.
             rows: of the verification, besides the roots and nodes of these trees.
@@ -92,75 +92,80 @@ class Budget:
         sampled, certain = self.calibrations
         chance = torch.where(greedy[:, None], certain(value, depth), sampled(value, depth))
         verify, price = self.costs.verify, self.plan.price
-        kept = allocate(chance, verify=verify, price=price, sampled=self.sampled, rows=rows, most=self.plan.most)
+        sampled_children = self.sampled and not bool(greedy.all())
+        kept = allocate(chance, verify=verify, price=price, sampled=sampled_children, rows=rows, most=self.plan.most)
         self.verifying = int(kept.sum())
         return kept
 
     def verified(self, value: Tensor, depth: Tensor, accepted: Tensor, greedy: Tensor) -> None:
-        """Nodes [M] of a verification, and which were accepted, of requests that are `greedy` [M] or not."""
-        for calibration, among in zip(self.calibrations, (~greedy, greedy), strict=True):
-            calibration.observe(value[among].tolist(), depth[among].tolist(), accepted[among].tolist())
+        """Record the nodes [M] of a verification, with `accepted` of each, of requests that are `greedy` [M] or not."""
+        for calibration, selected in zip(self.calibrations, (~greedy, greedy), strict=True):
+            calibration.observe(value[selected].tolist(), depth[selected].tolist(), accepted[selected].tolist())
 
     def observe_step(
         self, rows: int, context: int, forward: float, rest: float, *, drafted: bool | None, reading: float = 0
     ) -> None:
-        """What a step took.
+        """Record the times of a step.
 
         Args:
             rows, context: of its verification; tokens in the cache of all requests.
             forward, rest: seconds of the verification, and of all else but draft levels.
-            drafted: whether it drafted; None for steps that say nothing of others.
+            drafted: True if it drafted; None for a step whose times say nothing about others.
             reading: seconds in which the draft read prompts.
         """
 
     def observe_level(self, requests: int, seconds: float) -> None:
-        """One draft level of the batch took these seconds, forward and choice of nodes."""
+        """Record the seconds of one draft level of the batch, forward and choice of nodes."""
 
     def take(self) -> tuple[float, float]:
-        """Accepted nodes that were expected, and those observed, since the last call."""
-        now = sum(one.predicted for one in self.calibrations), sum(one.observed for one in self.calibrations)
+        """Expected and observed numbers of accepted nodes since the last call."""
+        now = (
+            sum(calibration.predicted for calibration in self.calibrations),
+            sum(calibration.observed for calibration in self.calibrations),
+        )
         taken, self._taken = (now[0] - self._taken[0], now[1] - self._taken[1]), now
         return taken
 
 
 class Planner(Budget):
-    """The budget of a batch; host side, on rank 0.
+    """Budget of a batch, planned from past steps; host side, on rank 0.
 
-    Look-ups cost no draft level: what they bring is there without drafts too, and it is what drafts are compared with.
+    Look-ups cost no draft level: their nodes are there without drafts too, and drafts are compared with them.
 
-    One comparison answers every question: what brings more tokens than the batch brings in that time is done. The price
-    of a second is the rate of the best plan for this batch: for each number of levels, the nodes of recent trees that
-    are worth their rows, scaled to its requests, over what the step then costs. It follows which nodes are verified,
-    which are expanded, how many levels are drafted, and whether any are. All of it is known before the step samples.
+    One comparison decides everything: an action is taken if it brings more tokens than the batch makes in that time.
+    The price of a second is the rate of the best plan for this batch: for each number of levels, the nodes of recent
+    trees that are worth their rows, scaled to its requests, over what the step then costs. The price decides which
+    nodes are verified, which are expanded, how many levels are drafted, and whether any are. All of it is known before
+    the step samples.
 
-    What is not done is not seen, so it is tried again after a while, and after twice that while: drafts by a batch that
-    rests from them, a step without drafts by one that drafts.
+    A plan that is never run is never measured, so the planner explores with exponential back-off, per batch size:
+    drafts in a batch that rests from them, a step without drafts in one that drafts.
     """
 
     def __init__(self, costs: Costs, *, sampled: bool):
         super().__init__(sampled=sampled)
         self.costs = costs
         self.probe = 3
-        """Steps without drafts that show what one takes."""
+        """Steps without drafts in a row that measure the time of one."""
         self.overheads = {drafted: deque[float](maxlen=LAST) for drafted in NAMES}
         """Seconds of a step besides its verification and draft levels, of steps that drafted and of those that did
         not."""
         self.reading = deque[float]([0.0], maxlen=TREES)
-        """Seconds in which the draft read prompts, of drafting steps."""
+        """Seconds of drafting steps in which the draft read prompts."""
         self.context = 0.0
-        """Seconds of the last verification that its contexts took."""
-        self.met: set[int] = set()
-        """Rows of the forwards so far: the first of so many also makes the kernels for them."""
-        self.recent, self.deep = (tuple(deque[Tree](maxlen=TREES) for _ in (0, 1)) for _ in (0, 1))
+        """Seconds of the last verification due to its contexts."""
+        self.warm_sizes: set[int] = set()
+        """Row counts already run; the first forward of a size also compiles its kernels and is not timed."""
+        self.recent, self.deep = (tuple(deque[PastTree](maxlen=TREES) for _ in (0, 1)) for _ in (0, 1))
         """Trees of past steps, of sampled and of greedy requests; those of steps that drafted deeper than pays."""
-        self.found = tuple(deque[Tree](maxlen=TREES) for _ in (0, 1))
-        """What look-ups have brought to past steps, drafting or not."""
+        self.lookup_trees = tuple(deque[PastTree](maxlen=TREES) for _ in (0, 1))
+        """Trees of look-ups in past steps, drafting or not."""
         self.known = [0.0, 0.0]
-        """How much of what is to be known of either kind's trees, 1 at most."""
+        """Share of the needed trees that is known, of sampled and of greedy requests; 1 at most."""
         self.steps = 0
         self.resting: dict[int, Backoff] = {}
         self.drafting: dict[int, Backoff] = {}
-        """By batch size, in powers of two."""
+        """Back-offs of batches that rest, and of those that draft, by batch size in powers of two."""
         self._plans: dict[tuple[int, int], Plan] = {}
 
     def begin(self, greedy: Sequence[bool]) -> Plan:
@@ -168,17 +173,17 @@ class Planner(Budget):
         if self.steps % (EVERY // 2) == 0:
             self._plans.clear()
         if greedy:
-            self.plan = self._tried(self._planned(len(greedy), sum(greedy)), len(greedy), sum(greedy))
+            self.plan = self._explore(self._planned(len(greedy), sum(greedy)), len(greedy), sum(greedy))
         return self.plan
 
-    def _tried(self, plan: Plan, requests: int, greedy: int) -> Plan:
-        """The plan, or now and then something else, to see what it brings."""
+    def _explore(self, plan: Plan, requests: int, greedy: int) -> Plan:
+        """Plan, occasionally replaced to learn about an alternative."""
         kinds = [kind for kind, count in enumerate((requests - greedy, greedy)) if count]
         size = requests.bit_length()
         if not plan.levels:
-            if not self.resting.setdefault(size, Backoff(REST, 2 * REST)).due():
+            if not self.resting.setdefault(size, Backoff(RETRY_AFTER, 2 * RETRY_AFTER)).due():
                 return plan
-            for kind in kinds:  # what is believed may be of another time
+            for kind in kinds:  # the memory may be outdated
                 self.recent[kind].clear()
                 self.known[kind] = 0.0
             self._plans.clear()
@@ -187,16 +192,16 @@ class Planner(Budget):
         if min(self.known[kind] for kind in kinds) < 1:
             return Plan(1 + plan.levels, plan.price, deep=True)
         self.resting.pop(size, None)
-        if self.met and self.drafting.setdefault(size, Backoff(2, LOOK)).due(self.probe):
+        if self.warm_sizes and self.drafting.setdefault(size, Backoff(2, PROBE_EVERY)).due(self.probe):
             return plan._replace(levels=0)
         if self.steps % EVERY == 0:
             return Plan(1 + plan.levels, plan.price, deep=True)
         fewer = self.verifying // 2
-        if self.met and self.steps % EVERY == EVERY // 2 and not self.costs.verify.knows(requests + fewer):
+        if self.warm_sizes and self.steps % EVERY == EVERY // 2 and not self.costs.verify.knows(requests + fewer):
             return plan._replace(most=fewer)  # fewer rows may cost less than is believed
         return plan
 
-    def without(self, requests: int) -> float:
+    def plain_step_seconds(self, requests: int) -> float:
         """Seconds of a step without drafts."""
         return self.costs.verify.cost(requests) + self.context + max(0.0, self.overhead(drafted=False))
 
@@ -211,53 +216,53 @@ class Planner(Budget):
         return self._plans[requests, greedy]
 
     def _best(self, requests: int, greedy: float) -> Plan:
-        without = requests / self.without(requests)
-        if any(self.found):
-            without = max(without, self._rate(self.found, requests, greedy, range(1))[1])
+        plain_rate = requests / self.plain_step_seconds(requests)
+        if any(self.lookup_trees):
+            plain_rate = max(plain_rate, self._rate(self.lookup_trees, requests, greedy, range(1))[1])
         levels, _, _ = self._rate(self.deep, requests, greedy, range(1, 1 + DEPTHS))
         _, rate, least = self._rate(self.recent, requests, greedy, range(levels, levels + 1))
-        if math.log(rate / without) < MARGIN:
-            return Plan(0, without)
+        if math.log(rate / plain_rate) < MARGIN:
+            return Plan(0, plain_rate)
         if min(known for known, share in zip(self.known, (1 - greedy, greedy), strict=True) if share) < 1:
-            return Plan(levels, without)
+            return Plan(levels, plain_rate)
         return Plan(levels, rate, least)
 
     def _rate(
-        self, trees: Sequence[deque["Tree"]], requests: int, greedy: float, levels: Sequence[int]
+        self, trees: Sequence[deque["PastTree"]], requests: int, greedy: float, levels: Sequence[int]
     ) -> tuple[int, float, float]:
-        """The best of these numbers of levels, the tokens per second with it, and the log of the least value that is
-        then verified, if all trees of the batch were like these."""
+        """Best of these numbers of levels, the tokens per second with it, and the log of the least value that is then
+        verified, if all trees of the batch are like these."""
         value, level, chance, weight = self._nodes(trees, greedy)
         drafts = np.array(levels)[:, None]
         within = level <= drafts
         weights = np.where(within, weight, 0.0)
-        some = np.unique(np.linspace(0, len(value) - 1, SIZES).astype(int))
-        gain = requests * (1 + np.cumsum(weights * chance, axis=1)[:, some])
-        rows = requests * (1 + np.cumsum(weights, axis=1)[:, some])
-        verify = self.costs.verify.hull() if self.sampled else self.costs.verify
+        cuts = np.unique(np.linspace(0, len(value) - 1, SIZES).astype(int))
+        gain = requests * (1 + np.cumsum(weights * chance, axis=1)[:, cuts])
+        rows = requests * (1 + np.cumsum(weights, axis=1)[:, cuts])
+        verify = self.costs.verify.hull() if self.sampled and greedy < 1 else self.costs.verify
         drafting = drafts * self.level(requests) + self.overhead(drafted=True) + mean(self.reading)
         besides = np.where(drafts > 0, drafting, self.overhead(drafted=False))
         rate = gain / (verify.at(rows) + self.context + np.maximum(besides, 0.0))
-        best, size = divmod(int(rate.argmax()), len(some))
-        verified = value[: some[size] + 1][within[best, : some[size] + 1]]
+        best, size = divmod(int(rate.argmax()), len(cuts))
+        verified = value[: cuts[size] + 1][within[best, : cuts[size] + 1]]
         least = float(verified.min(initial=np.inf))
         return levels[best], float(rate[best, size]), math.log(least) if least < np.inf else -math.inf
 
-    def _nodes(self, trees: Sequence[deque["Tree"]], greedy: float) -> tuple[NDArray[Any], ...]:
-        """Nodes of a request in the order of a cut: value, level, chance, and how many such nodes it has, all [M]."""
+    def _nodes(self, trees: Sequence[deque["PastTree"]], greedy: float) -> tuple[NDArray[Any], ...]:
+        """Nodes of a request in the order of a cut: value, level, chance, and number of such nodes, all [M]."""
         chain = np.arange(1, 1 + DEPTHS)
-        parts = [(np.full(DEPTHS, np.inf), chain, HOPE**chain, HOPE**chain, np.zeros(DEPTHS))]
+        parts = [(np.full(DEPTHS, np.inf), chain, PRIOR_ACCEPTANCE**chain, PRIOR_ACCEPTANCE**chain, np.zeros(DEPTHS))]
         for kind, share in enumerate((1 - greedy, greedy)):
             known, calibration = self.known[kind], self.calibrations[kind]
             parts[0][-1][:] += share * (1 - known)
-            for those, part in ((trees[kind], known), (self.found[kind], 1 - known)):
-                if not those or not share:
+            for past_trees, part in ((trees[kind], known), (self.lookup_trees[kind], 1 - known)):
+                if not past_trees or not share:
                     continue
-                value, depth, level = (np.concatenate(column) for column in zip(*those, strict=True))
+                value, depth, level = (np.concatenate(column) for column in zip(*past_trees, strict=True))
                 chance = calibration.chances(value, depth)
-                ends = np.cumsum([len(tree.value) for tree in those])[:-1]
+                ends = np.cumsum([len(tree.value) for tree in past_trees])[:-1]
                 falling = np.concatenate([np.minimum.accumulate(tree) for tree in np.split(chance, ends)])
-                parts.append((value, level, chance, falling, np.full(len(value), share * part / len(those))))
+                parts.append((value, level, chance, falling, np.full(len(value), share * part / len(past_trees))))
         value, level, chance, falling, weight = (np.concatenate(column) for column in zip(*parts, strict=True))
         order = np.argsort(-falling, kind="stable")
         return value[order], level[order], chance[order], weight[order]
@@ -266,17 +271,17 @@ class Planner(Budget):
         self, value: Tensor, depth: Tensor, greedy: Tensor, plan: Plan, *, level: Tensor | None = None
     ) -> None:
         kinds, columns = greedy.tolist(), (value.numpy(), depth.numpy(), (depth if level is None else level).numpy())
-        trees = [Tree.of(*tree) for tree in zip(*columns, strict=True)]
+        trees = [PastTree.of(*tree) for tree in zip(*columns, strict=True)]
         if level is not None:
             for tree, kind in zip(trees, kinds, strict=True):
-                if len(self.found[kind]) < TREES:
+                if len(self.lookup_trees[kind]) < TREES:
                     self._plans.clear()
-                self.found[kind].append(Tree(*(column[tree.level == 0] for column in tree)))
+                self.lookup_trees[kind].append(PastTree(*(column[tree.level == 0] for column in tree)))
         if not plan.levels:
             return
         for kind in set(kinds):
             count = int((greedy == kind).sum())
-            self.known[kind] = min(1.0, self.known[kind] + min(count / ENOUGH, 1 / STEPS))
+            self.known[kind] = min(1.0, self.known[kind] + min(count / MIN_TREES, 1 / MIN_STEPS))
             if plan.deep or len(self.recent[kind]) < TREES:
                 self._plans.clear()
         for tree, kind in zip(trees, kinds, strict=True):
@@ -288,9 +293,9 @@ class Planner(Budget):
         self, rows: int, context: int, forward: float, rest: float, *, drafted: bool | None, reading: float = 0
     ) -> None:
         self.context = min(context * self.costs.context, forward / 2)
-        if rows in self.met:
+        if rows in self.warm_sizes:
             self.costs.verify.observe(rows, forward - self.context)
-        self.met.add(rows)
+        self.warm_sizes.add(rows)
         if drafted:
             self.reading.append(reading)
         if drafted is not None:
@@ -300,51 +305,51 @@ class Planner(Budget):
         self.costs.draft.observe(requests, seconds)
 
     def to_json(self) -> dict[str, Any]:
-        """What was learnt, for another process."""
+        """Learnt state, for another process."""
         overhead = {NAMES[drafted]: short(known) for drafted, known in self.overheads.items()}
-        return {"calibrations": [one.to_json() for one in self.calibrations], "overhead": overhead}
+        return {"calibrations": [calibration.to_json() for calibration in self.calibrations], "overhead": overhead}
 
     def restore(self, data: Any) -> None:
-        """What `to_json` gave. Raises ValueError where `data` is something else."""
+        """Restore the data that `to_json` gave. Raises ValueError where `data` is something else."""
         overhead = member(data, "overhead")
-        overheads = {drafted: numbers(member(overhead, name), None, -MOST) for drafted, name in NAMES.items()}
+        overheads = {drafted: numbers(member(overhead, name), None, -MAX_NUMBER) for drafted, name in NAMES.items()}
         calibrations = member(data, "calibrations")
         if not isinstance(calibrations, list):
             raise ValueError("'calibrations' is no list")
-        for one, known in zip(self.calibrations, calibrations, strict=True):
-            one.restore(known)
+        for calibration, known in zip(self.calibrations, calibrations, strict=True):
+            calibration.restore(known)
         for drafted, seconds in overheads.items():
             self.overheads[drafted].extend(seconds)
 
 
 NAMES = {True: "drafting", False: "plain"}
-"""Of the steps that an overhead is of, in a file."""
+"""Names in a file of the kinds of steps that have an overhead."""
 
 
 class Backoff:
-    """Counts steps, and says when to try what they leave out: each time after twice as many."""
+    """Counts steps, and tells when to try an alternative, with doubling intervals."""
 
     def __init__(self, first: int, then: int):
         self.left, self.next = first, then
 
     def due(self, times: int = 1) -> bool:
-        """A step; whether to try now, so many `times` in a row."""
+        """Count a step and return whether to try now, so many `times` in a row."""
         self.left -= 1
         if self.left <= -times:
-            self.left, self.next = self.next, min(2 * self.next, LONGEST)
+            self.left, self.next = self.next, min(2 * self.next, MAX_BACKOFF)
             return True
         return self.left < 0
 
 
-class Tree(NamedTuple):
+class PastTree(NamedTuple):
     """A tree of a past step: its nodes [N], by decreasing value."""
 
     value: NDArray[np.float64]
     depth: NDArray[np.int64]
     level: NDArray[np.int64]
-    """Draft levels that a node needs; 0: a look-up brings it."""
+    """Draft levels that a node needs; 0: from a look-up."""
 
     @classmethod
-    def of(cls, value: NDArray[Any], depth: NDArray[Any], level: NDArray[Any]) -> "Tree":
-        """Slots [N] with value 0 are empty."""
+    def of(cls, value: NDArray[Any], depth: NDArray[Any], level: NDArray[Any]) -> "PastTree":
+        """Tree without its empty slots, those with value 0 among [N]."""
         return cls(value[value > 0].astype(np.float64), depth[value > 0], level[value > 0])

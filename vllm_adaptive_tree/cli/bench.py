@@ -16,13 +16,8 @@ from vllm_adaptive_tree.proposers import METHODS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, metavar="DIR", help="results; the same command resumes there")
     parser.add_argument(
-        "--replay",
-        type=Path,
-        nargs="*",
-        metavar="FILE",
-        help="no engine: the budget on recorded trees (the bundled ones unless named), simulated loads and costs",
+        "--out", type=Path, required=True, metavar="DIR", help="results; the same command resumes there"
     )
     add_pair(parser)
     parser.add_argument(
@@ -67,7 +62,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--server", type=numbers, default=[1, 8], help="clients of the server, at T = 0 (default: 1,8)")
     parser.add_argument(
         "--bursty",
-        "--swing",
         type=positive,
         nargs="?",
         const=32,
@@ -76,7 +70,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--bursty-seconds",
-        "--swing-seconds",
         type=positive,
         default=10,
         help="length of each phase of the bursty load (default: %(default)s)",
@@ -94,7 +87,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--requests-per-slot",
-        "--waves",
         type=positive,
         metavar="N",
         help="requests of a round per concurrent request (default: 3, but at most 64 in all)",
@@ -126,13 +118,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Returns 1 if something did not run, 2 for arguments that do not fit, 130 if interrupted, else 0."""
+    """Run the command. Returns 1 if something did not run, 2 for wrong arguments, 130 if interrupted, else 0."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # engines and servers end with the command
     try:
-        if options.replay is not None:
-            return _replay(options.replay)
-        if options.out is None:
-            raise ValueError("--out is missing: a folder for the results")
         check_lengths(options)
         set_environment(options.model, options.draft, enlarged=bool(options.enlarge_to))
         os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count()))
@@ -144,15 +132,6 @@ def run(options: argparse.Namespace) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-
-
-def _replay(files: list[Path]) -> int:
-    from vllm_adaptive_tree.bench import replay
-    from vllm_adaptive_tree.bench.recording import Recording, bundled
-
-    rows = replay.rows([Recording.load(file) for file in files or bundled()])
-    print(replay.table(replay.compare(replay.POLICIES, rows)))
-    return 0
 
 
 def _list(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:

@@ -1,4 +1,4 @@
-"""Measure what a method needs to know about a pair of models: Sequoia's vector of acceptance rates."""
+"""Measure the parameters of a method for a pair of models: Sequoia's vector of acceptance rates."""
 
 import argparse
 import json
@@ -11,7 +11,7 @@ from vllm_adaptive_tree.cli.collecting import collect, job_of, resumable
 from vllm_adaptive_tree.files import atomic_write
 
 CHILDREN: Mapping[str, str | None] = {"rrsw": "without_replacement", "rrs": "iid", "spechub": None}
-"""Rule: the kind of children that it tests; None: the only one it takes."""
+"""Rule -> the kind of children that it tests; None: the only one that it takes."""
 MOST, PAIR = 16, 2
 
 

@@ -17,7 +17,7 @@ SAVE_EVERY = 30.0  # seconds; a killed run loses at most these
 
 
 class Job(NamedTuple):
-    """What is collected: examples of one kind, from trees of one method."""
+    """Examples to collect: of one kind, from trees of one method."""
 
     kind: str  # of `gates.examples.EXAMPLE_BUILDERS`
     examples: Mapping[str, Any]  # options of that kind
@@ -31,7 +31,7 @@ class Job(NamedTuple):
         return out.with_name(out.name + ".parts")
 
     def arguments(self) -> dict[str, Any]:
-        """Everything that the examples depend on."""
+        """Arguments that the examples depend on."""
         return {
             "kind": self.kind,
             **self.examples,
@@ -80,7 +80,7 @@ def job_of(
     prompts: tuple[str, ...] | None = None,
     rule: str = "auto",
 ) -> Job:
-    """The job of a command line, with trees of `method`; `examples`: options of this `kind` of examples."""
+    """Job of a command line, with trees of `method`; `examples`: options of this `kind` of examples."""
     check_lengths(options)
     whole = {"budget": None, **tree}  # the trees must not depend on what they cost on this machine
     speculation = {"method": method, "num_speculative_tokens": nodes, "rejection_sample_method": rule, "tree": whole}
@@ -88,7 +88,7 @@ def job_of(
 
 
 def resumable(options: argparse.Namespace, work: Callable[[], None]) -> int:
-    """Run `work`, which collects; returns the exit code of the command."""
+    """Run `work`, which collects examples; returns the exit code of the command."""
     try:
         work()
     except (ValueError, OSError) as error:
@@ -101,11 +101,11 @@ def resumable(options: argparse.Namespace, work: Callable[[], None]) -> int:
 
 
 def collect(job: Job) -> Collected:
-    """The examples of `job`: those on disk, and those of the prompts that are not finished there.
+    """Collect the examples of `job`: those on disk, and those of the prompts that are not finished there.
 
     Raises:
         ValueError: the parts on disk are another job's, or unreadable.
-        KeyboardInterrupt: what was collected is on disk.
+        KeyboardInterrupt: the collected examples are on disk.
     """
     parts = Parts.open(job.parts, job.arguments())
     progress = dict(parts.progress())

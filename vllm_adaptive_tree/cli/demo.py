@@ -13,6 +13,7 @@ from vllm_adaptive_tree.cli.arguments import add_pair, new_file, parameters, pos
 from vllm_adaptive_tree.version import __version__
 
 SIZE = 500_000_000  # parameters of the bundled target, enlarged
+CHAIN = 3  # tokens of vLLM's
 CACHE = 256 << 20  # bytes: plenty for the bundled pair, and three engines are alive at once
 
 
@@ -31,7 +32,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "cost of a larger model; or none (default: 0.5B for the bundled target, none for another)",
     )
     parser.add_argument("--nodes", type=positive, default=16, help="nodes of the tree (default: %(default)s)")
-    parser.add_argument("--chain", type=positive, default=3, help="tokens of vLLM's chain (default: %(default)s)")
     parser.add_argument("--max-tokens", type=positive, default=48, help="new tokens of a prompt (default: %(default)s)")
     parser.add_argument(
         "--prompts",
@@ -44,8 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Returns 1 if an engine fails or a text differs from the one without speculation other than at a near tie, 2 if
-    the target cannot be enlarged, else 0."""
+    """Run the demo. Returns 1 if an engine fails or a text differs from the one without speculation other than at a
+    near tie, 2 if the target cannot be enlarged, else 0."""
     size, bundled = target_size(options), options.model == TARGET
     set_environment(options.model, options.draft, enlarged=bool(size), cache=None if bundled else 1)
     import vllm
@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
             except (ValueError, OSError) as error:
                 print(f"error: the target cannot be enlarged: {error}", file=sys.stderr)
                 return 2
-        configs = demo.configs(target, options.draft, head_of(options), chain=options.chain, nodes=options.nodes)
+        configs = demo.configs(target, options.draft, head_of(options), chain=CHAIN, nodes=options.nodes)
         engine = {"logprobs_mode": "raw_logits", **({"kv_cache_memory_bytes": CACHE} if bundled else {})}
         setup = Setup.of(
             configs,
@@ -116,7 +116,7 @@ def head_of(options: argparse.Namespace) -> str | None:
 
 
 def target_size(options: argparse.Namespace) -> int:
-    """Parameters that the target is enlarged to; 0: it is used as it is."""
+    """Number of parameters that the target is enlarged to; 0: it is used as it is."""
     if options.enlarge_to is not None:
         return int(options.enlarge_to)
     return SIZE if options.model == TARGET else 0

@@ -1,9 +1,10 @@
-"""What is installed here and whether this release serves it, a short test on the bundled pair, and what is slow about
-this machine; with --gpu, the start-up check of a GPU in its long form.
+"""Report the installed versions and if this release serves them, run a short test on the bundled pair, list what slows
+this machine down, and the acceptance of drafts in past engines; with --gpu, run the start-up check of a GPU in its
+long form.
 
 It ends with 1 if the short test fails. --gpu runs engines on the bundled pair and writes a report for an issue. It ends
-with 0 if all passed, 1 if something failed, and 2 without a CUDA device: then the kernels run in Triton's interpreter
-alone.
+with 0 if all passed, 1 if something failed, and 2 without a CUDA device: then only the kernels run, in Triton's
+interpreter.
 """
 
 import argparse
@@ -31,7 +32,7 @@ ENGINES: tuple[dict[str, Any], ...] = (
 )
 OF_HEAD = {"method": "opt_tree", "num_speculative_tokens": 63}
 SHARE = 0.3
-"""Of the device's memory, for each engine."""
+"""Share of the device's memory for each engine."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,6 +46,10 @@ def run(options: argparse.Namespace) -> int:
     if options.gpu and not _devices():
         os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
     report, code = installed(), 0
+    if report["vLLM is supported"]:
+        from vllm_adaptive_tree.engine.metrics.acceptance_record import records
+
+        report["acceptance"] = records()
     if not _devices():
         report["slow"] = slowness()
         if report["vLLM is supported"] and not options.gpu and not options.no_self_test:
@@ -61,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def installed() -> dict[str, Any]:
-    """Versions, the platform, what this release supports, and the methods that are there with their rules."""
+    """Report of versions, the platform, the supported releases, and the methods with their rules."""
     from vllm_adaptive_tree.proposers import METHODS
 
     versions = {name: _version(name) for name in ("vllm", "torch", "triton")}
@@ -95,14 +100,14 @@ def _devices() -> list[str]:
 
 
 def _rules(method: str) -> list[str]:
-    """Those that are lossless with it; the first is what "auto" takes."""
+    """Rules that are lossless with the method; the first is that of "auto"."""
     from vllm_adaptive_tree.acceptance import RULES
     from vllm_adaptive_tree.config import TreeOptions
     from vllm_adaptive_tree.methods import Pair, resolve
 
     def pair(rule: str) -> Pair:
-        asked = {"method": method, "model": DRAFT, "num_speculative_tokens": 8, "rejection_sample_method": rule}
-        return resolve(TreeOptions.parse(asked)[0])
+        config = {"method": method, "model": DRAFT, "num_speculative_tokens": 8, "rejection_sample_method": rule}
+        return resolve(TreeOptions.parse(config)[0])
 
     found = [pair("auto").rule_name]
     for rule in RULES:
@@ -112,7 +117,8 @@ def _rules(method: str) -> list[str]:
 
 
 def _patches() -> list[dict[str, Any]]:
-    """What is replaced in vLLM, why, and whether it is now: the entry point's alone, until an engine is asked for."""
+    """Patches of vLLM, their reasons, and True for those installed now: only the entry point's, until an engine is
+    asked for."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.plugins import load_general_plugins
 
@@ -136,12 +142,29 @@ def _text(report: dict[str, Any]) -> str:
         *(f"  {method}: {', '.join(rules)}" for method, rules in report["pairs"].items()),
     ]
     lines += [f"slow here: {one}" for one in report.get("slow", ())]
+    lines += accepted(report.get("acceptance"))
     if (test := report.get("self-test")) is not None:
         figures = ", ".join(f"{name} {value}" for name, value in test.items() if name != "passed")
         lines.append(f"self-test on the bundled pair {'passed' if test['passed'] else 'FAILED'}: {figures}")
     for engine, findings in report.get("checks", {}).items():
         lines += [f"{engine}:", *(f"  {line}" for line in _lines(findings))]
     return "\n".join(lines)
+
+
+def accepted(records: list[dict[str, Any]] | None) -> list[str]:
+    """Lines about the records in vLLM's cache folder; None: not read, without a vLLM that is supported."""
+    if records is None:
+        return []
+    lines = [] if records else ["acceptance of drafts: not known, no engine has left a record in vLLM's cache folder"]
+    for one in records:
+        share = f"{100 * one['accepted'] / one['steps']:.1f} % of {one['steps']} drafted steps"
+        verdict = "TOO LOW, likely causes:" if one["low"] else "no alarm"
+        lines.append(
+            f"acceptance of draft {one['draft']} for {one['target']} ({one['method']}, engine {one['engine']}, "
+            f"{one['time']}): a node at depth 1 in {share}, {verdict}"
+        )
+        lines += [f"  {cause}" for cause in one["causes"]]
+    return lines
 
 
 def _lines(findings: list[dict[str, Any]]) -> list[str]:
@@ -165,12 +188,12 @@ def _gpu() -> tuple[dict[str, list[dict[str, Any]]], int]:
 
 
 def engine_checks(target: str, speculation: dict[str, Any], **arguments: Any) -> list[dict[str, Any]]:
-    """The long form: every part of the check in an engine of its own, with its costs."""
+    """Run the long form: every part of the check in an engine of its own, with its costs."""
     from vllm import LLM
 
     from vllm_adaptive_tree.engine.self_check import check, worth
 
-    os.environ[check.SWITCH] = "off"  # at the start; it comes now
+    os.environ[check.SWITCH] = "off"  # off at the start; it runs below
     speculation = {**speculation, "tree": {"cost_profile": None, **speculation.get("tree", {})}}
     defaults = {"dtype": "bfloat16", "max_model_len": 2048, "max_num_seqs": 32, "gpu_memory_utilization": SHARE}
     llm: Any = LLM(target, speculative_config=speculation, **{**defaults, **arguments})
@@ -189,7 +212,7 @@ def engine_checks(target: str, speculation: dict[str, Any], **arguments: Any) ->
 
 
 def _interpreted() -> list[dict[str, Any]]:
-    """On a CPU, in shapes of a small model."""
+    """Check the kernels on a CPU, in shapes of a small model."""
     from types import SimpleNamespace
 
     import torch

@@ -1,16 +1,16 @@
-"""What makes a machine slow for trees, as far as it can be read off."""
+"""Known causes of slow CPU decoding, detected here."""
 
 import importlib.util
 import os
 from pathlib import Path
 
 FEW = 4
-"""Cores."""
+"""Number of cores below which trees stay small."""
 CPU_INFO = Path("/proc/cpuinfo")
 
 
 def slowness() -> list[str]:
-    """Of this machine; a machine with a CUDA device is not judged by its CPU."""
+    """Causes on this machine; a machine with a CUDA device is not judged by its CPU."""
     flags = set[str]()
     if CPU_INFO.exists():
         lines = CPU_INFO.read_text().splitlines()
@@ -24,9 +24,9 @@ def slowness() -> list[str]:
 def findings(flags: set[str], *, cores: int, load: float, compiled: bool, preloaded: str) -> list[str]:
     """
     Args:
-        flags: of the CPU; none where they are not known.
-        load: processes that ran in the last minute, on average.
-        compiled: whether numba is installed.
+        flags: of the CPU; empty where they are not known.
+        load: mean number of running processes in the last minute.
+        compiled: True if numba is installed.
         preloaded: LD_PRELOAD.
     """
     found = []

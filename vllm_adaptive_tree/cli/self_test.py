@@ -1,4 +1,4 @@
-"""A short test of an engine on the bundled pair, in a process of its own: the text with trees is that without."""
+"""Short test of an engine on the bundled pair, in a process of its own: the text must be the same without trees."""
 
 import json
 import os
@@ -9,6 +9,7 @@ from typing import Any
 
 from vllm_adaptive_tree.bench.environment import DRAFT, TARGET, set_environment
 from vllm_adaptive_tree.bench.prompts import PROMPTS
+from vllm_adaptive_tree.version import pip_install
 
 CONFIG = {
     "method": "opt_tree",
@@ -18,13 +19,13 @@ CONFIG = {
 }
 TOKENS = 32
 LONGEST = 300
-"""Seconds; about ten are usual."""
+"""Seconds until the test fails; about ten are usual."""
 
 
 def self_test() -> dict[str, Any]:
-    """{"passed": whether all texts are equal, figures}, or {"passed": False, "error": why not}."""
+    """Result: {"passed": True if all texts are equal, figures}, or {"passed": False, "error": the reason}."""
     if not os.path.isdir(TARGET):
-        return {"passed": False, "error": "the bundled pair is missing: pip install 'vllm-adaptive-tree[demo]'"}
+        return {"passed": False, "error": f"the bundled pair is missing: {pip_install('demo')}"}
     started = time.perf_counter()
     try:
         run = subprocess.run(
@@ -49,7 +50,7 @@ def main() -> None:
 
 
 def _texts(speculation: dict[str, Any] | None) -> tuple[list[list[int]], float]:
-    """Greedy tokens of some prompts, and the steps that their requests took."""
+    """Greedy tokens of some prompts, and the number of steps of their requests."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(

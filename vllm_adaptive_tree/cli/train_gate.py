@@ -124,7 +124,7 @@ def _mcsd(options: argparse.Namespace) -> None:
 
 @contextmanager
 def _watched() -> Iterator[Watch]:
-    """A progress bar for a training, which runs on one thread: more would slow so small a model down."""
+    """Show a progress bar for a training, which runs on one thread: more would slow so small a model down."""
     import torch
     from tqdm import tqdm  # type: ignore[import-untyped]
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_adaptive_tree.bench.environment import TARGET, shown
-from vllm_adaptive_tree.cli.arguments import new_file, positive
+from vllm_adaptive_tree.cli.arguments import new_file, positive, positive_number
+from vllm_adaptive_tree.cli.interrupts import interruptible
 from vllm_adaptive_tree.files import atomic_write, claim_folder
 
 if TYPE_CHECKING:
@@ -31,8 +32,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--text", nargs="+", required=True, metavar="GLOB", help="files to train on: 'src/**/*.py'")
     parser.add_argument("--out", type=new_file, required=True, metavar="DIR", help="the head; DIR.training: its state")
-    parser.add_argument("--minutes", type=_number, required=True, help="of training, without interruptions")
-    parser.add_argument("--resume", action="store_true", help="continue an interrupted training, if there is one")
+    parser.add_argument(
+        "--minutes",
+        type=positive_number,
+        required=True,
+        help="of training, without interruptions, checks and compilation",
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue an interrupted training, if there is one, or a finished one with more --minutes",
+    )
     parser.add_argument(
         "--kind",
         choices=tuple(DEPTHS),
@@ -56,7 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--batch", type=positive, default=8, help="windows of a step (default: %(default)s)")
     parser.add_argument("--window", type=positive, default=256, help="tokens of a window (default: %(default)s)")
-    parser.add_argument("--rate", type=_number, default=1e-2, help="highest learning rate (default: %(default)s)")
+    parser.add_argument(
+        "--rate", type=positive_number, default=1e-2, help="highest learning rate (default: %(default)s)"
+    )
     parser.add_argument(
         "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of matrix products (default: %(default)s)"
     )
@@ -64,22 +76,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    try:
-        _train(options)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\ninterrupted: the state is kept; the same command with --resume continues there", file=sys.stderr)
-        return 130
-    return 0
+    def note() -> str:
+        head = f"{options.out} is the best head so far, and " if options.out.exists() else ""
+        return f"{head}the state is kept; the same command with --resume continues there"
+
+    return interruptible(lambda: _train(options), note)
 
 
 def _train(options: argparse.Namespace) -> None:
     out: Path = options.out
-    if out.exists():
-        raise ValueError(f"{out} exists; give another --out or delete it")
+    if out.exists() and not options.resume:
+        raise ValueError(f"{out} exists; give another --out, delete it, or train it longer with --resume")
     state = out.with_name(out.name + ".training")
+    if out.exists() and not state.exists():
+        raise ValueError(f"{out} exists, and {state} does not, which --resume needs; give another --out or delete it")
     if state.exists() and not options.resume:
         raise ValueError(f"{state} holds an interrupted training; continue with --resume, or delete it")
     _of_its_kind(options)
@@ -92,17 +102,17 @@ def _train(options: argparse.Namespace) -> None:
     from vllm_adaptive_tree.heads.block_training import BlockTeacher
     from vllm_adaptive_tree.heads.dspark import Block, BlockHead
     from vllm_adaptive_tree.heads.eagle3 import Dimensions, Head, auxiliary_layers
-    from vllm_adaptive_tree.heads.training import Recipe, Teacher, Training
+    from vllm_adaptive_tree.heads.training import HeadRecipe, Teacher, Training
 
     size = Dimensions.of(config)
-    layers = auxiliary_layers(config["num_hidden_layers"], options.auxiliary_layers)
-    if options.kind == "dspark" and layers[0] == 0:
-        raise ValueError("--auxiliary-layers 0: a dspark head reads what layers give, not the embeddings; begin with 1")
+    # a dspark head reads outputs of layers, not the embeddings
+    first = int(options.kind == "dspark")
+    layers = auxiliary_layers(config["num_hidden_layers"], options.auxiliary_layers, first=first)
     mask = _mask(config, size.vocabulary)
     tokens, held_out = _tokens(options)
     print(f"{len(tokens):,} tokens to train on, {len(held_out):,} held out", flush=True)
     ids = options.draft_vocab and checkpoint.most_frequent(tokens, size.vocabulary, options.draft_vocab)
-    recipe = Recipe(
+    recipe = HeadRecipe(
         minutes=options.minutes,
         unrolled=options.steps_unrolled or DEPTHS[options.kind],
         batch=options.batch,
@@ -120,7 +130,7 @@ def _train(options: argparse.Namespace) -> None:
         "tokens": f"{len(tokens)} ({zlib.crc32(tokens.numpy().tobytes()):08x})",
         "draft_vocab": options.draft_vocab,
         "auxiliary_layers": layers,
-        **recipe._asdict(),
+        **{name: value for name, value in recipe._asdict().items() if name != "minutes"},
     }
     claim_folder(state / "manifest.json", settings, contents="the state")
 
@@ -136,19 +146,28 @@ def _train(options: argparse.Namespace) -> None:
     training, saved = Training(head, teacher, tokens, held_out, recipe), state / "state.pt"
     if saved.exists():
         training.load(saved)
-        print(f"continues at step {training.steps:,}, minute {training.seconds / 60:.1f}", flush=True)
-    training.run(save=saved, watch=_print)
-    if isinstance(head, BlockHead):
-        checkpoint.write_block(out, head, config, layers)
-    else:
-        checkpoint.write(out, head, config, layers, ids)
-    record = {"python": platform.python_version(), **settings, **_record(training)}
-    atomic_write(out / "training.json", (json.dumps(record, indent=2) + "\n").encode())
-    print(f"{out} is written; {state} can be deleted", file=sys.stderr)
+        done = training.seconds / 60
+        print(f"continues at step {training.steps:,}, minute {done:.1f}", flush=True)
+        if not out.exists():
+            training.best = math.inf
+        elif done >= options.minutes:
+            raise ValueError(f"{out} was trained for {done:.1f} minutes; to go on, give more as --minutes")
+
+    def keep(best: "Report") -> None:
+        if isinstance(head, BlockHead):
+            checkpoint.write_block(out, head, config, layers)
+        else:
+            checkpoint.write(out, head, config, layers, ids)
+        record = {"python": platform.python_version(), **settings, "minutes": options.minutes}
+        record |= _record(training, best)
+        atomic_write(out / "training.json", (json.dumps(record, indent=2) + "\n").encode())
+
+    training.run(save=saved, watch=_print, keep=keep)
+    print(f"{out} is written; {state} can be deleted, or kept for more --minutes", file=sys.stderr)
 
 
 def _of_its_kind(options: argparse.Namespace) -> None:
-    """Raises ValueError for options of the other kind."""
+    """Check for options of the other kind; raises ValueError for one."""
     wrong = {"eagle3": ("layers", "markov_rank"), "dspark": ("draft_vocab",)}[options.kind]
     for name in wrong:
         if getattr(options, name) is not None:
@@ -156,13 +175,14 @@ def _of_its_kind(options: argparse.Namespace) -> None:
 
 
 def _mask(config: dict[str, Any], vocabulary: int) -> int:
-    """The token that stands where a block predicts.
+    """Mask token, which is read where a block predicts: the padding token, or else the end of a text.
 
     Raises:
         ValueError: the target's config.json names one that its vocabulary does not have.
     """
     end = config.get("eos_token_id")
-    found = config.get("pad_token_id") or (end[0] if isinstance(end, list) and end else end) or 0
+    given = (config.get("pad_token_id"), next(iter(end), None) if isinstance(end, list) else end)
+    found = next((token for token in given if token is not None), 0)
     if not 0 <= found < vocabulary:
         raise ValueError(
             f"--target: pad_token_id or eos_token_id {found} of its config.json is not among its {vocabulary} tokens; "
@@ -172,7 +192,7 @@ def _mask(config: dict[str, Any], vocabulary: int) -> int:
 
 
 def _tokens(options: argparse.Namespace) -> tuple["Tensor", "Tensor"]:
-    """Texts to train on and held-out texts, flat."""
+    """Tokens to train on and held-out tokens, flat."""
     import torch
     from transformers import AutoTokenizer
 
@@ -199,16 +219,6 @@ def _config(target: str) -> dict[str, Any]:
     return json.loads(file.read_text())
 
 
-def _number(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-    return value
-
-
 def _print(report: "Report") -> None:
     agreement = " ".join(f"{value:.3f}" for value in report.agreement)
     where = "held out" if report.held_out else f"{report.tokens_per_second:,.0f} tokens/s"
@@ -218,15 +228,14 @@ def _print(report: "Report") -> None:
     )
 
 
-def _record(training: "Training") -> dict[str, Any]:
-    """What `training.json` says of a finished training."""
-    last = training.curve[-1]
+def _record(training: "Training", best: "Report") -> dict[str, Any]:
+    """Content of `training.json` for a training and its best head so far."""
     return {
         "parameters": sum(weight.numel() for weight in training.head.parameters()),
-        "steps": last.steps,
-        "tokens_per_second": last.tokens_per_second,
-        "held_out_loss": last.loss,
-        "held_out_agreement_by_depth": last.agreement,
+        "steps": best.steps,
+        "tokens_per_second": best.tokens_per_second,
+        "held_out_loss": best.loss,
+        "held_out_agreement_by_depth": best.agreement,
         "curve": [
             {"minutes": at.minutes, "steps": at.steps, "loss": at.loss, "agreement": at.agreement}
             for at in training.curve

@@ -1,5 +1,5 @@
-"""One HTML file of the trees that an engine has recorded: each step's tree with probabilities, what of it was verified,
-accepted, cut.
+"""Write one HTML file of the trees that an engine has recorded: each step's tree with probabilities, and its verified,
+accepted and cut nodes.
 
 An engine records with VLLM_ADAPTIVE_TREE_RECORD=steps.jsonl in its environment, up to 64 MiB. The file, and the page,
 hold the text that the requests were given.
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Returns 2 if the file is no record."""
+    """Write the page. Returns 2 if the file is no record, else 0."""
     out = options.out or options.file.with_suffix(".html")
     try:
         record = viewer.read(options.file, options.last)

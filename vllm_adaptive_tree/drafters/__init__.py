@@ -7,45 +7,45 @@ from vllm_adaptive_tree.drafters.lookup import Continuations, Lookup
 from vllm_adaptive_tree.drafters.one_forward import ByDepth, ByPair, ByParent
 from vllm_adaptive_tree.registry import Registry
 
-ONE_FORWARD = ("medusa", "peagle", "dflash", "dflash2", "lilicorr", "dspark")
-"""Heads that predict all levels of a tree in one forward."""
-CHECKPOINTS = ("model", "eagle", "eagle3", "mtp", *ONE_FORWARD)
-"""Kinds of drafts that have a checkpoint: an independent model, and heads that read the target's hidden states."""
+KINDS = "vllm_adaptive_tree.engine.drafts"
+"""Room of the kinds of drafts; it is loaded only by path, where an engine or an error needs one."""
 
 
-def _lacks(what: Any) -> str | None:
-    if isinstance(what, type) and issubclass(what, TextDrafter):
-        return None
-    return "derive it from vllm_adaptive_tree.drafters.TextDrafter"
+DRAFT_KINDS: Registry[Any] = Registry(
+    "kind of draft",
+    f"{KINDS}:DraftKind",
+    {
+        "model": f"{KINDS}.independent:Independent",
+        "eagle": f"{KINDS}.eagle:Eagle",
+        "eagle3": f"{KINDS}.eagle:Eagle3",
+        "mtp": f"{KINDS}.eagle:MTP",
+        "peagle": f"{KINDS}.parallel:PEagle",
+        "dflash": f"{KINDS}.block:DFlash",
+        "dflash2": f"{KINDS}.block:DFlash2",
+        "lilicorr": f"{KINDS}.block:LiLiCorr",
+        "dspark": f"{KINDS}.block:DSpark",
+    },
+    group="vllm_adaptive_tree.draft_kinds",
+)
+"""Kinds of drafts that have a checkpoint, subclasses of `engine.drafts.DraftKind`."""
 
-
+TEXT_KIND = f"{KINDS}.text:Text"
+"""Kind of all drafts without a checkpoint."""
 DRAFTERS: Registry[type[TextDrafter]] = Registry(
     "drafter",
+    TextDrafter,
     {"ngram": "vllm_adaptive_tree.drafters.ngram:NGram", "suffix": "vllm_adaptive_tree.drafters.suffix:Suffix"},
     group="vllm_adaptive_tree.drafters",
-    lacks=_lacks,
-    reserved=CHECKPOINTS,
+    reserved=tuple(DRAFT_KINDS.built_in),
 )
 """Drafts without a checkpoint, by the name that users write into `model`."""
-
-
-def register_drafter(name: str, cls_or_path: type | str) -> None:
-    """Make `model: name` draft with a `TextDrafter`.
-
-    Args:
-        name: what users write; must differ from the built-in names.
-        cls_or_path: an importable subclass of `TextDrafter`, or "pkg.module:Class".
-
-    Raises:
-        ValueError: the name is taken, or the class cannot be imported in another process.
-    """
-    DRAFTERS.register(name, cls_or_path)
+DRAFT_KINDS.reserved = tuple(DRAFTERS.built_in)
 
 
 __all__ = [
-    "CHECKPOINTS",
     "DRAFTERS",
-    "ONE_FORWARD",
+    "DRAFT_KINDS",
+    "TEXT_KIND",
     "ByDepth",
     "ByPair",
     "ByParent",
@@ -57,5 +57,4 @@ __all__ = [
     "Rows",
     "TextDrafter",
     "Texts",
-    "register_drafter",
 ]

@@ -1,9 +1,9 @@
-"""The interface between a drafter, which only runs the draft, and a proposer, which decides what to expand.
+"""Interface between a drafter, which only runs the draft, and a proposer, which decides what to expand.
 
 Three kinds implement it, and a proposer does not know which one it has:
 
-- autoregressive: an independent model, or a head that reads the target's hidden states. One forward per level; what a
-  node passes to its children (hidden states, positions of its keys) is the state, by slot.
+- autoregressive: an independent model, or a head that reads the target's hidden states. One forward per level; the
+state holds, by slot, what a node passes to its children (hidden states, positions of its keys).
 - one forward (`one_forward.py`): the logits of all levels are known before the first level is chosen, by depth alone or
   by depth and parent token.
 - look-up (`lookup.py`): weighted continuations of the text, no model. These are registered by name (`TextDrafter`).
@@ -52,7 +52,7 @@ class Rows(NamedTuple):
 
 
 class Drafter(Protocol):
-    """How it reads the accepted tokens, up to the roots, is up to the adapter."""
+    """Runs a draft. The adapter defines how it reads the accepted tokens, up to the roots."""
 
     def grow(self, tokens: Tensor, parent: Tensor, state: Any) -> tuple[Rows, Any]:
         """Read one level of nodes, `tokens` and `parent` as in `Frontier`. Returns their rows and the new state."""
@@ -63,30 +63,32 @@ class Texts(NamedTuple):
     """The tokens of R requests so far, prompt and output."""
 
     requests: Sequence[str]
-    """Their names; a name may come again once it has been forgotten."""
+    """Names of the requests; a name may come again once it has been forgotten."""
     tokens: Tensor
-    """[R, L] int64; anything after a request's own length."""
+    """Tokens [R, L] int64; arbitrary after a request's own length."""
     length: Tensor
-    """[R] int64, at least 1. The last token is the root."""
+    """Lengths [R] int64, at least 1. The last token is the root."""
     prompt: Tensor
-    """[R] int64: how many of these are the prompt's."""
+    """Tokens of the prompt, [R] int64."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftOptions(Options):
-    """Of a draft that has none."""
+    """Options of a draft that has none."""
 
 
 class TextDrafter(ABC):
     """A draft without a checkpoint: it reads the tokens of each request. Users name it in `model`.
 
-    On Model Runner V2 all tensors are on the device, and looking at one from the host stops the pipeline.
+    On Model Runner V2 all tensors are on the device, and reading one on the host stalls the pipeline.
     """
 
     Options: ClassVar[type[Options]] = DraftOptions
     """A frozen dataclass: what users may set in `tree` for this draft, beside the options of the method."""
     requires: ClassVar[tuple[str, str] | None] = None
-    """A module that must be there, and what to do if it is not; asked before an engine starts."""
+    """Module that must be there, and the remedy if it is not; checked before an engine starts."""
+    chain_keys: ClassVar[dict[str, Any]] = {}
+    """Further keys of vLLM's own speculation of its name, for comparisons."""
 
     @classmethod
     @abstractmethod
@@ -99,11 +101,11 @@ class TextDrafter(ABC):
 
     @abstractmethod
     def begin(self, texts: Texts) -> tuple[Rows, Any]:
-        """The roots' rows (W = 1), and the state of R trees."""
+        """Rows of the roots (W = 1), and the state of R trees."""
 
     @abstractmethod
     def grow(self, tokens: Tensor, parent: Tensor, state: Any) -> tuple[Rows, Any]:
-        """As in `Drafter`."""
+        """Read one level, as in `Drafter`."""
 
     def forget(self, requests: Collection[str]) -> None:  # noqa: B027
-        """These requests have ended."""
+        """Drop requests that have ended."""

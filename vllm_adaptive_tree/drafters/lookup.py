@@ -10,53 +10,54 @@ from vllm_adaptive_tree.drafters.base import Rows, TextDrafter, Texts
 
 
 class Continuations(NamedTuple):
-    """What may follow R texts, M each."""
+    """Continuations of R texts, M each."""
 
     tokens: Tensor  # [R, M, K], -1 pads
     weight: Tensor  # [R, M], its probability; 0: no continuation
 
 
-class Reading(NamedTuple):
-    """How far trees have read them."""
+class LookupState(NamedTuple):
+    """State of trees that read continuations."""
 
-    found: Continuations
-    through: Tensor  # [R, S, M] bool: which continuations pass through each slot so far, the root first
+    continuations: Continuations
+    through: Tensor  # [R, S, M] bool: the continuations that pass through each slot so far, the root first
     depth: Tensor  # [R, S]
 
 
 class Lookup(TextDrafter):
-    """The distribution at a node is the weight of the continuations through it, by their next token.
-
-    A node without continuations has no children.
-    """
+    """Look-up draft. The distribution at a node is the weight of the continuations through it, by their next token."""
 
     length: int | None = None
-    """Tokens of a continuation, at most; None: no bound is known."""
+    """Most tokens of a continuation; None: no bound is known."""
 
     def __init__(self, vocabulary: int):
         self.vocabulary = vocabulary
 
     @abstractmethod
     def continuations(self, texts: Texts) -> Continuations:
-        """Of R texts."""
+        """Continuations of R texts."""
 
-    def begin(self, texts: Texts) -> tuple[Rows, Reading]:
-        found = self.continuations(texts)
-        through = torch.ones_like(found.weight, dtype=torch.bool)[:, None]
-        depth = torch.zeros_like(found.tokens[:, :1, 0])
-        return self._rows(found, through, depth), Reading(found, through, depth)
+    def begin(self, texts: Texts) -> tuple[Rows, LookupState]:
+        continuations = self.continuations(texts)
+        through = torch.ones_like(continuations.weight, dtype=torch.bool)[:, None]
+        depth = torch.zeros_like(continuations.tokens[:, :1, 0])
+        return self._rows(continuations, through, depth), LookupState(continuations, through, depth)
 
-    def grow(self, tokens: Tensor, parent: Tensor, state: Reading) -> tuple[Rows, Reading]:
-        found, parent_depth = state.found, state.depth.gather(1, parent)
+    def grow(self, tokens: Tensor, parent: Tensor, state: LookupState) -> tuple[Rows, LookupState]:
+        continuations, parent_depth = state.continuations, state.depth.gather(1, parent)
         through = state.through.gather(1, parent[:, :, None].expand(-1, -1, state.through.shape[2]))
-        through = through & (_next(found.tokens, parent_depth) == tokens[:, :, None]) & (tokens >= 0)[:, :, None]
+        through = (
+            through & (_next(continuations.tokens, parent_depth) == tokens[:, :, None]) & (tokens >= 0)[:, :, None]
+        )
         depth = parent_depth + 1
-        rows = self._rows(found, through, depth)
-        return rows, Reading(found, torch.cat([state.through, through], 1), torch.cat([state.depth, depth], 1))
+        rows = self._rows(continuations, through, depth)
+        return rows, LookupState(
+            continuations, torch.cat([state.through, through], 1), torch.cat([state.depth, depth], 1)
+        )
 
-    def _rows(self, found: Continuations, through: Tensor, depth: Tensor) -> Rows:
-        token = _next(found.tokens, depth)  # [R, W, M]
-        weight = torch.where(through & (token >= 0), found.weight[:, None], 0.0)
+    def _rows(self, continuations: Continuations, through: Tensor, depth: Tensor) -> Rows:
+        token = _next(continuations.tokens, depth)  # [R, W, M]
+        weight = torch.where(through & (token >= 0), continuations.weight[:, None], 0.0)
         token = token.clamp(min=0)
         shape = (*depth.shape, self.vocabulary)
         total = weight.new_zeros(shape).scatter_add_(2, token, weight).gather(2, token)
@@ -65,7 +66,7 @@ class Lookup(TextDrafter):
 
 
 def _next(tokens: Tensor, depth: Tensor) -> Tensor:
-    """[R, W, M]: the token of every continuation [R, M, K] after its first `depth` [R, W] tokens; -1: none."""
+    """Tokens [R, W, M] of every continuation [R, M, K] after its first `depth` [R, W] tokens; -1: none."""
     last = tokens.shape[2]
     at = depth.clamp(max=last - 1)[:, None].expand(-1, tokens.shape[1], -1)
     return tokens.gather(2, at).transpose(1, 2).masked_fill((depth >= last)[:, :, None], -1)

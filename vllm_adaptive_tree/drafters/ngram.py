@@ -1,7 +1,7 @@
-"""Prompt look-up: what followed the last tokens of a text where they occurred in it before."""
+"""Prompt look-up: continuations of earlier occurrences of a text's last tokens."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -10,20 +10,19 @@ from vllm_adaptive_tree.drafters.lookup import Continuations, Lookup
 from vllm_adaptive_tree.options import Options, count
 
 MATCHES = 8
-"""Occurrences of each request that are kept: the longest, of these the latest."""
+"""Most occurrences kept for each request: the longest, of these the latest."""
 LENGTH = 16
 """Tokens of a continuation."""
 LONGER = 4.0
-"""How much more an occurrence weighs than one that is a token shorter. That nothing comes again weighs as much as an
-occurrence of one token."""
+"""Weight of an occurrence relative to one that is a token shorter. No repetition weighs as much as one of one token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NGramOptions(Options):
     prompt_lookup_min: int = count(default=1)
-    """Tokens that an occurrence has in common with the end of the text, at least; as in vLLM."""
+    """Fewest tokens that an occurrence has in common with the end of the text; as in vLLM."""
     prompt_lookup_max: int = count(default=4)
-    """More are not compared."""
+    """Most tokens that are compared."""
 
     def __post_init__(self) -> None:
         Options.__post_init__(self)
@@ -39,6 +38,7 @@ class NGram(Lookup):
 
     Options: ClassVar[type[Options]] = NGramOptions
     length = LENGTH
+    chain_keys: ClassVar[dict[str, Any]] = {"prompt_lookup_min": 1, "prompt_lookup_max": 4}  # as ours
 
     def __init__(self, vocabulary: int, shortest: int, longest: int):
         super().__init__(vocabulary)

@@ -1,6 +1,6 @@
 """Drafts that predict all levels in one forward (a lattice); growing a level runs no model.
 
-- `ByDepth`: one distribution for all nodes of a depth. Medusa (arXiv 2401.10774), P-EAGLE, DFlash.
+- `ByDepth`: one distribution for all nodes of a depth. P-EAGLE, DFlash.
 - `ByParent`: the depth's distribution, with a bias by the parent's token. DSpark.
 - `ByPair`: scores of pairs, a candidate of one depth and one of the next. DFlash2, LiLiCorr.
 
@@ -19,7 +19,7 @@ from vllm_adaptive_tree.drafters.base import Rows
 
 
 class Lattice(NamedTuple):
-    """What one forward has left, and the depth of every slot of R trees."""
+    """Result of one forward, and the depth of every slot of R trees."""
 
     logits: Tensor  # [R, K, C] for depths 1 to K; of pairs: [R, K, C before, C]
     candidates: Tensor | None  # [R, K, C] tokens, distinct at each depth; None: C = V
@@ -30,13 +30,13 @@ class OneForward(ABC):
     """The drafter interface over a lattice. Nodes below its last depth have dead rows, which is no fault."""
 
     def __init__(self, vocabulary: int | None = None):
-        """`vocabulary`: V, if there will be candidates."""
+        """`vocabulary`: V, if there are candidates."""
         self.vocabulary = vocabulary
 
     def begin(
         self, logits: Tensor, candidates: Tensor | None = None, roots: Tensor | None = None
     ) -> tuple[Rows, Lattice]:
-        """The roots' rows (W = 1), and the state of R trees.
+        """Rows of the roots (W = 1), and the state of R trees.
 
         Args:
             logits, candidates: of the forward, as in `Lattice`. The caller must not change them while a tree grows.
@@ -60,8 +60,8 @@ class OneForward(ABC):
 
     @abstractmethod
     def child_logits(self, tokens: Tensor, at: Tensor, state: Lattice) -> tuple[Tensor, Tensor | bool]:
-        """Logits [R, W, C] of the children of nodes with these `tokens` [R, W], children at depth `at` + 1 [R, W]; and
-        the nodes [R, W] about whose children nothing is known. In a tensor of their own."""
+        """Logits [R, W, C], in a tensor of their own, of the children at depth `at` + 1 [R, W] of nodes with these
+        `tokens` [R, W]; and the nodes [R, W] without a prediction."""
 
     def _wide(self, logits: Tensor, at: Tensor, state: Lattice) -> Tensor:
         """[R, W, C] -> [R, W, V]"""

@@ -1,6 +1,8 @@
-"""Suffix decoding (arXiv 2411.04975): what followed the end of the text before, in it and in answers to past requests.
+"""Suffix decoding (arXiv 2411.04975): continuations of earlier occurrences of the text's end, in it and in past
+answers.
 
-The suffix trees are those of `arctic-inference`, as in vLLM's own method; its trees are read as trees here.
+The suffix trees are those of `arctic-inference`, as in vLLM's own method, which reads its drafts as chains; here they
+are trees.
 """
 
 from collections.abc import Collection
@@ -13,38 +15,37 @@ from numpy.typing import NDArray
 
 from vllm_adaptive_tree.drafters.base import Texts
 from vllm_adaptive_tree.drafters.lookup import Continuations, Lookup
-from vllm_adaptive_tree.options import Options, count, fraction, is_int, is_number, option
+from vllm_adaptive_tree.options import MOST, Options, count, fraction, is_int, number, option
+from vllm_adaptive_tree.version import pip_install
 
 NODES = 64
-"""Of each request, at most, that the suffix trees are asked for."""
+"""Most nodes of each request that the suffix trees are asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuffixOptions(Options):
-    """As in vLLM."""
+    """Options as in vLLM."""
 
     suffix_decoding_max_tree_depth: int = count(default=24)
-    """Tokens of a match and its continuation together, at most."""
+    """Most tokens of a match and its continuation together."""
     suffix_decoding_max_cached_requests: int = option(
-        10000, lambda value: is_int(value) and 0 <= value < 1 << 31, "a whole number from 0 to 2**31 - 1"
+        10000, lambda value: is_int(value) and 0 <= value <= MOST, "a whole number from 0 to 2**31 - 1"
     )
     """Past requests whose answers are kept."""
-    suffix_decoding_max_spec_factor: float = option(
-        1.0, lambda value: is_number(value) and value > 0, "a number above 0"
-    )
+    suffix_decoding_max_spec_factor: float = number(1.0, 0.01, 100)
     """Tokens that are drafted after a match, in lengths of the match."""
     suffix_decoding_min_token_prob: float = fraction(default=0.1)
-    """Less likely tokens, by their counts, are not drafted."""
+    """Least probability, by counts, of a token that is drafted."""
 
 
 class Suffix(Lookup):
-    """The trees are on the host: on a device each step waits for its tokens.
+    """Suffix trees on the host: on a device each step waits for its tokens.
 
     A tree is read as chains, one for each node: its weight is that of the text that ends there.
     """
 
     Options: ClassVar[type[Options]] = SuffixOptions
-    requires = ("arctic_inference", "install 'vllm-adaptive-tree[suffix]', or use 'ngram'")
+    requires = ("arctic_inference", f"{pip_install('suffix')}, or use 'ngram'")
 
     def __init__(self, vocabulary: int, options: SuffixOptions):
         from arctic_inference.suffix_decoding import SuffixDecodingCache
@@ -56,7 +57,7 @@ class Suffix(Lookup):
             max_cached_requests=options.suffix_decoding_max_cached_requests,
         )
         self.seen: dict[str, int] = {}
-        """Tokens of each request that are in the cache."""
+        """Number of tokens of each request that are in the cache."""
 
     @classmethod
     def build(cls, options: SuffixOptions, *, vocabulary: int) -> Self:
@@ -66,18 +67,18 @@ class Suffix(Lookup):
         tokens, length = texts.tokens.int().cpu().numpy(), texts.length.tolist()
         rows = zip(texts.requests, tokens, length, texts.prompt.tolist(), strict=True)
         chains = [_chains(self._speculate(name, text[:end], prompt)) for name, text, end, prompt in rows]
-        most = max((len(found) for found in chains), default=0) or 1
-        longest = max((len(tokens) for found in chains for tokens, _ in found), default=1)
+        most = max((len(chain) for chain in chains), default=0) or 1
+        longest = max((len(tokens) for chain in chains for tokens, _ in chain), default=1)
         padded = [
-            [tokens + [-1] * (longest - len(tokens)) for tokens, _ in found] + [[-1] * longest] * (most - len(found))
-            for found in chains
+            [tokens + [-1] * (longest - len(tokens)) for tokens, _ in chain] + [[-1] * longest] * (most - len(chain))
+            for chain in chains
         ]
-        weight = [[weight for _, weight in found] + [0.0] * (most - len(found)) for found in chains]
+        weight = [[weight for _, weight in chain] + [0.0] * (most - len(chain)) for chain in chains]
         device = texts.tokens.device
         return Continuations(torch.tensor(padded, device=device), torch.tensor(weight, device=device))
 
     def forget(self, requests: Collection[str]) -> None:
-        """Their answers stay, for others."""
+        """Drop requests that have ended; their answers stay, for others."""
         for name in requests:
             if self.seen.pop(name, None) is not None:
                 self.cache.stop_request(name)
@@ -99,7 +100,7 @@ class Suffix(Lookup):
 
 
 def _chains(draft: Any) -> list[tuple[list[int], float]]:
-    """Tokens from the root to each node that more texts reach than go on from, and how many, as a fraction."""
+    """Chains from the root to each node at which texts end, with their share of all texts."""
     weight, paths = list(draft.probs), list[list[int]]()
     for token, parent, prob in zip(draft.token_ids, draft.parents, draft.probs, strict=True):
         paths.append([*(paths[parent] if parent >= 0 else ()), token])

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: its config.json, and the names and shapes of its tensors; no weight is read."""
+"""Metadata of a checkpoint: its config.json, and the names and shapes of its tensors; no weight is read."""
 
 import json
 import pickle
@@ -10,6 +10,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 PREFIXES = ("model.", "module.")
+MASKS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
+"""Keys for the mask token, in vLLM's order."""
 
 Shape = tuple[int, ...]
 
@@ -17,16 +19,28 @@ Shape = tuple[int, ...]
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     model: str
-    """A local folder or a hub name."""
+    """Local folder or hub name."""
     config: dict[str, Any]
-    """The config.json as it is written; vLLM's own reading of it drops what it does not know."""
+    """The config.json as it is written; vLLM's own reading of it drops unknown keys."""
     tensors: dict[str, Shape | None] | None
     """Names without `PREFIXES` -> shapes, None where only an index was read; None: not known without the weights."""
 
     @classmethod
     def read(cls, model: str, revision: str | None, trust_remote_code: bool) -> "Checkpoint":
-        """Raises whatever Transformers raises if there is no config."""
+        """Read a checkpoint. Raises whatever Transformers raises if there is no config."""
         return cls(model, written_config(model, revision, trust_remote_code), tensor_shapes(model, revision))
+
+    @property
+    def flat(self) -> dict[str, Any]:
+        """Keys of the config.json with those of a head's sections."""
+        config = self.config
+        return {**(config.get("transformer_layer_config") or {}), **config, **(config.get("dflash_config") or {})}
+
+    @property
+    def mask_token(self) -> Any:
+        """Token at the positions that a head predicts; None: the config.json does not say."""
+        merged = self.flat
+        return next((merged[key] for key in MASKS if merged.get(key) is not None), None)
 
     def refused(self, why: str) -> ValueError:
         return ValueError(f"speculative_config['model']: {self.model!r} {why}")
@@ -45,11 +59,18 @@ def written_config(model: str, revision: str | None, trust_remote_code: bool) ->
     return written
 
 
-def tensor_shapes(model: str, revision: str | None = None) -> dict[str, Shape | None] | None:
+def tensor_shapes(model: str, revision: str | None = None, *, ask_hub: bool = True) -> dict[str, Shape | None] | None:
     """Shapes of all tensors of a local folder or a hub model; None if they cannot be read without its weights."""
-    folder = Path(model) if Path(model).is_dir() else _cached(model, revision)
-    shapes = (folder and _in_folder(folder)) or (None if Path(model).is_dir() else _on_hub(model, revision))
+    folder = local_folder(model, revision)
+    shapes = (folder and _in_folder(folder)) or (
+        _on_hub(model, revision) if ask_hub and not Path(model).is_dir() else None
+    )
     return None if shapes is None else {_without_prefix(name): shape for name, shape in shapes.items()}
+
+
+def local_folder(model: str, revision: str | None = None) -> Path | None:
+    """Folder with the files of a model on this machine; None: there is none."""
+    return Path(model) if Path(model).is_dir() else _cached(model, revision)
 
 
 def _without_prefix(name: str) -> str:
@@ -59,16 +80,16 @@ def _without_prefix(name: str) -> str:
 
 
 def _in_folder(folder: Path) -> dict[str, Shape | None]:
-    """Of the files that vLLM would load: safetensors before pickles, of these the files that an index lists."""
+    """Shapes in the files that vLLM would load: safetensors before pickles, of these the files that an index lists."""
     for pattern in ("*.safetensors", "pytorch_model*.bin"):
-        files, found = sorted(folder.glob(pattern)), dict[str, Shape | None]()
+        files, shapes = sorted(folder.glob(pattern)), dict[str, Shape | None]()
         if indices := sorted(folder.glob(f"{pattern}.index.json")):
             listed = {name: file for index in indices for name, file in _listed(index).items()}
-            files, found = sorted({folder / file for file in listed.values()}), dict.fromkeys(listed)
+            files, shapes = sorted({folder / file for file in listed.values()}), dict.fromkeys(listed)
         for file in files:
-            found |= _in_file(file)
+            shapes |= _in_file(file)
         if files:
-            return found
+            return shapes
     return {}
 
 
@@ -81,7 +102,7 @@ def _listed(index: Path) -> dict[str, str]:
 
 
 def _in_file(file: Path) -> dict[str, Shape | None]:
-    """Empty if the file cannot be read, or a pickle is older than torch 1.6: vLLM's loader says what is wrong."""
+    """Shapes in a file; empty if it cannot be read, or a pickle is older than torch 1.6: vLLM's loader reports that."""
     try:
         if file.suffix == ".safetensors":
             with safe_open(file, framework="pt") as opened:
@@ -93,7 +114,7 @@ def _in_file(file: Path) -> dict[str, Shape | None]:
 
 
 def _cached(model: str, revision: str | None) -> Path | None:
-    """The folder of a cached hub model; no network."""
+    """Folder of a cached hub model; without network."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -104,13 +125,13 @@ def _cached(model: str, revision: str | None) -> Path | None:
 
 
 def _on_hub(model: str, revision: str | None) -> dict[str, Shape | None] | None:
-    """Of a model that is not cached: the hub serves the headers of safetensors by themselves."""
+    """Shapes of a model that is not cached: the hub serves the headers of safetensors by themselves."""
     import huggingface_hub
 
     if huggingface_hub.constants.HF_HUB_OFFLINE:
         return None
     try:
         files = huggingface_hub.get_safetensors_metadata(model, revision=revision).files_metadata.values()
-    except Exception:  # no such files, no access, no network: vLLM's own loader says what is wrong
+    except Exception:  # no such files, no access, no network: vLLM's own loader reports it
         return None
     return {name: tuple(tensor.shape) for file in files for name, tensor in file.tensors.items()}

@@ -1,4 +1,4 @@
-"""What vLLM's CPU build keeps in its cache, as plain tensors.
+"""KV cache of vLLM's CPU build, read as plain tensors.
 
 Its native kernel has no mask and returns no log-sum-exp, so its result cannot be merged with a tree part.
 """

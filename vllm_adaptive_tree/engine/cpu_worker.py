@@ -6,10 +6,10 @@ from typing import Any
 from vllm.v1.worker import cpu_worker
 
 from vllm_adaptive_tree.amx import allow_amx
-from vllm_adaptive_tree.drafters import CHECKPOINTS, ONE_FORWARD
-from vllm_adaptive_tree.engine.common.startup import available_memory, finish_startup, save_profile, tree_options
+from vllm_adaptive_tree.engine.drafts.registry import kind_in
 from vllm_adaptive_tree.engine.installation import here
 from vllm_adaptive_tree.engine.patches import swapped
+from vllm_adaptive_tree.engine.startup.finish import available_memory, finish_startup, save_profile, tree_options
 from vllm_adaptive_tree.engine.v1.recorder import Recorder
 from vllm_adaptive_tree.engine.v1.runner import TreeModelRunner
 
@@ -53,16 +53,18 @@ class TreeWorker(cpu_worker.CPUWorker):
     # -- for `LLM.collective_rpc`, also of engines in other processes: plain values only
 
     def installation(self) -> dict[str, str]:
-        """The node of this rank, and what is installed there."""
+        """Name of this rank's node, and the packages installed there."""
         return here()
 
     def record(self, kind: str, options: dict[str, Any]) -> None:
         """Start collecting examples of a kind of `gates.examples.EXAMPLE_BUILDERS`, on rank 0."""
         if self.use_v2_model_runner:
             raise ValueError("examples are recorded on Model Runner V1; unset VLLM_USE_V2_MODEL_RUNNER")
-        draft = str(tree_options(self.vllm_config).draft)
-        if kind == "mcsd-type1" and (draft not in CHECKPOINTS or draft in ONE_FORWARD):
-            raise ValueError(f"--type type1 reads the draft's hidden states, and {draft!r} has none; use --type type2")
+        draft = kind_in(tree_options(self.vllm_config))
+        if kind == "mcsd-type1" and not draft.node_states:
+            raise ValueError(
+                f"--type type1 reads the draft's hidden states, and {draft.name!r} has none; use --type type2"
+            )
         if self.rank == 0:
             self.model_runner.recorder = Recorder(kind, options)
 

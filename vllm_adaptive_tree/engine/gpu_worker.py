@@ -4,10 +4,10 @@ from typing import Any
 
 from vllm.v1.worker import gpu_worker
 
-from vllm_adaptive_tree.engine import gpu_arguments
-from vllm_adaptive_tree.engine.common.startup import available_memory, finish_startup, save_profile
 from vllm_adaptive_tree.engine.installation import here
 from vllm_adaptive_tree.engine.self_check import check
+from vllm_adaptive_tree.engine.startup.finish import available_memory, finish_startup, save_profile
+from vllm_adaptive_tree.engine.targets import gpu_arguments
 from vllm_adaptive_tree.engine.v2 import startup_costs
 from vllm_adaptive_tree.engine.v2.runner import TreeModelRunnerV2
 
@@ -32,5 +32,5 @@ class TreeGPUWorker(gpu_worker.Worker):
         super().shutdown()
 
     def installation(self) -> dict[str, str]:
-        """The node of this rank, and what is installed there; for `LLM.collective_rpc`."""
+        """Name of this rank's node, and the packages installed there; for `LLM.collective_rpc`."""
         return here()

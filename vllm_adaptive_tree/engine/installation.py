@@ -1,9 +1,4 @@
-"""What is installed on this node, and whether another node has the same.
-
-The text of this file travels in every configuration of a tree method (`mark.Mark`) and runs where one is unpickled,
-also on nodes without this package or with another version of it. So it imports the standard library only, and anything
-else inside a `try`.
-"""
+"""Packages installed on this node, and a comparison with those of another node."""
 
 import hashlib
 import importlib
@@ -11,26 +6,20 @@ import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
-PACKAGES = {"vllm-adaptive-tree": "vllm_adaptive_tree", "vllm": "vllm", "torch": "torch"}
-"""Distribution -> module."""
-OURS = "vllm_adaptive_tree"
+from vllm_adaptive_tree.version import __version__
+
 NODE = "node"
-"""The key of the node's name in an installation."""
+"""Key of the node's name in an installation."""
 
 
 def here() -> dict[str, str]:
     """The name of this node, and the version of every package that all nodes need in the same version."""
-    found = {NODE: node()}
-    for distribution, name in PACKAGES.items():
-        try:
-            module = importlib.import_module(name)
-            found[distribution] = f"{module.__version__}{f' (source {_source(module)})' if name == OURS else ''}"
-        except Exception as error:  # any module may have that name
-            found[distribution] = f"missing ({type(error).__name__}: {error})"
-    return found
+    import torch
+    import vllm
+
+    ours = f"{__version__} (source {_source()})"
+    return {NODE: node(), "vllm-adaptive-tree": ours, "vllm": vllm.__version__, "torch": str(torch.__version__)}
 
 
 def node() -> str:
@@ -44,21 +33,21 @@ def node() -> str:
         return host
 
 
-def difference(found: Mapping[str, str], wanted: Mapping[str, str]) -> str | None:
-    """How `found` differs from `wanted`; None if it does not."""
-    names = [name for name in wanted if name != NODE and found.get(name) != wanted[name]]
+def difference(installed: Mapping[str, str], wanted: Mapping[str, str]) -> str | None:
+    """Description of how `installed` differs from `wanted`; None if it does not."""
+    names = [name for name in wanted if name != NODE and installed.get(name) != wanted[name]]
     if not names:
         return None
-    return f"on node {found[NODE]} " + ", and ".join(
-        f"{name} is {found.get(name, 'missing')}, not {wanted[name]}" for name in names
+    return f"on node {installed[NODE]} " + ", and ".join(
+        f"{name} is {installed.get(name, 'missing')}, not {wanted[name]}" for name in names
     )
 
 
-def arrive(wanted: Mapping[str, str]) -> Any:
-    """Called when a configuration of a tree method reaches this process; `wanted`: the installation it comes from.
+def check(wanted: Mapping[str, str]) -> None:
+    """Compare the packages installed here with those of the node on which a configuration was made.
 
     Raises:
-        RuntimeError: something else is installed here; names the node, and what to do.
+        RuntimeError: other packages are installed here; names the node and the remedy.
     """
     wrong = difference(here(), wanted)
     if wrong is not None:
@@ -67,13 +56,11 @@ def arrive(wanted: Mapping[str, str]) -> Any:
             "configured the engine; install on the first node what the second has, or remove the tree method from "
             "speculative_config"
         )
-    return importlib.import_module(f"{OURS}.engine.mark").installed()
 
 
-def _source(package: ModuleType) -> str:
-    """A digest of a package's files: a checkout keeps its version from commit to commit."""
-    assert package.__file__ is not None
-    folder, digest = Path(package.__file__).parent, hashlib.sha256()
+def _source() -> str:
+    """A digest of this package's files: a checkout keeps its version from commit to commit."""
+    folder, digest = Path(__file__).parents[1], hashlib.sha256()
     for file in sorted(folder.rglob("*.py")):
         digest.update(f"{file.relative_to(folder)} ".encode() + file.read_bytes())
     return digest.hexdigest()[:8]

@@ -1,4 +1,4 @@
-"""What is replaced in vLLM once a tree method is asked for. The ledger with reasons: `patches/README.md`."""
+"""Patches of vLLM, installed once a tree method is asked for. The ledger with reasons: `patches/README.md`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,20 +6,26 @@ from functools import wraps
 from types import ModuleType
 from typing import Any
 
-from vllm_adaptive_tree.engine.names import MARK
+from vllm_adaptive_tree.engine.names import MARK, STREAMS
+from vllm_adaptive_tree.version import pip_install
 from vllm_adaptive_tree.versions import is_supported, window
 
 PATCHES = {
     "EngineArgs.create_engine_config": "vLLM has a closed list of methods; a tree method is translated before",
     "SamplingParams._validate_spec_decode": "vLLM refuses min_p and logit_bias with its own methods; trees honour them",
     "PrometheusStatLogger": "the figures of a step become metrics of the logger's own classes",
-    "Scheduler.update_from_output": "vLLM's own figures count verified nodes, not the places that are reserved",
+    "Scheduler.update_from_output": (
+        "a path ends where its request stops, and vLLM's own figures count verified nodes, not the places that are "
+        "reserved"
+    ),
     "StructuredOutputManager.validate_tokens": (
         "a mask for each node, and nothing is cut as if a tree were a chain (also grammar_bitmask, accept_tokens and "
         "Scheduler.get_grammar_bitmask)"
     ),
+    "Parser.__init__": "reasoning and tool parsers get one token a delta, as without speculation",
+    "split_delta": "what a step's tokens mean for the Responses API stays in its order",
 }
-"""What is replaced, and why in short; the first by the plugin itself, the others by `install`."""
+"""Replaced symbols -> the reason in short; the first is replaced by the plugin itself, the others by `install`."""
 
 
 def install() -> None:
@@ -32,15 +38,15 @@ def install() -> None:
 
     if not is_supported(vllm.__version__):
         raise RuntimeError(
-            f"vllm-adaptive-tree supports vLLM {window()}, and this is vLLM {vllm.__version__}. Install "
-            f"'vllm-adaptive-tree[cuda]' or 'vllm-adaptive-tree[cpu]' for a matching one, or remove the tree method "
-            "from speculative_config."
+            f"vllm-adaptive-tree supports vLLM {window()}, and this is vLLM {vllm.__version__}. Get a matching one "
+            f"with {pip_install('cuda')} or {pip_install('cpu')}, or remove the tree method from speculative_config."
         )
     with missing_symbols_named():
         patch_validate_spec_decode()
         patch_prometheus_logger()
         patch_scheduler()
         patch_structured_outputs()
+        patch_parsers()
 
 
 def patch_validate_spec_decode() -> None:
@@ -65,7 +71,7 @@ def patch_prometheus_logger() -> None:
     """Wrap `PrometheusStatLogger`: it also gets the metrics of our steps, of its own classes."""
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 
-    from vllm_adaptive_tree.engine.common.metrics import add_tree_metrics, record_tree_metrics
+    from vllm_adaptive_tree.engine.metrics.prometheus import add_tree_metrics, record_tree_metrics
 
     original, original_record = PrometheusStatLogger.__init__, PrometheusStatLogger.record
     if getattr(original, MARK, False):
@@ -89,11 +95,12 @@ def patch_prometheus_logger() -> None:
 
 
 def patch_scheduler() -> None:
-    """Wrap `Scheduler.update_from_output`: vLLM's figures count the nodes that were verified, in place of the places
-    that the scheduler has reserved, and ours get what it alone knows."""
+    """Wrap `Scheduler.update_from_output`: a path ends where its request stops, vLLM's figures count the nodes that
+    were verified, not the places that the scheduler has reserved, and our figures get its counts."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from vllm_adaptive_tree.engine.common.request_steps import request_steps
+    from vllm_adaptive_tree.engine.common.stops import keep_delivered
+    from vllm_adaptive_tree.engine.metrics.request_steps import request_steps
 
     original = Scheduler.update_from_output
     if getattr(original, MARK, False):
@@ -103,6 +110,7 @@ def patch_scheduler() -> None:
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
         if not getattr(self.vllm_config.speculative_config, MARK, False):
             return original(self, scheduler_output, model_runner_output)
+        keep_delivered(self, scheduler_output, model_runner_output)
         steps = request_steps(self, scheduler_output, model_runner_output)
         outputs = original(self, scheduler_output, model_runner_output)
         if steps is not None:
@@ -115,13 +123,13 @@ def patch_scheduler() -> None:
 
 def patch_structured_outputs() -> None:
     """Wrap `StructuredOutputManager.validate_tokens`, `.grammar_bitmask` and `.accept_tokens`, and
-    `Scheduler.get_grammar_bitmask`: with ours, no draft token is cut, its mask is that of its branch, a grammar may end
-    inside an accepted path, and the worker gets the grammars too."""
+    `Scheduler.get_grammar_bitmask`: with ours, no draft token is cut unless the grammar has failed, its mask is that of
+    its branch, a grammar may end inside an accepted path, and the worker gets the grammars too."""
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.structured_output import StructuredOutputManager as Manager
     from vllm.v1.structured_output.utils import strip_speculative_padding
 
-    from vllm_adaptive_tree.engine.common.structured_outputs import TreeGrammarOutput, advance, tree_masks
+    from vllm_adaptive_tree.engine.grammar.structured_outputs import TreeGrammarOutput, advance, is_lost, tree_masks
 
     validate, masks, accept = Manager.validate_tokens, Manager.grammar_bitmask, Manager.accept_tokens
     output = Scheduler.get_grammar_bitmask
@@ -135,7 +143,7 @@ def patch_structured_outputs() -> None:
     def validate_tokens(self: Any, request: Any, spec_tokens: Any) -> Any:
         if not (ours(self) and request.use_structured_output):
             return validate(self, request, spec_tokens)
-        return strip_speculative_padding(spec_tokens)
+        return [] if is_lost(request) else strip_speculative_padding(spec_tokens)
 
     @wraps(masks)
     def grammar_bitmask(self: Any, requests: Any, structured_output_request_ids: Any, drafts: Any) -> Any:
@@ -147,10 +155,10 @@ def patch_structured_outputs() -> None:
 
     @wraps(output)
     def get_grammar_bitmask(self: Any, scheduler_output: Any) -> Any:
-        found = output(self, scheduler_output)
-        if found is None or not ours(self):
-            return found
-        return TreeGrammarOutput.of(found, self.structured_output_manager, self.requests)
+        masks_of_step = output(self, scheduler_output)
+        if masks_of_step is None or not ours(self):
+            return masks_of_step
+        return TreeGrammarOutput.of(masks_of_step, self.structured_output_manager, self.requests)
 
     setattr(validate_tokens, MARK, True)
     Manager.validate_tokens, Manager.grammar_bitmask = validate_tokens, grammar_bitmask
@@ -158,9 +166,48 @@ def patch_structured_outputs() -> None:
     Scheduler.get_grammar_bitmask = get_grammar_bitmask
 
 
+def patch_parsers() -> None:
+    """Wrap `Parser.__init__`: in a server with a tree method, a stream's parser gets its tokens one by one."""
+    from vllm.parser.abstract_parser import Parser
+
+    original = Parser.__init__
+    if getattr(original, MARK, False):
+        return
+
+    @wraps(original)
+    def init(self: Any, tokenizer: Any, *args: Any, model_config: Any = None, **kwargs: Any) -> None:
+        original(self, tokenizer, *args, model_config=model_config, **kwargs)
+        if getattr(model_config, STREAMS, None) is not None:
+            from vllm_adaptive_tree.engine.common.token_deltas import feed_by_token
+
+            patch_split_delta()
+            feed_by_token(self, tokenizer, model_config)
+
+    setattr(init, MARK, True)
+    Parser.__init__ = init
+
+
+def patch_split_delta() -> None:
+    """Wrap the Responses API's `split_delta`, in a server: a delta of several tokens keeps its order."""
+    from vllm.entrypoints.openai.responses import serving
+
+    from vllm_adaptive_tree.engine.common.token_deltas import Runs
+
+    original = serving.split_delta
+    if getattr(original, MARK, False):
+        return
+
+    @wraps(original)
+    def split_delta(delta: Any) -> Any:
+        return delta.split(original) if isinstance(delta, Runs) else original(delta)
+
+    setattr(split_delta, MARK, True)
+    serving.split_delta = split_delta
+
+
 @contextmanager
 def missing_symbols_named() -> Iterator[None]:
-    """If vLLM lacks a symbol, raise a RuntimeError that names it."""
+    """Raise a RuntimeError that names the symbol if vLLM lacks one."""
     try:
         yield
     except (ImportError, AttributeError) as error:
@@ -174,7 +221,7 @@ def missing_symbols_named() -> Iterator[None]:
 
 @contextmanager
 def swapped(module: ModuleType | type, name: str, value: Any) -> Iterator[None]:
-    """`module.name` is `value` inside the block: if vLLM instantiates a class by name, it instantiates ours."""
+    """Set `module.name` to `value` inside the block: if vLLM instantiates a class by name, it instantiates ours."""
     original = getattr(module, name)
     setattr(module, name, value)
     try:

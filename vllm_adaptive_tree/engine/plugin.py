@@ -1,4 +1,4 @@
-"""The entry point that vLLM calls in each of its processes (group `vllm.general_plugins`)."""
+"""Entry point that vLLM calls in each of its processes (group `vllm.general_plugins`)."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""The one function of vLLM that is wrapped in every process, whether a tree method is asked for or not."""
+"""The only function of vLLM that is wrapped in every process, with or without a tree method."""
 
 import sys
 from functools import wraps
@@ -19,7 +19,7 @@ def patch_create_engine_config() -> None:
 
 
 def refuse_tree_methods() -> None:
-    """The same outside the supported window, to refuse tree methods with the version to install; imports nothing, and
+    """Wrap it outside the supported window, to refuse tree methods with the version to install; imports nothing, and
     does nothing if `EngineArgs` has changed."""
     args = getattr(sys.modules.get("vllm.engine.arg_utils"), "EngineArgs", None)
     if isinstance(args, type) and callable(vars(args).get("create_engine_config")):
@@ -33,9 +33,9 @@ def _wrap_create_engine_config(engine_args: Any) -> None:
 
     @wraps(original)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from vllm_adaptive_tree.engine import asked
+        from vllm_adaptive_tree.engine import method_dispatch
 
-        return asked.create_engine_config(self, original, *args, **kwargs)
+        return method_dispatch.create_engine_config(self, original, *args, **kwargs)
 
     setattr(create_engine_config, MARK, True)
     engine_args.create_engine_config = create_engine_config

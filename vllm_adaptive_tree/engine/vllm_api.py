@@ -1,4 +1,4 @@
-"""The differences between the supported vLLM releases, each told by what is there rather than by a version number."""
+"""Differences between the supported vLLM releases, each detected by its symbols and not by a version number."""
 
 from dataclasses import fields
 from typing import Any
@@ -12,14 +12,14 @@ MASKED_ENDS = hasattr(StructuredOutputManager, "_masked_reasoning_ends")
 
 
 def reallocated(first_logits: Tensor, query_start_loc: Tensor, nodes: int) -> tuple[Any, ...]:
-    """The values that vLLM unpacks from `reallocate_drafts`. From 0.33 on the last is a copy of each request's nodes on
+    """Values that vLLM unpacks from `reallocate_drafts`. From 0.33 on the last is a copy of each request's nodes on
     the host, for a sampler sharded over ranks: None, because such samplers are refused."""
     return (first_logits, query_start_loc, nodes, None) if ADMITTED else (first_logits, query_start_loc, nodes)
 
 
 def mask_rows(nodes: int, num_speculative_tokens: int) -> int:
     """Rows of a grammar's masks for a request with so many draft tokens: one each, and the root's. From 0.33 on all
-    requests have as many, whatever they need."""
+    requests have the same number."""
     return 1 + (num_speculative_tokens if MASKED_ENDS else nodes)
 
 

@@ -1,4 +1,4 @@
-"""Training examples from verified trees: features as computed at inference, and whether nodes were accepted."""
+"""Training examples from verified trees: features as computed at inference, and labels from acceptance."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -30,7 +30,7 @@ class Verified(NamedTuple):
 
 
 def c2t(tree: Verified, *, entropy_top: int) -> Examples:
-    """One example per node: the inputs of C2T's features, and whether it is on the accepted path."""
+    """One example per node: the inputs of C2T's features, and a label, 1 on the accepted path."""
     q = _draft_log_probs(tree, tree.draft)
     parent_row = tree.row[1 + tree.parent]
     path = q.new_zeros(1 + len(tree.tokens))  # log path probability, the root first
@@ -46,7 +46,8 @@ def c2t(tree: Verified, *, entropy_top: int) -> Examples:
 
 
 def mcsd_type2(tree: Verified) -> Examples:
-    """One example per node with children that the walk reached: its distribution, and whether a child was accepted.
+    """One example per node with children that the walk reached: its distribution, and a label, 1 if a child was
+    accepted.
 
     The children of other nodes were never tested.
     """
@@ -75,7 +76,7 @@ def mcsd_type1(tree: Verified) -> Examples:
 
 
 def sequoia(tree: Verified) -> Examples:
-    """One example per tree: which child of the root was accepted, from 0; -1: none."""
+    """One example per tree: rank of the accepted child of the root, from 0; -1: none."""
     children = (tree.parent < 0).nonzero()[:, 0]
     hit = tree.accepted[children]
     return {"rank": torch.where(hit.any(), hit.int().argmax(), -1)[None]}
@@ -94,7 +95,7 @@ def _draft_log_probs(tree: Verified, logits: Tensor) -> Tensor:
 
 
 def _target_probs(logits: Tensor, temperature: float) -> Tensor:
-    """[M, V]: the distribution of a request with no sampling parameter but the temperature."""
+    """Distributions [M, V] of a request with no sampling parameter but the temperature."""
     if temperature == 0:
         return torch.zeros_like(logits).scatter(1, logits.argmax(1, keepdim=True), 1.0)
     return softmax_at(logits, torch.full_like(logits[:, 0], temperature, dtype=torch.float32))

@@ -53,7 +53,7 @@ class Parts:
         return self.folder / f"part-{number:05}.safetensors"
 
     def progress(self) -> Progress:
-        """The progress as of the last part."""
+        """Progress as of the last part."""
         return _head(self.files[-1])["progress"] if self.files else {}
 
     def load(self) -> Collected:

@@ -1,4 +1,4 @@
-"""Training gates: seconds of Adam on previously collected examples."""
+"""Training of gates: seconds of Adam on previously collected examples."""
 
 import copy
 import math
@@ -17,10 +17,10 @@ C2T_THRESHOLD, MCSD_THRESHOLD = 0.5, 0.4  # the defaults of `beta` and `stop_thr
 BALANCE = 2.0
 """Weight of all negatives relative to all positives for C2T, whatever their numbers: it calibrates the confidence."""
 MAX_LOSS_RATIO = 0.99
-"""A gate has learnt something if its loss is below this fraction of the best constant's."""
+"""Ratio to the best constant's loss below which a gate has learnt something."""
 
 
-class Recipe(NamedTuple):
+class GateRecipe(NamedTuple):
     rate: float  # of Adam
     decay: float  # of the rate, when the held-out loss has not improved for `plateau` epochs
     plateau: int  # 0: decay after every epoch
@@ -29,9 +29,9 @@ class Recipe(NamedTuple):
     batch: int  # upper bound: smaller for a small collection, so that an epoch has STEPS_PER_EPOCH of them
 
 
-C2T = Recipe(1e-3, 0.5, 5, 12, 200, 1024)
+C2T = GateRecipe(1e-3, 0.5, 5, 12, 200, 1024)
 C2T_FINE_TUNING = C2T._replace(rate=1e-4)
-MCSD = Recipe(1e-3, 0.5, 0, 10, 10, 200)  # the paper's batch is 20; the losses are the same
+MCSD = GateRecipe(1e-3, 0.5, 0, 10, 10, 200)  # the paper's batch is 20; the losses are the same
 
 
 class Score(NamedTuple):
@@ -59,14 +59,14 @@ class Run(NamedTuple):
 
     @property
     def failed(self) -> str | None:
-        """Why nothing was learnt, or None."""
+        """Reason why nothing was learnt, or None."""
         if not all(units for units, _ in self.alive):
             return "all units of a layer are dead"
         return None if self.best.loss < MAX_LOSS_RATIO * self.constant else "no better than a constant"
 
 
 Watch = Callable[[int, Epoch], object]
-"""Called with the seed and every epoch."""
+"""Callback for the seed and every epoch."""
 
 
 def ignore(seed: int, epoch: Epoch) -> None: ...
@@ -103,7 +103,7 @@ def train_c2t(
     *,
     begin: Callable[[int], Gate],
     negatives: float,
-    recipe: Recipe = C2T,
+    recipe: GateRecipe = C2T,
     seeds: Sequence[int] = (0,),
     watch: Watch = ignore,
 ) -> Trained:
@@ -112,7 +112,7 @@ def train_c2t(
     Args:
         columns: `features`, `label`, and the `prompt` of each example.
         begin: seed -> the initial gate.
-        negatives: how many to keep per positive for training; their total weight is `BALANCE`. All held-out examples
+        negatives: number to keep per positive for training; their total weight is `BALANCE`. All held-out examples
             are kept.
 
     Raises:
@@ -135,7 +135,7 @@ def train_mcsd(
     *,
     begin: Callable[[int], Gate],
     balance: bool,
-    recipe: Recipe = MCSD,
+    recipe: GateRecipe = MCSD,
     seeds: Sequence[int] = (0,),
     watch: Watch = ignore,
 ) -> Trained:
@@ -204,7 +204,7 @@ def subsample(label: Tensor, *, negatives: float, positives: float = math.inf, s
 
 
 def score(confidence: Tensor, label: Tensor, threshold: float) -> Score:
-    """`label` [M] in [0, 1]; a soft label counts as that fraction of a positive."""
+    """Effect of `threshold` on examples. `label` [M] in [0, 1]; a soft label counts as that fraction of a positive."""
     passes = (confidence >= threshold).float()
     return Score(float((passes * label).sum() / label.sum().clamp(min=1e-9)), float(passes.mean()))
 
@@ -228,7 +228,9 @@ def _sides(held: Tensor) -> list[Tensor]:
     return [side.nonzero()[:, 0] for side in (held, ~held)]
 
 
-def _train(gate: Gate, data: Data, tested: Data, *, threshold: float, recipe: Recipe, watch: Watch, seed: int) -> Run:
+def _train(
+    gate: Gate, data: Data, tested: Data, *, threshold: float, recipe: GateRecipe, watch: Watch, seed: int
+) -> Run:
     """Train a copy of `gate` until the loss on `tested` stops improving; record its state before and after every epoch.
 
     Adam sees standardised features; the recorded gates take raw ones.
@@ -274,7 +276,7 @@ def _best(runs: list[Run], tested: Data) -> Trained:
             for run in runs
         )
         raise ValueError(f"no gate has learnt anything ({why}); collect more prompts, or try more seeds")
-    run = min(learnt, key=lambda one: one.best.loss)
+    run = min(learnt, key=lambda candidate: candidate.best.loss)
     return Trained(run, runs, run.best.gate(tested.features), tested.label)
 
 
@@ -285,13 +287,13 @@ def _loss(confidence: Tensor, data: Data) -> float:
 
 
 def alive_units(gate: Gate, features: Tensor) -> list[tuple[int, int]]:
-    """Per hidden layer: how many units these features [M, F] activate, and how many there are."""
-    found, out = [], features.float()
+    """Number of units that these features [M, F] activate, and number of all units, per hidden layer."""
+    alive, out = [], features.float()
     for layer in list(gate.layers)[:-1]:
         out = layer(out)
         if isinstance(layer, nn.ReLU):
-            found.append((int((out > 0).any(0).sum()), out.shape[1]))
-    return found
+            alive.append((int((out > 0).any(0).sum()), out.shape[1]))
+    return alive
 
 
 def _fold_affine(gate: Gate, *, shift: Tensor, scale: Tensor) -> None:

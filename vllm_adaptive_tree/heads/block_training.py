@@ -1,4 +1,4 @@
-"""What a target teaches a one-forward head: its distributions at the K places behind many roots of a text."""
+"""Lessons of a target for a one-forward head: its distributions at the K places after many roots of a text."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -13,13 +13,13 @@ DEPTH_WEIGHT = 0.8  # of the loss at a depth, relative to the depth before
 MARGINAL = 0.5  # weight of the loss without the bias: the backbone alone serves as a DFlash head
 SPACING = 8  # tokens between the roots of a window
 MOST_COUNTED = 16_384  # tokens of a vocabulary whose pairs are counted, in 1 GiB; the bias of a larger one begins at 0
-SMOOTHING = 20.0  # pairs that a token is believed to have had beside those counted
+SMOOTHING = 20.0  # weight of a token's prior, in pairs
 
 
 class BlockLesson(NamedTuple):
-    """P roots in each of B windows; depth j is the token j behind a root."""
+    """P roots in each of B windows; depth j is the j-th token after a root."""
 
-    probs: Tensor  # [B, P, K, V]: what the target gives the token at each depth
+    probs: Tensor  # [B, P, K, V]: the target's distribution of the token at each depth
     before: Tensor  # [B, P, K]: the token before it
     auxiliary: Tensor  # [B, T, A * H]
     embedded: Tensor  # [B, P, 1 + K, H]: of the roots and the masks
@@ -27,10 +27,10 @@ class BlockLesson(NamedTuple):
 
 
 class BlockTeacher:
-    """A frozen Llama-like target of transformers, and what a head takes from it.
+    """Frozen Llama-like target of transformers, which gives lessons for a head.
 
     Args:
-        layers: whose inputs the head reads.
+        layers: the target's layers whose inputs the head reads.
         depth, mask: as in `Block`.
     """
 
@@ -39,22 +39,22 @@ class BlockTeacher:
         self.layers, self.depth, self.mask = tuple(layers), depth, mask
 
     def __call__(self, tokens: Tensor, roots: Tensor | None = None) -> BlockLesson:
-        """The lesson of `tokens` [B, T], by default at every eighth token with K behind it."""
+        """Lesson of `tokens` [B, T], by default at every eighth token with K more after it."""
         if roots is None:
             roots = torch.arange(1, tokens.shape[1] - self.depth, SPACING)
-        behind = roots[:, None] + torch.arange(self.depth)  # [P, K]: the token before each depth
+        predecessors = roots[:, None] + torch.arange(self.depth)  # [P, K]: the token before each depth
         with torch.no_grad():
             out = self.target.model(tokens, use_cache=False, output_hidden_states=True)
-            states = out.last_hidden_state[:, behind]
+            states = out.last_hidden_state[:, predecessors]
             probs = F.linear(states, self.target.lm_head.weight).float().softmax(-1)
             auxiliary = torch.cat([out.hidden_states[layer] for layer in self.layers], -1)
             masks = torch.full((*tokens[:, roots].shape, self.depth), self.mask)
             read = torch.cat([tokens[:, roots, None], masks], -1)
-            return BlockLesson(probs, tokens[:, behind], auxiliary, self.target.model.embed_tokens(read), roots)
+            return BlockLesson(probs, tokens[:, predecessors], auxiliary, self.target.model.embed_tokens(read), roots)
 
     def initialise(self, head: BlockHead, tokens: Tensor) -> None:
-        """Begin as the target's last layers over its last auxiliary state, with a bias for the pairs in `tokens` if the
-        vocabulary has at most `MOST_COUNTED`."""
+        """Initialise as the target's last layers over its last auxiliary state, with a bias for the pairs in `tokens`
+        if the vocabulary has at most `MOST_COUNTED`."""
         width, mine = head.norm.weight.shape[0], list(head.layers)
         with torch.no_grad():
             for layer, theirs in zip(mine, self.target.model.layers[-len(mine) :], strict=True):
@@ -66,14 +66,14 @@ class BlockTeacher:
             if vocabulary > MOST_COUNTED:
                 head.markov_head.markov_w2.weight.zero_()
                 return
-            one, two = low_rank(pointwise(tokens, vocabulary), head.block.rank)
-            head.markov_head.markov_w1.weight.copy_(one)
-            head.markov_head.markov_w2.weight.copy_(two)
+            left, right = low_rank(pointwise(tokens, vocabulary), head.block.rank)
+            head.markov_head.markov_w1.weight.copy_(left)
+            head.markov_head.markov_w2.weight.copy_(right)
 
     def loss(self, head: BlockHead, lesson: BlockLesson, steps: int) -> tuple[Tensor, Tensor]:
         """Cross-entropy with the target's distributions, with the bias and without; and agreement by depth [K].
 
-        Agreement is of the most probable token, with the bias, behind the text's own tokens.
+        Agreement is of the most probable token, with the bias, after the text's own tokens.
         """
         normed = head(lesson.auxiliary, lesson.embedded, lesson.roots)
         marginal = F.linear(normed, self.target.lm_head.weight).float()
@@ -89,15 +89,15 @@ class BlockTeacher:
 
 
 def pointwise(tokens: Tensor, vocabulary: int) -> Tensor:
-    """[V, V]: log of how much more often a token follows another than it occurs, smoothed."""
+    """[V, V]: log ratio of a token's frequency after another token to its frequency anywhere, smoothed."""
     pairs = torch.bincount(tokens[:-1] * vocabulary + tokens[1:], minlength=vocabulary**2).view(vocabulary, -1).float()
     share = (pairs.sum(0) + 1) / (pairs.sum() + vocabulary)
-    behind = (pairs + SMOOTHING * share) / (pairs.sum(1, keepdim=True) + SMOOTHING)
-    return (behind / share).log()
+    following = (pairs + SMOOTHING * share) / (pairs.sum(1, keepdim=True) + SMOOTHING)
+    return (following / share).log()
 
 
 def low_rank(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """The factors [V, rank] of the nearest matrix of this rank: the first times the second's transpose."""
+    """Factors [V, rank] of the nearest matrix of this rank: the first times the second's transpose."""
     torch.manual_seed(0)
     left, values, right = torch.svd_lowrank(matrix, rank + 16, niter=4)
     root = values[:rank].sqrt()

@@ -37,6 +37,8 @@ def write(folder: Path, head: Head, target: Mapping[str, Any], layers: Sequence[
         **_shape(target),
         "draft_vocab_size": size.vocabulary if draft_ids is None else len(draft_ids),
         "tie_word_embeddings": False,
+        # Model Runner V2 reads the first, the head's class the second
+        "eagle_aux_hidden_state_layer_ids": list(layers),
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(layers)},
         **_special(target),
     }
@@ -44,7 +46,7 @@ def write(folder: Path, head: Head, target: Mapping[str, Any], layers: Sequence[
 
 
 def write_block(folder: Path, head: BlockHead, target: Mapping[str, Any], layers: Sequence[int]) -> None:
-    """The same for a one-forward head. vLLM's DFlash reads it too, without `markov_head`.
+    """Write the files of a one-forward head. vLLM's DFlash reads them too, without `markov_head`.
 
     The block begins with the root, which predicts nothing (`sample_from_anchor` false), so `block_size` is 1 + K.
     """
@@ -72,7 +74,7 @@ def write_block(folder: Path, head: BlockHead, target: Mapping[str, Any], layers
 
 
 def read_block(folder: Path, auxiliary: int) -> BlockHead:
-    """A head that `write_block` has written, in float32; `auxiliary`: states of the target that it reads.
+    """Read a head that `write_block` has written, in float32; `auxiliary`: states of the target that it reads.
 
     Raises:
         ValueError: it is another head.
@@ -117,7 +119,7 @@ def _save(folder: Path, tensors: dict[str, Tensor], config: Mapping[str, Any]) -
 
 
 def tables(draft_ids: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """`d2t` [D] int64, target id minus draft id, and `t2d` [V] bool, whether the draft knows a target id."""
+    """`d2t` [D] int64, target id minus draft id, and `t2d` [V] bool, True if the draft knows a target id."""
     member = torch.zeros(vocabulary, dtype=torch.bool)
     member[draft_ids] = True
     return draft_ids - torch.arange(len(draft_ids)), member

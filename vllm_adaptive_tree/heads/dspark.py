@@ -1,8 +1,8 @@
-"""A one-forward head for Llama-like targets, as vLLM's `Qwen3DSparkForCausalLM` computes it.
+"""One-forward head for Llama-like targets, as vLLM's `Qwen3DSparkForCausalLM` computes it.
 
 The backbone is DFlash's: keys and values of the context are projections of the target's states, and a block of the root
-and K masks is read in one forward; the row of mask j predicts the token j behind the root. DSpark's Markov head adds a
-low-rank bias by the token before. Without that bias the head is a DFlash head.
+and K masks is read in one forward; the row of mask j predicts the j-th token after the root. DSpark's Markov head adds
+a low-rank bias by the token before. Without that bias the head is a DFlash head.
 """
 
 from typing import NamedTuple
@@ -14,16 +14,16 @@ from vllm_adaptive_tree.heads.eagle3 import MLP, Dimensions, Norm
 
 
 class Block(NamedTuple):
-    """What a head has beside the dimensions of its target."""
+    """Dimensions of a head in addition to those of its target."""
 
     layers: int = 2
     depth: int = 7  # K
     rank: int = 64  # of the bias
-    mask: int = 0  # the token that stands for those to predict
+    mask: int = 0  # the mask token
 
 
 class BlockAttention(nn.Module):
-    """Queries of a block see the context before its root and the whole block."""
+    """Attention in which queries of a block see the context before its root and the whole block."""
 
     def __init__(self, size: Dimensions):
         super().__init__()
@@ -76,7 +76,7 @@ class BlockLayer(nn.Module):
 
 
 class MarkovHead(nn.Module):
-    """A bias [.., V] by the token before: W2 W1[token]."""
+    """Bias [.., V] by the token before: W2 W1[token]."""
 
     def __init__(self, vocabulary: int, rank: int):
         super().__init__()
@@ -88,7 +88,7 @@ class MarkovHead(nn.Module):
 
 
 class BlockHead(nn.Module):
-    """Parameters are named as in vLLM's checkpoints; embeddings and output matrix are the target's."""
+    """One-forward head. Parameters have the names of vLLM's checkpoints; embedding and output are the target's."""
 
     def __init__(self, size: Dimensions, auxiliary: int, block: Block):
         super().__init__()
@@ -103,7 +103,7 @@ class BlockHead(nn.Module):
         self.markov_head = MarkovHead(size.vocabulary, block.rank)
 
     def forward(self, auxiliary: Tensor, embedded: Tensor, roots: Tensor) -> Tensor:
-        """Normed states, for the output matrix: row j - 1 predicts the token j behind the root.
+        """Normed states, for the output matrix: row j - 1 predicts the j-th token after the root.
 
         Args:
             auxiliary: [B, T, A * H], row t: the target's states at token t.

@@ -12,7 +12,7 @@ MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 class Dimensions(NamedTuple):
-    """What a head takes over from its target's configuration."""
+    """Dimensions that a head takes from its target's configuration."""
 
     hidden: int
     mlp: int
@@ -25,7 +25,7 @@ class Dimensions(NamedTuple):
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Self:
-        """From a target's `config.json`.
+        """Dimensions from a target's `config.json`.
 
         Raises:
             ValueError: the target is not Llama-like.
@@ -50,18 +50,23 @@ class Dimensions(NamedTuple):
         )
 
 
-def auxiliary_layers(count: int, given: Sequence[int] | None = None) -> tuple[int, ...]:
-    """The layers of a target with `count`, whose inputs a head reads: those `given`, or vLLM's default.
+def auxiliary_layers(count: int, given: Sequence[int] | None = None, *, first: int = 0) -> tuple[int, ...]:
+    """Layers of a target with `count`, whose inputs a head reads: those `given`, or vLLM's default. `first`: the least
+    that the head takes, 1 if it reads outputs of layers and not the embeddings.
 
     Raises:
         ValueError: they are not ascending numbers of layers. vLLM would sort them, and merge equal ones.
     """
     layers = (2, count // 2, count - 3) if given is None else tuple(given)
-    if list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < count:
+    if count <= first:
+        raise ValueError(f"a target of {count} layers is too small for this kind of head: it needs {first + 1}")
+    if list(layers) != sorted(set(layers)) or not first <= layers[0] <= layers[-1] < count:
+        example = sorted({first, (first + count - 1) // 2, count - 1})
         raise ValueError(
             f"{layers} are no auxiliary layers of a target with {count} layers"
             + (" (they are vLLM's default, 2, L // 2 and L - 3)" if given is None else "")
-            + f": give ascending numbers below {count}, as in --auxiliary-layers 0 1 2"
+            + f": give ascending numbers from {first} to {count - 1}, as in --auxiliary-layers "
+            + " ".join(map(str, example))
         )
     return layers
 
@@ -104,7 +109,7 @@ class Attention(nn.Module):
         query = query * size.head_dim**-0.5
         at = torch.arange(rows, device=x.device)
         context = (query @ past[0][0].transpose(-1, -2)).float()
-        context = context.masked_fill(at > at[:, None] - step, -1e9)  # finite: rows below `step` see nothing
+        context = context.masked_fill(at > at[:, None] - step, -1e9)  # finite: rows below `step` see no key
         ancestors = [(query * _later(past[i][0], step - i)).sum(-1, keepdim=True).float() for i in range(1, step + 1)]
         weight = torch.cat([context, *ancestors], -1).softmax(-1).to(value.dtype)
         out = weight[..., :rows] @ past[0][1]
@@ -170,19 +175,19 @@ class Head(nn.Module):
 
         Returns:
             Normed states [B, T, H] of each step, for the output matrix. Row t predicts token t + 2; at step j it is a
-            node of depth j below row t - j, so rows above j mean nothing.
+            node of depth j below row t - j, so rows above j are undefined.
         """
-        state, found = self.fc(auxiliary), []
+        state, states = self.fc(auxiliary), []
         past: Past = []
         for _ in range(steps):
             state, past = self.midlayer(embedded, state, past)
-            found.append(self.norm(state))
-            state = _later(state, 1)  # a row goes on from the state of the row before
-        return found
+            states.append(self.norm(state))
+            state = _later(state, 1)  # a row continues from the state of the row before
+        return states
 
 
 def _later(x: Tensor, rows: int) -> Tensor:
-    """[.., T, D] moved `rows` rows down, zeros above."""
+    """Move [.., T, D] `rows` rows down, with zeros above."""
     return F.pad(x, (0, 0, rows, 0))[..., : x.shape[-2], :]
 
 

@@ -13,13 +13,13 @@ def is_held_out(name: str) -> bool:
 
 
 def read(patterns: Sequence[str]) -> list[tuple[str, str]]:
-    """Name and text of each file that matches; `**` matches any folders. A name is the path below the first wildcard;
+    """Names and texts of the files that match; `**` matches any folders. A name is the path below the first wildcard;
     files of two folders may have the same.
 
     Raises:
         ValueError: a pattern matches no file.
     """
-    found = dict[Path, tuple[str, str]]()
+    texts = dict[Path, tuple[str, str]]()
     for pattern in patterns:
         parts = Path(pattern).parts
         fixed = next((i for i, part in enumerate(parts) if any(c in part for c in "*?[")), len(parts) - 1)
@@ -29,5 +29,5 @@ def read(patterns: Sequence[str]) -> list[tuple[str, str]]:
             raise ValueError(f"no file matches {pattern}")
         for file in files:
             text = file.read_text(encoding="utf-8", errors="ignore")
-            found.setdefault(file.resolve(), (file.relative_to(root).as_posix(), text))
-    return list(found.values())
+            texts.setdefault(file.resolve(), (file.relative_to(root).as_posix(), text))
+    return list(texts.values())

@@ -1,4 +1,4 @@
-"""Training a head on its target's distributions; an EAGLE-3 head unrolled as it drafts (training-time test)."""
+"""Training of a head on its target's distributions; an EAGLE-3 head is unrolled as it drafts (training-time test)."""
 
 import io
 import math
@@ -19,11 +19,11 @@ DEPTH_WEIGHT = 0.8  # of the loss of a step, relative to the step before
 WARM_UP, LAST_RATE = 20, 0.02  # steps; of the peak rate, at the end
 ADAM_RATE = 0.3  # relative to Muon's
 REPORT_EVERY, SAVE_EVERY = 30.0, 60.0  # seconds
-CHECKS = 10  # of the held-out loss, in a training
+CHECKS, CHECKED = 5, 6  # of the held-out loss, in a training; batches of one, at most
 
 
-class Recipe(NamedTuple):
-    minutes: float
+class HeadRecipe(NamedTuple):
+    minutes: float  # of steps alone
     unrolled: int = 4  # steps; of a one-forward head: depths
     batch: int = 8  # windows
     window: int = 256  # tokens
@@ -44,19 +44,19 @@ class Report(NamedTuple):
 
 
 class Lesson(NamedTuple):
-    """What the target knows of a batch; row t is about the token t + 2."""
+    """Target's outputs for a batch; row t is about the token t + 2."""
 
-    probs: Tensor  # [B, T - 1, V], or of the draft vocabulary: what the target gives those tokens
+    probs: Tensor  # [B, T - 1, V], or of the draft vocabulary: the target's distribution of those tokens
     best: Tensor  # [B, T - 1] the target's token
     auxiliary: Tensor  # [B, T - 1, A * H], row t: of token t
     embedded: Tensor  # [B, T - 1, H], row t: of token t + 1
 
 
 class Teacher:
-    """A frozen Llama-like target of transformers, and what a head takes from it.
+    """Frozen Llama-like target of transformers, which gives lessons for a head.
 
     Args:
-        layers: whose inputs the head reads.
+        layers: the target's layers whose inputs the head reads.
         draft_ids: [D] int64, the ids of the head's own vocabulary; None: it is the target's.
     """
 
@@ -66,7 +66,7 @@ class Teacher:
         self.draft_ids = draft_ids
 
     def __call__(self, tokens: Tensor) -> Lesson:
-        """The lesson of `tokens` [B, T]."""
+        """Lesson of `tokens` [B, T]."""
         with torch.no_grad():
             out = self.target.model(tokens, use_cache=False, output_hidden_states=True)
             logits = F.linear(out.last_hidden_state[:, 1:], self.target.lm_head.weight).float()
@@ -77,11 +77,11 @@ class Teacher:
             return Lesson(probs, logits.argmax(-1), auxiliary, self.target.model.embed_tokens(tokens[:, 1:]))
 
     def output(self, head: Head) -> Tensor:
-        """The output matrix of `head`, [V or D, H]."""
+        """Output matrix of `head`, [V or D, H]."""
         return self.target.lm_head.weight if head.lm_head is None else head.lm_head.weight
 
     def initialise(self, head: Head) -> None:
-        """Begin as the target's last layer over the last auxiliary state, with the token's embedding beside it."""
+        """Initialise as the target's last layer over the last auxiliary state, with the token's embedding beside it."""
         last, width = self.target.model.layers[-1], head.norm.weight.shape[0]
         with torch.no_grad():
             for name in ("q_proj", "k_proj", "v_proj"):
@@ -102,7 +102,7 @@ class Teacher:
     def loss(self, head: Head, lesson: Lesson, steps: int) -> tuple[Tensor, Tensor]:
         """Cross-entropy with the target's distributions over `steps` unrolled steps, and agreement by depth [steps].
 
-        A token outside the draft vocabulary counts as nothing, so a row weighs what the target gives the others.
+        A token outside the draft vocabulary is left out, so a row's weight is the target's probability of the others.
         """
         total, agreement = torch.zeros(()), []
         for step, normed in enumerate(head(lesson.auxiliary, lesson.embedded, steps)):
@@ -117,77 +117,107 @@ class Teacher:
 
 
 class Teaches(Protocol):
-    """A teacher: of EAGLE-3 heads `Teacher`, of one-forward heads `BlockTeacher`."""
+    """Interface of teachers: `Teacher` for EAGLE-3 heads, `BlockTeacher` for one-forward heads."""
 
     def __call__(self, tokens: Tensor) -> Any: ...
     def loss(self, head: Any, lesson: Any, steps: int) -> tuple[Tensor, Tensor]: ...
 
 
 class Training:
-    """A training that can be saved and resumed. `tokens`, `held_out`: flat texts."""
+    """Training that can be saved and resumed. `tokens`, `held_out`: flat texts."""
 
-    def __init__(self, head: nn.Module, teacher: Teaches, tokens: Tensor, held_out: Tensor, recipe: Recipe):
+    def __init__(self, head: nn.Module, teacher: Teaches, tokens: Tensor, held_out: Tensor, recipe: HeadRecipe):
         self.head, self.teacher, self.tokens, self.recipe = head, teacher, tokens, recipe
-        count = min(len(held_out) // recipe.window, 12 * recipe.batch)
+        count = min(len(held_out) // recipe.window, CHECKED * recipe.batch)
         starts = torch.linspace(0, len(held_out) - recipe.window, count).long()
         self.held_out = held_out[starts[:, None] + torch.arange(recipe.window)]
         inner = {
             name: p.ndim == 2 and "lm_head" not in name and "markov" not in name for name, p in head.named_parameters()
         }
         matrices = [p for name, p in head.named_parameters() if inner[name]]
-        others = [p for name, p in head.named_parameters() if not inner[name]]
+        outer = [p for name, p in head.named_parameters() if not inner[name]]
         self.optimizers: list[torch.optim.Optimizer] = [
             torch.optim.Muon(matrices, lr=1.0, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(others, lr=1.0, betas=(0.9, 0.95), weight_decay=0.0),
+            torch.optim.AdamW(outer, lr=1.0, betas=(0.9, 0.95), weight_decay=0.0),
         ]
         self.steps, self.seconds = 0, 0.0
         self.curve: list[Report] = []
+        self.checked, self.best = 0.0, math.inf  # when, in seconds, and the least loss of `curve`
 
-    def run(self, *, save: Path | None = None, watch: Callable[[Report], object]) -> None:
-        """Train until `recipe.minutes` are over, saving to the file `save` now and then, and when interrupted."""
+    def run(
+        self,
+        *,
+        save: Path | None = None,
+        watch: Callable[[Report], object],
+        keep: Callable[[Report], object] = lambda best: None,
+    ) -> None:
+        """Train until `recipe.minutes` of steps are over; neither compilation nor held-out checks count.
+
+        Args:
+            save: a file for the state; written regularly, when interrupted, and at the end.
+            keep: called when the head is better than at all checks before; also when interrupted.
+        """
         recipe, teach, learn = self.recipe, self.teacher.__call__, self.teacher.loss
         if recipe.compiled:
             teach, learn = torch.compile(teach), torch.compile(learn)
-        window = torch.arange(recipe.window)
-        begun = time.monotonic() - self.seconds
+        compiles, window, whole = recipe.compiled, torch.arange(recipe.window), 60 * recipe.minutes
         reported = saved = self.seconds
         losses: list[Tensor] = []
         agreements: list[Tensor] = []
         try:
-            while (done := self.seconds / (60 * recipe.minutes)) < 1:
+            while self.seconds < whole:
+                begun = time.monotonic()
                 random = torch.Generator().manual_seed(self.steps)
                 starts = torch.randint(len(self.tokens) - recipe.window, (recipe.batch, 1), generator=random)
                 with self._precision():
                     loss, agreement = learn(self.head, teach(self.tokens[starts + window]), recipe.unrolled)
                 loss.backward()
-                self._update(done)
+                self._update(self.seconds / whole)
                 losses.append(loss.detach())
                 agreements.append(agreement)
-                self.seconds = time.monotonic() - begun
+                if not compiles:
+                    self.seconds += time.monotonic() - begun
+                compiles = False
                 if self.seconds - reported > REPORT_EVERY:
                     rate = len(losses) * recipe.batch * recipe.window / (self.seconds - reported)
                     watch(report := self._report(losses, agreements, rate, held_out=False))
                     if not math.isfinite(report.loss):
                         raise ValueError(f"the loss is {report.loss} at step {self.steps}: give a smaller --rate")
                     losses, agreements, reported = [], [], self.seconds
-                if len(self.curve) + 1 <= CHECKS * done:
-                    watch(self.check())
+                parts = [int(CHECKS * seconds / whole) for seconds in (self.checked, self.seconds)]
+                if parts[0] < parts[1] < CHECKS:
+                    self._check_best(watch, keep)
                 if save is not None and self.seconds - saved > SAVE_EVERY:
                     self.save(save)
                     saved = self.seconds
         except KeyboardInterrupt:
             if save is not None:
                 self.save(save)
+            if self.steps:
+                self._check_best(watch, keep)
+                if save is not None:
+                    self.save(save)  # once more: which head is the best
             raise
-        watch(self.check())
+        self._check_best(watch, keep)
+        if not math.isfinite(self.best):
+            raise ValueError(f"the held-out loss is {self.curve[-1].loss} at step {self.steps}: give a smaller --rate")
+        if save is not None:
+            self.save(save)
+
+    def _check_best(self, watch: Callable[[Report], object], keep: Callable[[Report], object]) -> None:
+        watch(report := self.check())
+        self.checked = self.seconds
+        if report.loss < self.best:
+            keep(report)  # first: what interrupts it is not kept
+            self.best = report.loss
 
     def check(self) -> Report:
-        """Measure on held-out text, and add to the curve."""
-        found = []
+        """Measure the loss on held-out text, and add it to the curve."""
+        measured = []
         with torch.no_grad(), self._precision():
             for tokens in self.held_out.split(self.recipe.batch):
-                found.append(self.teacher.loss(self.head, self.teacher(tokens), self.recipe.unrolled))
-        losses, agreements = ([pair[i] for pair in found] for i in range(2))
+                measured.append(self.teacher.loss(self.head, self.teacher(tokens), self.recipe.unrolled))
+        losses, agreements = ([pair[i] for pair in measured] for i in range(2))
         done = self.steps * self.recipe.batch * self.recipe.window
         self.curve.append(self._report(losses, agreements, done / max(self.seconds, 1e-9), held_out=True))
         return self.curve[-1]
@@ -199,13 +229,15 @@ class Training:
             "steps": self.steps,
             "seconds": self.seconds,
             "curve": [tuple(report) for report in self.curve],
+            "checked": self.checked,
+            "best": self.best,
         }
         buffer = io.BytesIO()
         torch.save(state, buffer)
         atomic_write(file, buffer.getvalue())
 
     def load(self, file: Path) -> Self:
-        """Go on from a saved state.
+        """Restore a saved state.
 
         Raises:
             ValueError: the file cannot be read, or is of another head.
@@ -217,12 +249,13 @@ class Training:
                 optimizer.load_state_dict(saved)
             self.steps, self.seconds = state["steps"], state["seconds"]
             self.curve = [Report(*report) for report in state["curve"]]
+            self.checked, self.best = state["checked"], state["best"]
         except Exception as error:
             raise ValueError(f"{file} cannot be read ({type(error).__name__}: {error})") from error
         return self
 
     def _update(self, done: float) -> None:
-        """One step of the optimizers; `done`: of the whole time, 0 to 1."""
+        """Take one step of the optimizers; `done`: share of the whole time, 0 to 1."""
         nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)
         warm = min(1.0, (self.steps + 1) / WARM_UP)
         rate = self.recipe.rate * warm * (LAST_RATE + (1 - LAST_RATE) * 0.5 * (1 + math.cos(math.pi * done)))

@@ -1,7 +1,7 @@
 """Triton kernels around the forwards of the models, one launch each, for GPUs, where launches dominate the cost.
 
 Those for sampling and acceptance rules give the same tokens as `rng.CounterRNG` and `acceptance` from the same keys, up
-to the rounding of sums; each file is named after the module it replaces. `layout` and `commit` go before and after a
+to the rounding of sums; each file is named after the module it replaces. `layout` and `commit` run before and after a
 verification, `reading` before a draft.
 """
 

@@ -1,4 +1,4 @@
-"""K/V of the accepted path to its final slots, all layers of a cache group in one launch; bytes move as they are."""
+"""Copies of the accepted path's K/V to its final slots, all layers of a cache group in one launch, byte by byte."""
 
 # ruff: noqa: N803
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped"
@@ -30,7 +30,7 @@ def _move(
     request, layer, head = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     level, column = tl.arange(0, PADDED_LEVELS), tl.arange(0, PADDED_WIDTH)
     node = tl.load(nodes + request * levels + level, mask=level < levels, other=-1).to(tl.int64)
-    moves = (node >= 0) & (node != level)  # the first nodes of a chain stand where they belong
+    moves = (node >= 0) & (node != level)  # the first nodes of a chain are in their final slots
     if tl.max(moves.to(tl.int32), 0) == 0:
         return
     first = tl.load(root + request).to(tl.int64) + 1
@@ -48,15 +48,15 @@ def _move(
 
 
 def layer_addresses(caches: Sequence[Tensor]) -> Tensor:
-    """[layers] int64, for `move_accepted`; made once, after the caches. They are of one shape and strides."""
+    """Addresses [layers] int64 for `move_accepted`; made once, after the caches, which have one shape and strides."""
     assert all(cache.shape == caches[0].shape and cache.stride() == caches[0].stride() for cache in caches)
     return torch.tensor([cache.data_ptr() for cache in caches], device=caches[0].device)
 
 
 def move_accepted(addresses: Tensor, cache: Tensor, block_table: Tensor, root: Tensor, nodes: Tensor) -> None:
-    """The accepted path of every request to the slots after its root, in place.
+    """Move the K/V of every request's accepted path to the slots after its root, in place.
 
-    Row i of a request's tree stands in the slot of position root + 1 + i, and the node accepted at level l goes to
+    Row i of a request's tree is in the slot of position root + 1 + i, and the node accepted at level l goes to
     position root + 1 + l, which is never after it.
 
     Args:

@@ -1,4 +1,4 @@
-"""Drafted trees as rows of a batch: positions, tokens, the tree mask and the cut trees, in one launch."""
+"""Layout of drafted trees as rows of a batch: positions, tokens, the tree mask and the cut trees, in one launch."""
 
 # ruff: noqa: N803
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped"
@@ -106,17 +106,17 @@ def one_bit(place):
 
 
 class Drafted(NamedTuple):
-    """What was drafted: B trees, and where the tree of a request is."""
+    """Drafted trees, B of them, and the place of each request's tree."""
 
     tree: TreeBatch  # [B, N]
-    read: Tensor  # [B, N] int64: which of the draft's rows a node is, -1: never read
+    read: Tensor  # [B, N] int64: row of the draft that a node has, -1: never read
     planned: Tensor  # [B, 1 + N] int64: children planned after the root and the nodes
     place: Tensor  # [requests] int64: the tree of each request, -1: none
     root: Tensor  # [requests] int64: the position of its root
 
 
 class Layout(NamedTuple):
-    """Buffers that never move; the first entries are the batch's. Int64 but for weights, contexts."""
+    """Persistent buffers; their first entries are the batch's. Int64 but for weights, contexts."""
 
     tree: TreeBatch  # [R, N]: cut to the rows of the batch; empty if none was drafted for that root
     slot: Tensor  # [R, 1 + N]: as `Drafted.read`, the root first
@@ -150,15 +150,16 @@ class Layout(NamedTuple):
         """Fill the buffers, and in place write root + depth to `positions` and tokens to `input_ids` of all nodes.
 
         Rows without a node keep their position, get token 0 and see the root and themselves. Nothing is read on the
-        host. Trees come in generation order, or any with parents before children; they are cut to their first nodes.
+        host. Trees are in generation order, or any other with parents before children; they are cut to their first
+        nodes.
 
         Args:
-            request: [R] where each request is in `drafted.place`; R is at most that of the buffers.
+            request: [R] index of each request in `drafted.place`; R is at most that of the buffers.
             logits_start: [R + 1] int32, sums of the rows of the root and its nodes; equal numbers: a padded request.
             row_start: [R + 1] int32, first row of each request, of which those are the last.
             positions: [rows] int64, linear.
             input_ids: [rows] int32.
-            plain: leave the trees out: all are empty.
+            plain: True to leave the trees empty.
         """
         requests, nodes = len(request), self.tree.tokens.shape[1]
         assert drafted.tree.tokens.shape[1] == nodes

@@ -1,4 +1,4 @@
-"""What a draft reads after a step, and where its next trees begin: in one launch, into buffers that never move."""
+"""Rows that a draft reads after a step, and the roots of its next trees: one launch, into persistent buffers."""
 
 # ruff: noqa: N803
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped"
@@ -14,7 +14,10 @@ from vllm_adaptive_tree.kernels.layout import one_bit
 from vllm_adaptive_tree.trees.masks import WORD
 
 PAD_SLOT = -1
-"""No K/V is stored, as in vLLM."""
+"""Slot of rows whose K/V is not stored, as in vLLM."""
+
+READY, CHOSEN = 1, 2
+"""Flags of a request."""
 
 
 @triton.jit(
@@ -22,11 +25,12 @@ PAD_SLOT = -1
     do_not_specialize_on_alignment=["index", "num_sampled", "ready", "row_start", "nodes", "table"],
 )
 def _read(
-    request_out,  # [P], as the next five
+    request_out,  # [P], as the next six
     position_out,
     alive_out,
     temperature_out,
     greedy_out,
+    chosen_out,
     seed_out,
     limits_out,  # [2]
     tokens_out,  # [rows], as the next three
@@ -60,7 +64,9 @@ def _read(
     floor,
     shift,
     FOLLOWS: tl.constexpr,
-    READS: tl.constexpr,  # whether rows are written
+    READY: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    READS: tl.constexpr,  # True: rows are written
     WIDTH: tl.constexpr,
     PADDED_WIDTH: tl.constexpr,  # a power of two, as the next two
     PADDED_REQUESTS: tl.constexpr,
@@ -71,14 +77,15 @@ def _read(
     PAD_SLOT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per request, padding included; each works out the rows of all."""
+    """One program per request, padding included; each computes the row counts of all."""
     number = tl.program_id(0).to(tl.int64)
     every = tl.arange(0, PADDED_REQUESTS)
     exists = every < requests
     sampled = tl.load(num_sampled + every, mask=exists, other=0).to(tl.int64)
     indices = tl.load(index + every, mask=exists, other=0)
     ends = tl.load(computed + indices, mask=exists, other=0).to(tl.int64)
-    alive = exists & (sampled > 0) & (ends + 1 < limit) & (tl.load(ready + every, mask=exists, other=0) != 0)
+    flags = tl.load(ready + every, mask=exists, other=0).to(tl.int32)
+    alive = exists & (sampled > 0) & (ends + 1 < limit) & (flags & READY != 0)
     counts = tl.where(alive, tl.minimum(sampled + 1 - shift, WIDTH), 0)
 
     here = every == number
@@ -89,10 +96,11 @@ def _read(
     tl.store(request_out + number, tl.where(real, own_index, nobody))
     tl.store(position_out + number, end)
     tl.store(alive_out + number, own_alive.to(tl.int8))
-    asked = tl.load(temperature + own_index, mask=real, other=1.0)
-    greedy = asked == 0
-    tl.store(temperature_out + number, tl.where(greedy, certain, asked if FOLLOWS else random))
+    requested = tl.load(temperature + own_index, mask=real, other=1.0)
+    greedy = requested == 0
+    tl.store(temperature_out + number, tl.where(greedy, certain, requested if FOLLOWS else random))
     tl.store(greedy_out + number, greedy.to(tl.int8))
+    tl.store(chosen_out + number, (tl.sum(tl.where(here, flags & CHOSEN, 0), 0) != 0).to(tl.int8))
     tl.store(seed_out + number, tl.load(seed + own_index, mask=real, other=0))
     if number == 0:
         tl.store(limits_out, threshold)
@@ -132,14 +140,14 @@ def _read(
 
 
 class Cache(NamedTuple):
-    """The draft's part of a paged cache."""
+    """Paged cache of the draft."""
 
     table: Tensor  # [R, B] int32, row by row those of the batch
     block_size: int
 
 
-class Step(NamedTuple):
-    """A step of R requests. Tables are by vLLM's index of the request, as `num_computed` they follow this step."""
+class StepTensors(NamedTuple):
+    """A step of R requests. Tables are by vLLM's index of the request and, like `num_computed`, include this step."""
 
     request: Tensor  # [R] int64
     num_sampled: Tensor  # [R]: 0 in the middle of a prompt
@@ -152,32 +160,33 @@ class Step(NamedTuple):
 
 
 class Shaping(NamedTuple):
-    """How a request's temperature becomes its draft's, and what bounds a tree; host numbers."""
+    """Draft temperatures and bounds of a tree; host numbers."""
 
-    certain: float  # of greedy requests
-    random: float  # of the others, unless
-    follows: bool  # they have their own
+    certain: float  # draft temperature of greedy requests
+    random: float  # draft temperature of the others, unless `follows`
+    follows: bool  # True: the others keep their own temperature
     threshold: float
     floor: float
 
 
 class DraftInputs(NamedTuple):
-    """Of P requests, some of which are padding: buffers that never move, so that a CUDA graph may read them.
+    """Inputs of P requests, padding included, in persistent buffers, so that a CUDA graph may read them.
 
     Rows are those that the draft reads next: the last root and the accepted path after it, the next root included, one
-    request after the other. A head's row has the token behind its position, and ends before the next root.
+    request after the other. A head's row has the token after its position, and its rows end before the next root.
     """
 
-    request: Tensor  # [P] int64: vLLM's index; one behind the last: padding
+    request: Tensor  # [P] int64: vLLM's index; one after the last: padding
     position: Tensor  # [P] int64: of the next root
     alive: Tensor  # [P] int8: 0: no tree grows there
     temperature: Tensor  # [P] float32: of the draft
     greedy: Tensor  # [P] int8
+    chosen: Tensor  # [P] int8: it walks with the target's own draws
     seed: Tensor  # [P] int64
     limits: Tensor  # [2] float64: threshold and floor of the proposer
     tokens: Tensor  # [rows] int32
     positions: Tensor  # [rows] int64
-    slots: Tensor  # [rows] int64 in the cache, -1: behind the last row
+    slots: Tensor  # [rows] int64 in the cache, -1: after the last row
     source: Tensor  # [rows] int64: of the target's batch, which has the hidden state of this one
     bits: Tensor  # [rows, W] int64: a chain, as `trees.masks.ancestor_bits`
     row_start: Tensor  # [P + 1] int32
@@ -186,30 +195,38 @@ class DraftInputs(NamedTuple):
 
     @classmethod
     def empty(cls, requests: int, width: int, device: torch.device) -> Self:
-        """`width`: rows of a request, at most."""
+        """`width`: most rows of a request."""
         rows = torch.zeros(requests * width, dtype=torch.int64, device=device)
         number = torch.zeros(requests, dtype=torch.int64, device=device)
         flag, limits = number.to(torch.int8), number.new_zeros(2, dtype=torch.float64)
-        roots = number, number.clone(), flag, number.float(), flag.clone(), number.clone(), limits
+        roots = number, number.clone(), flag, number.float(), flag.clone(), flag.clone(), number.clone(), limits
         bits = rows.new_zeros(len(rows), -(-max(width, 1) // WORD))
         starts = number.new_zeros(requests + 1).int(), number.int(), number.clone()
         return cls(*roots, rows.int(), rows, rows.clone().fill_(PAD_SLOT), rows.clone(), bits, *starts)
 
     def update(
-        self, step: Step, shaping: Shaping, ready: Tensor, cache: Cache | None, *, padded: int, limit: int, shift: int
+        self,
+        step: StepTensors,
+        shaping: Shaping,
+        ready: Tensor,
+        cache: Cache | None,
+        *,
+        padded: int,
+        limit: int,
+        shift: int,
     ) -> None:
         """Fill the buffers for `padded` requests, at least R. Nothing is read on the host.
 
         Args:
-            ready: [R] int8 or more: 0: the draft lacks tokens before this step.
+            ready: [R or more] int8: sum of READY, if the draft has read all tokens before this step, and CHOSEN.
             cache: None: the draft has none, and no rows are written.
-            limit: tokens that the draft can read.
+            limit: most tokens that the draft can read.
             shift: 1 for a head, else 0.
         """
         most = len(self.request)
         width = len(self.tokens) // most
         nodes = step.nodes
-        if nodes is None:  # of one sampled token; what is read belongs to no row that counts
+        if nodes is None:  # its rows have one sampled token; nodes read beyond it are not used
             nodes = self.source.expand(len(step.request), -1)
         table = self.source[None] if cache is None else cache.table
         assert step.text.stride(1) == nodes.stride(1) == table.stride(1) == 1
@@ -221,6 +238,8 @@ class DraftInputs(NamedTuple):
             *(len(step.request), limit, most, padded * width),
             *(float(shaping.certain), float(shaping.random), float(shaping.threshold), float(shaping.floor), shift),
             FOLLOWS=shaping.follows,
+            READY=READY,
+            CHOSEN=CHOSEN,
             READS=cache is not None,
             WIDTH=width,
             PADDED_WIDTH=triton.next_power_of_2(max(width, 1)),
@@ -235,7 +254,7 @@ class DraftInputs(NamedTuple):
         )
 
     def clear(self) -> None:
-        """No request is there."""
+        """Clear the buffers: no request is there."""
         for part in (self.alive, self.row_start, self.context, self.last):
             part.zero_()
         self.slots.fill_(PAD_SLOT)

@@ -9,9 +9,9 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_adaptive_tree.acceptance import Children
-from vllm_adaptive_tree.acceptance.legality import Draw
 from vllm_adaptive_tree.acceptance.rejection import rounding_mass
-from vllm_adaptive_tree.acceptance.rrs import rrs, rrsw
+from vllm_adaptive_tree.acceptance.rrs import RRS, RRSw
+from vllm_adaptive_tree.acceptance.rule import Draw
 from vllm_adaptive_tree.kernels.rng import uniform
 from vllm_adaptive_tree.kernels.sampling import FusedRNG
 from vllm_adaptive_tree.rng import RandomSource
@@ -21,7 +21,7 @@ BLOCK = 4096
 
 @triton.jit
 def _subtract(p, p_scale, q, q_scale, x, vocabulary, BLOCK: tl.constexpr, WRITE: tl.constexpr):
-    """The mass of (p - q)+, stored over p if WRITE, and the unscaled mass of q without x."""
+    """Mass of (p - q)+, stored over p if WRITE, and the unscaled mass of q without x."""
     mass = tl.zeros([BLOCK], tl.float64)
     rest = tl.zeros([BLOCK], tl.float64)
     for start in range(0, vocabulary, BLOCK):
@@ -50,7 +50,7 @@ def _test_child(
     REPLACED: tl.constexpr,  # whether children were drawn with replacement
     BLOCK: tl.constexpr,
 ):
-    """Whether the child x is accepted, and the masses after it."""
+    """Test the child x. Returns whether it is accepted, and the masses after the test."""
     p_x = tl.load(p + x).to(tl.float64) / mass
     q_x = tl.load(q + x).to(tl.float64) / rest
     accepted = u < tl.where(q_x > 0, p_x / tl.where(q_x > 0, q_x, 1.0), tl.where(p_x > 0, 1.0, 0.0))
@@ -109,7 +109,7 @@ def _test(
 
 def _rule(replaced: bool) -> Draw:
     def draw(p: Tensor, q: Tensor, children: Children, rng: RandomSource) -> Tensor:
-        """Like the rule of that name; overwrites `p` and `q` [R, V]."""
+        """Apply the rule of that name; overwrites `p` and `q` [R, V]."""
         assert isinstance(rng, FusedRNG)
         p, q = p.contiguous(), q.contiguous()
         accepted = torch.empty_like(p[:, 0], dtype=torch.int64)
@@ -129,5 +129,5 @@ def _rule(replaced: bool) -> Draw:
     return draw
 
 
-FUSED_RULES: dict[Draw, Draw] = {rrs: _rule(replaced=True), rrsw: _rule(replaced=False)}
+FUSED_RULES: dict[Draw, Draw] = {RRS.draw: _rule(replaced=True), RRSw.draw: _rule(replaced=False)}
 """Rule -> its kernel version, which overwrites the distributions it is given."""

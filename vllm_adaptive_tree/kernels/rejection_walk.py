@@ -1,5 +1,4 @@
-"""The whole walk of RRS and RRSw, one program per request: a pass over both distributions at a visited node and for
-each rejection."""
+"""Walk of RRS and RRSw, one program per request: a pass over both distributions at each visited node and rejection."""
 
 # ruff: noqa: N803
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped"
@@ -12,28 +11,28 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_adaptive_tree.acceptance import Accepted
-from vllm_adaptive_tree.acceptance.legality import Draw
 from vllm_adaptive_tree.acceptance.rejection import rounding_mass
-from vllm_adaptive_tree.acceptance.rrs import rrs, rrsw
+from vllm_adaptive_tree.acceptance.rrs import RRS, RRSw
+from vllm_adaptive_tree.acceptance.rule import Draw
 from vllm_adaptive_tree.kernels.rejection import BLOCK, _test_child
 from vllm_adaptive_tree.kernels.rng import mix, uniform
 from vllm_adaptive_tree.kernels.sampling import FusedRNG
 from vllm_adaptive_tree.kernels.traversal import _norm
 from vllm_adaptive_tree.trees import TreeBatch
 
-REJECTION_RULES: dict[Draw, bool] = {rrs: True, rrsw: False}
-"""The rules that the kernel knows: whether children are drawn with replacement."""
+REJECTION_RULES: dict[Draw, bool] = {RRS.draw: True, RRSw.draw: False}
+"""Rules that the kernel supports -> True if children are drawn with replacement."""
 
 
 @triton.jit
-def _write_law(law, logits, temperature, vocabulary, BLOCK: tl.constexpr, TYPE: tl.constexpr):
-    """softmax(logits / temperature) of a row to `law`."""
+def _write_softmax(out, logits, temperature, vocabulary, BLOCK: tl.constexpr, TYPE: tl.constexpr):
+    """Write softmax(logits / temperature) of a row to `out`."""
     peak, total = _norm(logits, temperature, vocabulary, BLOCK, TYPE)
     for start in range(0, vocabulary, BLOCK):
         token = start + tl.arange(0, BLOCK)
         in_vocab = token < vocabulary
         scaled = tl.load(logits + token, mask=in_vocab, other=float("-inf")).to(TYPE) / temperature
-        tl.store(law + token, tl.exp(scaled - peak) / total.to(TYPE), mask=in_vocab)
+        tl.store(out + token, tl.exp(scaled - peak) / total.to(TYPE), mask=in_vocab)
 
 
 @triton.jit(
@@ -91,10 +90,10 @@ def _reject(
         is_child = (parent_of == node) & (token_of >= 0)
         number, count = tl.cumsum(is_child.to(tl.int64), 0), tl.sum(is_child.to(tl.int64), 0)
         tl.debug_barrier()  # all threads are done with the last node's
-        _write_law(p, target + (root + 1 + node) * vocabulary, tl.full([], 1.0, TYPE), vocabulary, BLOCK, TYPE)
+        _write_softmax(p, target + (root + 1 + node) * vocabulary, tl.full([], 1.0, TYPE), vocabulary, BLOCK, TYPE)
         if count > 0:
             read = tl.load(slot + request * (nodes + 1) + node + 1).to(tl.int64)
-            _write_law(q, draft + (batch * slots + read) * vocabulary, draft_temp, vocabulary, BLOCK, TYPE)
+            _write_softmax(q, draft + (batch * slots + read) * vocabulary, draft_temp, vocabulary, BLOCK, TYPE)
         tl.debug_barrier()
         token = tl.full([], -1, tl.int64)
         mass = tl.full([], 1.0, tl.float64)  # of p
@@ -121,7 +120,7 @@ def _reject(
 
 
 class RejectionInputs(NamedTuple):
-    """The logits of both models, and where those of each request and node are."""
+    """Logits of both models, and the rows of each request and node."""
 
     target: Tensor  # [rows, V]
     root_row: Tensor  # [R]: the row of each root; the rows of its nodes follow
@@ -132,13 +131,13 @@ class RejectionInputs(NamedTuple):
 
 
 def rejection_walk(
-    tree: TreeBatch, rule: Draw, inputs: RejectionInputs, rng: FusedRNG, *, levels: int, among: Tensor | None = None
+    tree: TreeBatch, rule: Draw, inputs: RejectionInputs, rng: FusedRNG, *, levels: int, active: Tensor | None = None
 ) -> Accepted:
-    """Like `acceptance.walk` with one of the `REJECTION_RULES`. A token that is left when all children are rejected
-    ends the walk, also where rounding has left it to one of them.
+    """Walk like `acceptance.walk` with one of the `REJECTION_RULES`. A token sampled after all children are rejected
+    ends the walk, even if rounding makes it the token of a child.
 
     Args:
-        among: [R] bool; the others' results mean nothing. None: all.
+        active: [R] bool; the results of the others are undefined. None: all.
     """
     requests, nodes = tree.tokens.shape
     target, draft = inputs.target.contiguous(), inputs.draft.contiguous()
@@ -146,10 +145,10 @@ def rejection_walk(
     p, q = target.new_empty(2, requests, vocabulary, dtype=torch.promote_types(target.dtype, torch.float32))
     tokens, path = torch.empty(2, requests, levels + 1, dtype=torch.int64, device=target.device)
     depth, end = torch.empty(2, requests, dtype=torch.int64, device=target.device)
-    if among is not None:  # of the others nothing is written
+    if active is not None:  # of the others nothing is written
         for part, fill in ((p, 1), (tokens, -1), (path, -1), (depth, 0), (end, 0)):
             part.fill_(fill)
-    selected = inputs.place.new_ones(requests, dtype=torch.int8) if among is None else among.to(torch.int8)
+    selected = inputs.place.new_ones(requests, dtype=torch.int8) if active is None else active.to(torch.int8)
     if requests:
         _reject[(requests,)](
             *(tokens, path, depth, end, p, q, tree.tokens.contiguous(), tree.parent.contiguous(), target),

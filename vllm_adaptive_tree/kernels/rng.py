@@ -1,4 +1,4 @@
-"""The random numbers of `vllm_adaptive_tree.rng.CounterRNG` inside a kernel."""
+"""Random numbers of `vllm_adaptive_tree.rng.CounterRNG` inside a kernel."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
 

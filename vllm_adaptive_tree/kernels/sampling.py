@@ -18,7 +18,7 @@ from vllm_adaptive_tree.vocab_ops import CHUNK, chunk_sums
 
 FOLD_IN_BLOCK = 256  # keys per program
 BELOW_ONE = 1 - 2.0**-53
-"""A float64 times this is the next smaller float64."""
+"""Factor that gives the next smaller float64."""
 
 
 @triton.jit(do_not_specialize=["number", "k"], do_not_specialize_on_alignment=["key"])
@@ -81,8 +81,8 @@ def _begin(key, seed, position, purpose, count, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     exists = at < count
     place = tl.load(position + at, mask=exists, other=0).to(tl.int64) * 8 + purpose
-    found = mix(mix(tl.load(seed + at, mask=exists, other=0).to(tl.uint64)) + place.to(tl.uint64))
-    tl.store(key + at, found.to(tl.int64), mask=exists)
+    mixed = mix(mix(tl.load(seed + at, mask=exists, other=0).to(tl.uint64)) + place.to(tl.uint64))
+    tl.store(key + at, mixed.to(tl.int64), mask=exists)
 
 
 class FusedRNG(CounterRNG):
@@ -115,7 +115,7 @@ class FusedRNG(CounterRNG):
         return self._tokens(probs, k, 2 * first + 1, exhausted=EXHAUSTED)
 
     def _tokens(self, probs: Tensor, k: int, number: int, exhausted: float) -> Tensor:
-        """[..., k]; -1 once no more than the fraction `exhausted` of the mass is left."""
+        """Tokens [..., k]; -1 once no more than the fraction `exhausted` of the mass is left."""
         probs = probs.contiguous()
         sums = chunk_sums(probs)
         tokens = torch.empty((*probs.shape[:-1], k), dtype=torch.int64, device=probs.device)

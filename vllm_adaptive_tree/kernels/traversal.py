@@ -18,7 +18,7 @@ from vllm_adaptive_tree.trees import TreeBatch
 
 BLOCK = 4096
 TRAVERSAL_KINDS: tuple[Kind, ...] = ("without_replacement", "iid")
-"""The kinds of children that the kernel supports."""
+"""Kinds of children that the kernel supports."""
 
 
 @triton.jit
@@ -213,7 +213,7 @@ def _traverse(
 
 
 class TraversalInputs(NamedTuple):
-    """The logits of both models, and the rows of each request and node."""
+    """Logits of both models, and the rows of each request and node."""
 
     target: Tensor  # [rows, V]
     root_row: Tensor  # [R]: the row of each root; the rows of its nodes follow
@@ -223,22 +223,22 @@ class TraversalInputs(NamedTuple):
 
 
 def traversal(
-    tree: TreeBatch, kind: Kind, inputs: TraversalInputs, rng: FusedRNG, *, levels: int, among: Tensor | None = None
+    tree: TreeBatch, kind: Kind, inputs: TraversalInputs, rng: FusedRNG, *, levels: int, active: Tensor | None = None
 ) -> Accepted:
-    """Like `acceptance.traversal`, for children of one of the `TRAVERSAL_KINDS`."""
+    """Verify like `acceptance.traversal`, for children of one of the `TRAVERSAL_KINDS`."""
     requests, slots = tree.tokens.shape
     target, vocabulary = inputs.target.contiguous(), inputs.target.shape[1]
     path = torch.full((requests, levels), -1, device=target.device)
     end = torch.zeros_like(path[:, 0])
     probs = target.new_ones(requests, vocabulary, dtype=torch.promote_types(target.dtype, torch.float32))
     left = probs.new_empty(2, requests, levels, vocabulary)
-    if among is None:
-        among = torch.ones_like(end, dtype=torch.bool)
+    if active is None:
+        active = torch.ones_like(end, dtype=torch.bool)
     if requests:
         _traverse[(requests,)](
             *(path, end, probs, left[0], left[1], tree.tokens.contiguous(), tree.parent.contiguous(), target),
             *(inputs.root_row.contiguous(), inputs.draft.contiguous(), inputs.draft_row.contiguous()),
-            *(inputs.temperature.contiguous(), rng.key.contiguous(), among.to(torch.int8)),
+            *(inputs.temperature.contiguous(), rng.key.contiguous(), active.to(torch.int8)),
             *(slots, 2 * slots + 1, vocabulary),
             TINY=torch.finfo(probs.dtype).tiny,
             ROUNDING=rounding_mass(probs),

@@ -1,4 +1,4 @@
-"""The walk when the token at every node has been sampled already."""
+"""Walk over trees whose tokens have all been sampled already."""
 
 # ruff: noqa: N803
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped"
@@ -42,7 +42,7 @@ def _walk(
 
 
 def walk(tree: TreeBatch, sampled: Tensor, root_row: Tensor, *, levels: int) -> Accepted:
-    """Like `acceptance.walk`, with all tokens sampled beforehand.
+    """Walk like `acceptance.walk`, with all tokens sampled beforehand.
 
     Args:
         sampled: [rows], the token sampled at every row.

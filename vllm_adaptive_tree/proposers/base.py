@@ -1,4 +1,4 @@
-"""The proposer interface, and growing trees with a proposer and a drafter."""
+"""Interface of proposers, and growing trees with a proposer and a drafter."""
 
 import math
 from abc import ABC, abstractmethod
@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 
 from vllm_adaptive_tree.acceptance import Kind
 from vllm_adaptive_tree.drafters import Drafter, Frontier, Rows
+from vllm_adaptive_tree.proposers.acceptance_table import AcceptanceTable
 from vllm_adaptive_tree.proposers.options import MethodOptions
 from vllm_adaptive_tree.registry import imported
 from vllm_adaptive_tree.rng import RandomSource
@@ -18,21 +19,21 @@ from vllm_adaptive_tree.trees import SlicedMask, TreeBatch
 from vllm_adaptive_tree.trees.tree_batch import EMPTY
 
 KEYS_PER_LEVEL = 1 << 32
-RENAMED = {"most_children": "max_children", "most_nodes": "max_nodes"}
-"""Attributes of release 0.1 that third parties' proposers may still set; kept for one release."""
 
 
 class Proposal(NamedTuple):
-    """R finished trees, and what an acceptance rule needs to know about how their nodes were drawn."""
+    """R finished trees, with the data that an acceptance rule needs about the drawing of their nodes."""
 
     tree: TreeBatch
     read: Tensor  # [R, N]: the drafter's slot of each node, as in `Frontier`; -1: never read, or a dead row
     num_planned: Tensor  # [R, N + 1]: number of children planned for the root (first) and each node
+    cell: Tensor | None = None  # [R, N]: cell of an acceptance table in which a node counts; -1: none
 
     def padded(self, nodes: int) -> "Proposal":
-        """The same with N = `nodes`, for callers that need a fixed width: a fixed shape may have fewer nodes."""
+        """Proposal with N = `nodes`, for callers that need a fixed width: a fixed shape may have fewer nodes."""
         more = (0, nodes - self.read.shape[1])
-        return Proposal(self.tree.padded(nodes), pad(self.read, more, value=-1), pad(self.num_planned, more))
+        cell = None if self.cell is None else pad(self.cell, more, value=-1)
+        return Proposal(self.tree.padded(nodes), pad(self.read, more, value=-1), pad(self.num_planned, more), cell)
 
     @classmethod
     def nothing(cls, requests: int, nodes: int, device: torch.device) -> Self:
@@ -40,41 +41,33 @@ class Proposal(NamedTuple):
         tree = TreeBatch.empty(requests, nodes, device)
         return cls(tree, tree.parent, torch.zeros(requests, 1 + nodes, dtype=torch.int64, device=device))
 
-    @property
-    def drawn(self) -> Tensor:
-        """The name of release 0.1 for `num_planned`."""
-        return self.num_planned
-
 
 class Request(NamedTuple):
-    """What the trees are grown for; R entries each."""
+    """Requests for which trees are grown; R entries each."""
 
     temperature: Tensor  # [R]: children are shaped by or sampled from q = softmax(logits / temperature)
     greedy: Tensor  # [R] bool: the target takes its argmax, so top-k children beat sampled ones
     rng: RandomSource
     initial: Tensor | None = None
     """[R, W] first-layer tokens sampled by the target itself (-1: none), for proposers that use them."""
-
-    @property
-    def noise(self) -> RandomSource:
-        """The name of release 0.1 for `rng`."""
-        return self.rng
+    chosen: Tensor | None = None
+    """[R] bool: verified by the target's own draws, so any children are lossless; None: the `greedy` ones."""
 
 
 class Proposer(ABC):
     """Grows R trees level by level; `growth` is the proposer's own state, opaque to everyone else.
 
-    A method is one subclass with its `Options` and `build`. Whatever the engine needs to know about a method is an
-    attribute here; it never checks the class.
+    A method is one subclass with its `Options` and `build`. Everything that the engine needs to know about a method is
+    an attribute here; it never checks the class.
     """
 
     Options: ClassVar[type[MethodOptions]] = MethodOptions
     """A frozen dataclass: the options users may set in `tree`."""
     max_depth: int
     kinds: tuple[Kind, ...]
-    """The kinds of children it can produce, in order of preference."""
+    """Kinds of children it can produce, in order of preference."""
     kind: Kind
-    """The kind to produce; one of `kinds`, at first the first."""
+    """Kind to produce; one of `kinds`, at first the first."""
     max_children: int
     """Upper bound of the children of a node."""
     max_nodes: int | None = None
@@ -87,27 +80,23 @@ class Proposer(ABC):
     floor: float = -math.inf
     """Set by the engine if `Options.steered` says so. `threshold`: tokens that a level must gain, or the smallest value
     of a slot. `floor`: nodes up to this log value are not expanded. While a tree of a `capturable` proposer grows on a
-    device, tensors of no dimension."""
+    device, both are scalar tensors."""
     gate: nn.Module | None = None
-    """A model that it asks while a tree grows; the engine moves it to the draft's device."""
+    """Model that is evaluated while a tree grows; the engine moves it to the draft's device."""
+    acceptance: AcceptanceTable | None = None
+    """Table of past acceptance by which it values nodes; the engine keeps it up to date."""
     capturable: ClassVar[bool] = False
-    """Whether the work of growing a tree follows from shapes alone, so that a CUDA graph may hold it."""
+    """True if the work of growing a tree follows from shapes alone, so that a CUDA graph may hold it."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "kinds" in vars(cls):
             cls.kind = vars(cls).get("kind", cls.kinds[0])
-        for old, new in RENAMED.items():
-            if old in vars(cls):
-                setattr(cls, new, vars(cls)[old])
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(RENAMED.get(name, name), value)
 
     @classmethod
     @abstractmethod
     def build(cls, options: Any, *, nodes: int) -> Self:
-        """Make one from its `Options`; `nodes`: the node budget per request.
+        """Make a proposer from its `Options`; `nodes`: the node budget per request.
 
         Raises:
             ValueError: a file named by the options is missing or invalid.
@@ -122,32 +111,43 @@ class Proposer(ABC):
         return proposer
 
     def mask(self, nodes: int) -> SlicedMask | None:
-        """The draft's tree mask, if it is known before a tree of up to `nodes` nodes is drawn."""
+        """Tree mask of the draft, if it is known before a tree of up to `nodes` nodes is drawn."""
         return None
 
     @property
-    def by_place(self) -> bool:
-        """Whether a budget must value nodes by their position in the tree alone.
+    def children(self) -> str:
+        """The children that it drafts, in words."""
+        return f"{self.kind} children"
 
-        True if the node weights depend on sampled tokens: a sampled token must not influence its own pruning.
+    def chooses(self, temperature: float) -> bool:
+        """True if the children of a request of this temperature are chosen, so that it walks with the target's own
+        draws, whatever the rule of the pair."""
+        return False
+
+    @property
+    def by_place(self) -> bool:
+        """True if a budget must value nodes by their position in the tree alone.
+
+        So it is if the node weights depend on sampled tokens: a sampled token must not influence its own pruning.
         """
         return False
 
     def steer(self, fill: float) -> None:
-        """Called if `Options.steered.fill`: a step's trees, before pruning, filled this fraction of their budget."""
+        """Adjust the threshold, if `Options.steered.fill`: a step's trees, before pruning, filled this fraction of
+        their budget."""
         raise AssertionError(f"{type(self).__name__} has no threshold to steer")
 
     @abstractmethod
     def begin(self, rows: Rows, *, nodes: int, request: Request) -> Any:
-        """Depth 1 from the roots' rows (W = 1), at most `nodes` nodes per tree. Dead rows never get children."""
+        """Grow depth 1 from the roots' rows (W = 1), at most `nodes` nodes per tree. Dead rows never get children."""
 
     @abstractmethod
     def growing(self, growth: Any) -> Tensor:
-        """Which trees want another level: [R] bool."""
+        """Trees that want another level: [R] bool."""
 
     @abstractmethod
     def frontier(self, growth: Any) -> Frontier:
-        """The nodes to read for the next level."""
+        """Nodes to read for the next level."""
 
     @abstractmethod
     def extend(self, growth: Any, rows: Rows) -> Any:
@@ -173,9 +173,9 @@ def draft_tree(
 
     Args:
         agree: may inspect `growing` [R] to stop early, trims trailing columns of the frontier, and makes every rank
-            read the same frontier. How many used columns it trims must not follow from a sampled token.
+            read the same frontier. The number of used columns that it trims must not depend on a sampled token.
         keep: called with the logits [R, W, V] of every level, the root's first; 0 in dead rows.
-        lost: called with the nodes [R, W] bool whose row was dead without the drafter saying so.
+        lost: called with the nodes [R, W] bool whose row was dead though the drafter had not marked it.
     """
     rows, broken = _mask_dead(rows, request.temperature)
     lost(broken)
@@ -194,7 +194,8 @@ def draft_tree(
 
 
 def _mask_dead(rows: Rows, temperature: Tensor) -> tuple[Rows, Tensor]:
-    """The rows with the logits of dead ones set to 0 in place, and which the drafter had not marked dead [R, W].
+    """Set the logits of dead rows to 0 in place. Returns the rows, and the dead ones that the drafter had not marked
+    [R, W].
 
     `temperature`: [R].
     """
@@ -203,7 +204,7 @@ def _mask_dead(rows: Rows, temperature: Tensor) -> tuple[Rows, Tensor]:
     dead = broken
     if rows.dead is not None:
         dead, broken = broken | rows.dead, broken & ~rows.dead
-    # On a CPU looking is free, and an empty masked_fill costs as much as a softmax over all rows.
+    # On a CPU the test is free, and an empty masked_fill costs as much as a softmax over all rows.
     if dead.device.type != "cpu" or dead.numpy().any():
         logits.masked_fill_(dead[..., None], 0.0)
     return rows._replace(dead=dead), broken

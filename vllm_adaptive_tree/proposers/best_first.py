@@ -1,8 +1,8 @@
 """Best-first growth: keep the n candidates of the highest value, for any method's definition of value.
 
 Values never increase from a parent to its child. So the n best form a tree, and a node outside the n best so far has no
-descendant that could enter: its row is not drafted. Levels are stored as they come; which nodes make the tree, and in
-which order, is decided once, at the end.
+descendant that could enter: its row is not drafted. Levels are stored as they come; the nodes of the tree and their
+order are chosen once, at the end.
 """
 
 from abc import abstractmethod
@@ -25,6 +25,7 @@ class Candidates(NamedTuple):
     value: Tensor  # [R, C]: log value, by which nodes are kept and ordered; -inf: no candidate
     path: Tensor  # [R, C]: log probability of the path under the draft
     num_planned: int  # children planned for each node of the frontier
+    cell: Tensor | None = None  # [R, C]: as in `Proposal`
 
 
 class Level(NamedTuple):
@@ -37,6 +38,7 @@ class Level(NamedTuple):
     parent: Tensor  # [R, C]: the drafter's slot of it, 0 the root
     value: Tensor  # [R, C], as in `Candidates`
     path: Tensor  # [R, C]
+    cell: Tensor | None = None  # [R, C]
 
 
 class Growth(NamedTuple):
@@ -60,7 +62,7 @@ class Growth(NamedTuple):
 
 
 class BestFirst(Proposer):
-    """A subclass defines the value of its candidates, and which nodes of a level to expand."""
+    """Best-first proposer. A subclass defines the value of its candidates, and which nodes of a level to expand."""
 
     capturable = True
 
@@ -78,7 +80,7 @@ class BestFirst(Proposer):
         return level.value > worst
 
     def front(self, level: Level, expand: Tensor) -> Level:
-        """The columns of the frontier. Here the best of a level are expanded, and those come first already."""
+        """Columns of the frontier. Here the best of a level are expanded, and they come first already."""
         unused = ~expand
         value, path = (column.masked_fill(unused, -torch.inf) for column in (level.value, level.path))
         return Level(level.tokens.masked_fill(unused, EMPTY), level.parent, value, path)
@@ -117,8 +119,8 @@ class BestFirst(Proposer):
         assert dead is not None
         known = growth.front.path[:, : dead.shape[1]].masked_fill(dead, -torch.inf)
         growth = growth._replace(front=growth.front._replace(path=known))
-        tokens, parent_column, value, path, num_planned = self.candidates(growth, logits)
-        level = Level(tokens, parent_column + growth.first, value, path)
+        tokens, parent_column, value, path, num_planned, cell = self.candidates(growth, logits)
+        level = Level(tokens, parent_column + growth.first, value, path, cell)
         best = torch.cat([growth.best, value], 1).topk(growth.nodes).values
         total = best.exp().sum(1)
         expand = self.expand(level, best[:, -1:], total - growth.total)
@@ -135,26 +137,40 @@ class BestFirst(Proposer):
         )
 
     def finish(self, growth: Growth) -> Proposal:
-        """The n best of all levels. The sort is stable: of equal values the earlier comes first, so parents do."""
-        tokens, parent, values, _ = zip(*growth.levels, strict=True)
+        """Proposal of the n best nodes of all levels. The sort is stable: of equal values the earlier comes first, so
+        parents do."""
+        tokens, parent, values, _, cells = zip(*growth.levels, strict=True)
         depth = [torch.full_like(level, number) for number, level in enumerate(tokens)]
         unread = growth.levels[0].tokens[:, : growth.expand.shape[1]]
-        columns = torch.cat([*tokens, *parent, *depth, *growth.read, unread], 1).unflatten(1, (4, -1))
+        celled = () if cells[-1] is None else (growth.levels[0].tokens, *cells[1:])
+        columns = torch.cat([*tokens, *parent, *depth, *growth.read, unread, *celled], 1)
         value, order = torch.cat(values, 1).sort(dim=1, descending=True, stable=True)
+        columns = columns.unflatten(1, (-1, order.shape[1]))
         keep = order[:, : growth.nodes]
-        token, parent_slot, deep, read = columns.gather(2, keep[:, None].expand(-1, 4, -1)).unbind(1)
+        kept = columns.gather(2, keep[:, None].expand(-1, columns.shape[1], -1))
+        token, parent_slot, deep, read, *cell = kept.unbind(1)
         nodes = torch.arange(growth.nodes, device=keep.device).expand_as(keep)
         slot = torch.full((len(keep), growth.first + 1), -1, device=keep.device)  # drafter slot -> node; the root: -1
         slot.scatter_(1, read % (growth.first + 1), nodes)  # nodes that were not read all write to the last entry
         tree = TreeBatch(token, slot.gather(1, parent_slot), deep, value[:, : growth.nodes])
         has_children = value[:, :1] > -torch.inf  # a dead root has no children
-        return Proposal(tree, read, torch.cat([has_children, read >= 0], 1) * growth.num_planned)
+        num_planned = torch.cat([has_children, read >= 0], 1) * growth.num_planned
+        return Proposal(tree, read, num_planned, cell[0] if cell else None)
 
 
 def best_candidates(candidates: Candidates, nodes: int) -> Candidates:
     """The best `nodes` of any number of candidates in any order; ties to the earlier one."""
     value, index = candidates.value.sort(dim=1, descending=True, stable=True)
     value, index = value[:, :nodes], index[:, :nodes]
-    tokens, column, _, path, num_planned = candidates
-    tokens, column, path = (one.gather(1, index) for one in (tokens, column, path))
-    return Candidates(tokens, column, value, path, num_planned)
+    tokens, column, _, path, num_planned, cell = candidates
+    tokens, column, path = (part.gather(1, index) for part in (tokens, column, path))
+    return Candidates(tokens, column, value, path, num_planned, None if cell is None else cell.gather(1, index))
+
+
+def packed(level: Level, expand: Tensor) -> Level:
+    """Columns of the nodes to `expand`, packed to the left; not sorted by path: a slot of lower value may hold a more
+    probable token."""
+    used, column = expand.sort(dim=1, descending=True, stable=True)
+    tokens, parent, value, path = (x.gather(1, column) for x in level[:4])
+    value, path = (x.masked_fill(~used, -torch.inf) for x in (value, path))
+    return Level(tokens.masked_fill(~used, EMPTY), parent, value, path)

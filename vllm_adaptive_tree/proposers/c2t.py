@@ -12,10 +12,10 @@ from vllm_adaptive_tree.proposers.base import log_softmax_at
 from vllm_adaptive_tree.proposers.best_first import BestFirst, Candidates, Growth, best_candidates
 from vllm_adaptive_tree.proposers.gate import FEATURES, Gate, entropy
 from vllm_adaptive_tree.proposers.opt_tree import top_children
-from vllm_adaptive_tree.proposers.options import UnscaledOptions, bundled, readable
+from vllm_adaptive_tree.proposers.options import UnscaledOptions, bundled, existing_file
 
 TIE = 1e-6
-"""Weight of the log path probability against the log confidence: it only breaks ties."""
+"""Weight of the log path probability against the log confidence: only to break ties."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class C2T(BestFirst):
 
     @classmethod
     def build(cls, options: C2TOptions, *, nodes: int) -> Self:
-        return cls(Gate.load(readable(options.gate or options.shipped(), "gate"), inputs=3), options)
+        return cls(Gate.load(existing_file(options.gate or options.shipped(), "gate"), inputs=3), options)
 
     def candidates(self, growth: Growth, logits: Tensor) -> Candidates:
         log_probs = log_softmax_at(logits, growth.request.temperature[:, None])  # [R, W, V]

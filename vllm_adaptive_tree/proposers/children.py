@@ -20,6 +20,11 @@ def draw_children(
         greedy: [R] bool; these requests get the top tokens, whatever the kind.
     """
     limit, best = min(limit, q.shape[-1]), None
+    if greedy is not None and greedy.device.type == "cpu":  # a look is free there, draws and sorts are not
+        if kind in ("without_replacement", "iid") and greedy.numpy().all():
+            kind = "one_hot"
+        elif not greedy.numpy().any():
+            greedy = None
     match kind:
         case "one_hot":
             tokens = top(q, limit)
@@ -36,8 +41,8 @@ def draw_children(
             best = topk_tokens(q, limit)
             tokens = torch.cat([_sample_other(q, best, num_planned - 1, rng)[..., None], best[..., : limit - 1]], -1)
     if greedy is not None and kind != "one_hot":
-        found = top(q, limit) if best is None else best.masked_fill(q.gather(-1, best) <= 0, -1)
-        tokens = torch.where(greedy[:, None, None], found[..., : tokens.shape[-1]], tokens)
+        best_tokens = top(q, limit) if best is None else best.masked_fill(q.gather(-1, best) <= 0, -1)
+        tokens = torch.where(greedy[:, None, None], best_tokens[..., : tokens.shape[-1]], tokens)
     surplus = torch.arange(tokens.shape[-1], device=q.device) >= num_planned[..., None]
     return tokens.masked_fill(surplus, -1)
 

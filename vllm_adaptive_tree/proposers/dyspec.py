@@ -7,12 +7,11 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
-from vllm_adaptive_tree.options import count, is_number, one_of, option
+from vllm_adaptive_tree.options import count, number, one_of
 from vllm_adaptive_tree.proposers.base import rng_keys, softmax_at
-from vllm_adaptive_tree.proposers.best_first import BestFirst, Candidates, Growth, Level, best_candidates
+from vllm_adaptive_tree.proposers.best_first import BestFirst, Candidates, Growth, Level, best_candidates, packed
 from vllm_adaptive_tree.proposers.children import draw_children
-from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE, MethodOptions, Steered, threshold
-from vllm_adaptive_tree.trees.tree_batch import EMPTY
+from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE, MethodOptions, Steered, draft_temperature
 
 TARGET_FILL = 0.75  # of the node budget
 MIN_THRESHOLD, MAX_THRESHOLD = 1e-6, 0.9
@@ -21,9 +20,11 @@ MIN_THRESHOLD, MAX_THRESHOLD = 1e-6, 0.9
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DySpecOptions(MethodOptions):
     mode: str = one_of("threshold", "threshold", "heap")
-    threshold: float | Literal["auto"] = threshold("auto", "the smallest slot value")
+    threshold: float | Literal["auto"] = number("auto", 0, 1, "auto", what="the smallest slot value")
     """Smallest slot value; "auto": adjusted between steps so that trees fill three quarters of the budget."""
-    draft_temperature: float = option(0.6, lambda value: is_number(value) and value > 0, "a number above 0")
+    draft_temperature: float | Literal["auto"] = draft_temperature("auto", "auto")
+    """Temperature of the distribution that children are drawn from; "auto": a sampled request's own, 0.6 for a greedy
+    one."""
     max_children: int = count(16)
     max_depth: int = count(16)
 
@@ -32,7 +33,9 @@ class DySpecOptions(MethodOptions):
         return Steered(fill=self.mode == "threshold" and self.threshold == "auto")
 
     def temperature(self, own: float, fitted: float = GREEDY_DRAFT_TEMPERATURE) -> float:
-        return float(self.draft_temperature)
+        if self.draft_temperature != "auto":
+            return float(self.draft_temperature)
+        return own if own > 0 else GREEDY_DRAFT_TEMPERATURE
 
 
 class DySpec(BestFirst):
@@ -64,17 +67,11 @@ class DySpec(BestFirst):
         )
 
     def expand(self, level: Level, worst: Tensor, gain: Tensor) -> Tensor:
-        """A node's path probability is the value of its first child slot."""
+        """Nodes to expand: a node's path probability is the value of its first child slot."""
         return (level.path > worst) & (level.path >= self._min_value)
 
     def front(self, level: Level, expand: Tensor) -> Level:
-        """Packed to the left; not sorted by path: a slot of lower value may hold a more probable token."""
-        used, column = expand.sort(dim=1, descending=True, stable=True)
-        tokens, parent, value, path = (
-            x.gather(1, column) for x in (level.tokens, level.parent, level.value, level.path)
-        )
-        value, path = (x.masked_fill(~used, -torch.inf) for x in (value, path))
-        return Level(tokens.masked_fill(~used, EMPTY), parent, value, path)
+        return packed(level, expand)
 
     def candidates(self, growth: Growth, logits: Tensor) -> Candidates:
         """All slots below the frontier."""

@@ -74,11 +74,11 @@ class Gate(nn.Module):
             )
         gate = cls(inputs, *(max(size[0], 1) for size in sizes[:-1]), features=features)
         expected = {name: tuple(weight.shape) for name, weight in gate.state_dict().items()}
-        found = {name: tuple(weight.shape) for name, weight in weights.items()}
-        if found != expected:
+        shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+        if shapes != expected:
             raise ValueError(
                 f"gate: {str(file)!r} does not hold a gate of {inputs} features (expected layers {inputs}-h-..-1, "
-                f"found {found}); give the file of a gate that was trained for this method"
+                f"found {shapes}); give the file of a gate that was trained for this method"
             )
         if not all(weight.isfinite().all() for weight in weights.values()):
             raise ValueError(f"gate: {str(file)!r} holds numbers that are not finite; train it again")

@@ -10,7 +10,7 @@ from torch import Tensor
 from vllm_adaptive_tree.acceptance import Kind
 from vllm_adaptive_tree.options import count, file, fraction, one_of, option
 from vllm_adaptive_tree.proposers.gate import Gate, entropy
-from vllm_adaptive_tree.proposers.options import bundled, readable
+from vllm_adaptive_tree.proposers.options import bundled, existing_file
 from vllm_adaptive_tree.proposers.static_tree import ShapedOptions, StaticTree, is_k_config
 from vllm_adaptive_tree.trees import Shape
 
@@ -66,7 +66,7 @@ class Mcsd(StaticTree):
     def build(cls, options: McsdOptions, *, nodes: int) -> Self:
         gate = None
         if options.stop != "none":
-            file = readable(options.gate or options.shipped(), "gate")
+            file = existing_file(options.gate or options.shipped(), "gate")
             gate = Gate.load(file, inputs=None if options.stop == "type1" else FEATURES)
         first = (options.init_width,) if options.init_width > 1 else ()
         mcsd = cls(

@@ -6,25 +6,23 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
-from vllm_adaptive_tree.options import count, is_number, option
+from vllm_adaptive_tree.options import count, number
 from vllm_adaptive_tree.proposers.base import log_softmax_at
 from vllm_adaptive_tree.proposers.best_first import BestFirst, Candidates, Growth, Level
-from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE, MethodOptions, Steered, threshold
+from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE, MethodOptions, Steered, draft_temperature
 from vllm_adaptive_tree.vocab_ops import joint_topk
 
 THRESHOLD = 0.5
-"""Unless the user or the budget sets it."""
+"""Threshold unless the user or the budget sets it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptTreeOptions(MethodOptions):
     max_depth: int = count(10)
-    threshold: float | Literal["auto"] | None = threshold(None, "tokens gained per level", none=True)
+    threshold: float | Literal["auto"] | None = number(None, 0, 1, "auto", None, what="tokens gained per level")
     """Stop when a level adds no more than this to E(A), in tokens; "auto": time of a draft level over a target forward;
-    None: whatever pays with `budget` "auto", else 0.5."""
-    draft_temperature: float | Literal["auto"] = option(
-        "auto", lambda value: value == "auto" or (is_number(value) and value > 0), "a number above 0 or 'auto'"
-    )
+    None: set by the price with `budget` "auto", else 0.5."""
+    draft_temperature: float | Literal["auto"] = draft_temperature("auto", "auto")
     """Temperature of the draft distribution that shapes the tree; "auto": for greedy requests fitted if `budget` is
     "auto", else 0.6; for sampled requests their own."""
 
@@ -44,7 +42,8 @@ class OptTreeOptions(MethodOptions):
 
 
 class OptTree(BestFirst):
-    """Per level the n most probable paths; stop when E(A) gains no more than `threshold`; keep the n best overall.
+    """Takes per level the n most probable paths; stop when E(A) gains no more than `threshold`; keep the n best
+    overall.
 
     E(A), the expected acceptance length, is the sum of the path probabilities of the nodes (eq. 4, without the
     root's 1). Its gain per level never increases, so stopping at the first small gain is optimal.

@@ -26,14 +26,14 @@ from vllm_adaptive_tree.vocab_ops import joint_topk
 getattr(ffi.lib, "_fntab", {}).setdefault("__dict__", {})
 
 COMPILED_LIMIT = 1 << 18
-"""Up to this many logits per level the compiled top-k is faster; beyond it, PyTorch's threads are."""
+"""Most logits per level for which the compiled top-k is faster; beyond it, PyTorch's threads are."""
 BLOCK = 32
 """Entries compared at once: a short loop of known length is vectorised."""
 TOKEN, PARENT, DEPTH, NUMBER = range(4)
-"""Rows of `Grown.nodes`. NUMBER is the drafter's slot, 0 the root; -1 for nodes whose children are not drafted."""
+"""Rows of `CPUGrowth.nodes`. NUMBER is the drafter's slot, 0 the root; -1 for nodes whose children are not drafted."""
 
 
-class Grown(NamedTuple):
+class CPUGrowth(NamedTuple):
     """R trees so far: the n best nodes, by value."""
 
     nodes: NDArray[np.int64]  # [4, R, n], token -1: empty
@@ -47,7 +47,7 @@ class Grown(NamedTuple):
 
 
 class OptTreeCPU(OptTree):
-    """The growth state is a `Grown`."""
+    """OPT-Tree whose growth state is a `CPUGrowth`."""
 
     @classmethod
     def of(cls, proposer: OptTree) -> "OptTreeCPU":
@@ -59,7 +59,7 @@ class OptTreeCPU(OptTree):
         none[[PARENT, DEPTH]] = 0
         nothing = np.full((requests, nodes), -np.inf, dtype=np.float32)
         root = np.zeros((requests, 1), dtype=np.float32)
-        return self.extend(Grown(none, nothing, none[:2], root, 0, 0, 0, request), rows)
+        return self.extend(CPUGrowth(none, nothing, none[:2], root, 0, 0, 0, request), rows)
 
     def growing(self, growth: Any) -> Tensor:
         return torch.from_numpy((growth.front[0, :, 0] >= 0) & (growth.level < self.max_depth))
@@ -80,23 +80,24 @@ class OptTreeCPU(OptTree):
         if log_probs.numel() <= COMPILED_LIMIT:
             _grow(log_probs.contiguous().numpy(), path_above, trees, grown, step)
         else:
-            found, column, token = (
-                one.contiguous().numpy() for one in joint_topk(log_probs, torch.from_numpy(path_above), n)
+            scores, column, token = (
+                part.contiguous().numpy() for part in joint_topk(log_probs, torch.from_numpy(path_above), n)
             )
-            _grow_by(found, token, column, path_above, trees, grown, step)
-        return Grown(*grown, level, first, min(n, log_probs.shape[-1]), growth.request)
+            _grow_by(scores, token, column, path_above, trees, grown, step)
+        return CPUGrowth(*grown, level, first, min(n, log_probs.shape[-1]), growth.request)
 
     def finish(self, growth: Any) -> Proposal:
         parent, read = np.empty_like(growth.nodes[:2])
         num_planned = np.full((parent.shape[0], 1 + parent.shape[1]), growth.num_planned)
         _finish(growth.nodes, growth.first, parent, read, num_planned)
         tokens, depth, value = growth.nodes[TOKEN], growth.nodes[DEPTH], growth.value
-        tree = TreeBatch(*(torch.from_numpy(one) for one in (tokens, parent, depth, value)))
+        tree = TreeBatch(*(torch.from_numpy(part) for part in (tokens, parent, depth, value)))
         return Proposal(tree, torch.from_numpy(read), torch.from_numpy(num_planned))
 
 
 # The signatures make numba compile at import, not within a step. `trees` are the trees so far, `grown` the first four
-# fields of `Grown`, to fill. `step` is (threshold, floor, level, slot of the frontier's first column, and of the next).
+# fields of `CPUGrowth`, to fill. `step` is (threshold, floor, level, slot of the frontier's first column, and of the
+# next).
 _TREES = "Tuple((int64[:, :, ::1], float32[:, ::1]))"
 _GROWN = "Tuple((int64[:, :, ::1], float32[:, ::1], int64[:, :, ::1], float32[:, ::1]))"
 _STEP = "Tuple((float64, float64, int64, int64, int64))"
@@ -104,7 +105,7 @@ _STEP = "Tuple((float64, float64, int64, int64, int64))"
 
 @njit
 def _topk(log_probs, path, value, token, column):  # type: ignore[no-untyped-def]
-    """Top n of log_probs [W, V] + path [W], descending, into three arrays [n]; returns how many there are."""
+    """Top n of log_probs [W, V] + path [W], descending, into three arrays [n]; returns their number."""
     n, found, entries = len(value), 0, log_probs.shape[1]
     value.fill(-np.inf)
     for w in range(len(log_probs)):
@@ -179,7 +180,7 @@ def _grow(log_probs, path, trees, grown, step):  # type: ignore[no-untyped-def]
 
 @njit(f"(float32[:, ::1], int64[:, ::1], int64[:, ::1], float32[:, ::1], {_TREES}, {_GROWN}, {_STEP})")
 def _grow_by(value, token, column, path, trees, grown, step):  # type: ignore[no-untyped-def]
-    """The same from candidates [R, C] that are already sorted by value."""
+    """Add a level from candidates [R, C] that are already sorted by value."""
     for r in range(len(value)):
         found = 0
         while found < value.shape[1] and value[r, found] > -np.inf:

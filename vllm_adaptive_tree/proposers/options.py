@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vllm_adaptive_tree.options import Options, flag, is_int, is_number, option
+from vllm_adaptive_tree.options import COUNT, Options, flag, is_count, number, option
 
 GREEDY_DRAFT_TEMPERATURE = 0.6
 """Draft temperature for greedy requests with `draft_temperature: "auto"` while no budget fits one: raw probabilities
@@ -12,7 +12,7 @@ underestimate how often a greedy target takes the draft's best token."""
 
 
 class Steered(NamedTuple):
-    """Which attributes of a proposer the engine sets from measurements; everything else is as the user wrote it."""
+    """Attributes of a proposer that the engine sets from measurements; all others are as the user wrote them."""
 
     measured: bool = False
     """`threshold`: once, to the cost of a draft level in target forwards."""
@@ -24,13 +24,10 @@ class Steered(NamedTuple):
     """The draft temperature of greedy requests: between steps, fitted to the tokens the target takes."""
 
 
-def threshold(default: Any, what: str, *, none: bool = False) -> Any:
-    """`none`: whether None is allowed."""
-    return option(
-        default,
-        lambda value: value == "auto" or (none and value is None) or (is_number(value) and value >= 0),
-        f"a number of at least 0 ({what}) or 'auto'",
-    )
+def draft_temperature(default: Any, *others: str) -> Any:
+    """Option for a temperature. Below the least, float32 does not hold every quotient, and vLLM accepts none for a
+    request; at the most, all tokens are almost equally likely."""
+    return number(default, 0.01, 100, *others)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +38,8 @@ class MethodOptions(Options):
     """Allow a pair of proposer and rule that changes the target's distribution."""
     budget: int | str | None = option(
         "auto",
-        lambda value: value in (None, "auto") or (is_int(value) and value >= 1),
-        "'auto' or a whole number of at least 1",
+        lambda value: value in (None, "auto") or is_count(value),
+        f"'auto' or {COUNT}",
     )
     """Nodes per step for the whole batch; "auto": as many as pay off by measured cost; None: every tree in full."""
     cost_profile: str | None = option(
@@ -86,7 +83,7 @@ class UnscaledOptions(MethodOptions):
         return 1.0
 
 
-def readable(file: str | Path | None, key: str) -> Path:
+def existing_file(file: str | Path | None, key: str) -> Path:
     """The path of a file option; raises ValueError, naming the option, if there is no such file."""
     assert file is not None
     path = Path(file).expanduser()

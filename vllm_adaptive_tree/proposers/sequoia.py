@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import pad
 
 from vllm_adaptive_tree.options import count, file
-from vllm_adaptive_tree.proposers.options import bundled, readable
+from vllm_adaptive_tree.proposers.options import bundled, existing_file
 from vllm_adaptive_tree.proposers.static_tree import ShapedOptions, StaticTree
 from vllm_adaptive_tree.trees import Shape
 
@@ -61,18 +61,18 @@ def sequoia_shape(vector: Sequence[float], *, nodes: int, max_depth: int) -> Sha
 
     def lay_out(path: tuple[int, ...], size: int, levels: int) -> None:
         for rank in range(len(vector) if levels else 0):
-            own = shares[levels - 1][rank][size]
-            if own:
+            part_size = shares[levels - 1][rank][size]
+            if part_size:
                 paths.append((*path, rank))
-                lay_out((*path, rank), own - 1, levels - 1)
-                size -= own
+                lay_out((*path, rank), part_size - 1, levels - 1)
+                size -= part_size
 
     lay_out((), nodes, len(shares))
     return Shape.of(paths)
 
 
 def _vector(file: str | Path | None) -> list[float]:
-    path = readable(file, "vector")
+    path = existing_file(file, "vector")
     try:
         vector = json.loads(path.read_text())["vector"]
         if not vector or not all(0 <= chance <= 1 for chance in vector):

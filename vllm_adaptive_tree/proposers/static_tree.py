@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from vllm_adaptive_tree.acceptance import Kind
+from vllm_adaptive_tree.acceptance import KINDS, Kind
 from vllm_adaptive_tree.drafters import Frontier, Rows
 from vllm_adaptive_tree.options import is_int, option
 from vllm_adaptive_tree.proposers.base import Proposal, Proposer, Request, rng_keys, softmax_at
@@ -18,8 +18,8 @@ from vllm_adaptive_tree.trees.orders import permuted
 from vllm_adaptive_tree.trees.tree_batch import EMPTY
 
 SHAPES = ("eagle1", "binary", "ternary")
-CHILDREN: dict[str, Kind] = {"top_k": "one_hot", "without_replacement": "without_replacement", "iid": "iid"}
-"""The names that users write -> kinds of children."""
+CHILDREN: dict[str, Kind] = {"top_k": "one_hot", **{kind: kind for kind in KINDS if kind != "one_hot"}}
+"""Names that users write -> kinds of children."""
 
 
 def is_k_config(value: Any) -> bool:
@@ -32,7 +32,7 @@ def _is_shape(value: Any) -> bool:
     rows = isinstance(value, list | tuple) and bool(value) and all(isinstance(path, list | tuple) for path in value)
     if not rows or not all(is_int(rank) and rank >= 0 for path in value for rank in path):
         return False
-    Shape.of(value)  # raises a ValueError that says what is wrong
+    Shape.of(value)  # raises a ValueError that names the fault
     return True
 
 
@@ -43,7 +43,7 @@ class ShapedOptions(MethodOptions):
     children: str | None = option(
         None, lambda value: value is None or value in tuple(CHILDREN), f"one of {', '.join(map(repr, CHILDREN))}"
     )
-    """The kind of children; None: whatever the acceptance rule needs."""
+    """Kind of children; None: the kind that the acceptance rule needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class StaticTreeOptions(ShapedOptions):
     )
 
 
-class Level(NamedTuple):
+class ShapeLevel(NamedTuple):
     """The inner nodes of one level of a shape, and the slots of their children; slot 0 is the root."""
 
     inner: Tensor  # [W] slots
@@ -67,28 +67,28 @@ class Level(NamedTuple):
     rank: Tensor  # [C]
 
 
-class Plan(NamedTuple):
+class ShapeTensors(NamedTuple):
     """A shape as tensors, built once per shape and device."""
 
-    levels: list[Level]
+    levels: list[ShapeLevel]
     parent: Tensor  # [N]
     depth: Tensor  # [N]
     fanout: Tensor  # [1 + N], the root first
 
 
-class Growth(NamedTuple):
+class ShapeGrowth(NamedTuple):
     tokens: Tensor  # [R, 1 + N], the root first
     path: Tensor  # [R, 1 + N] log path probability
     read: Tensor  # [R, 1 + N]
     going: Tensor  # [R] bool
     level: int
     next_slot: int  # of the drafter
-    plan: Plan
+    plan: ShapeTensors
     request: Request
 
 
 class StaticTree(Proposer):
-    """`shape` truncated to the node budget, with children of the given kind; greedy requests get top-k children."""
+    """Tree of `shape` cut to the node budget, with children of the given kind; greedy requests get top-k children."""
 
     capturable = True
     Options: ClassVar[type[MethodOptions]] = StaticTreeOptions
@@ -112,29 +112,29 @@ class StaticTree(Proposer):
     def by_place(self) -> bool:
         return self.kind != "one_hot"
 
-    def begin(self, rows: Rows, *, nodes: int, request: Request) -> Growth:
+    def begin(self, rows: Rows, *, nodes: int, request: Request) -> ShapeGrowth:
         shape = self.shape.cut(nodes)
         logits = rows.logits
         empty = torch.full((len(logits), 1 + len(shape)), -1, device=logits.device)
         path = torch.zeros_like(softmax_at(logits[:, :, 0], request.temperature)).expand(empty.shape).contiguous()
         going = torch.ones_like(empty[:, 0], dtype=torch.bool)
-        growth = Growth(empty, path, empty, going, 0, 0, _plan(shape, logits.device), request)
+        growth = ShapeGrowth(empty, path, empty, going, 0, 0, _plan(shape, logits.device), request)
         return self.extend(growth, rows)
 
     def mask(self, nodes: int) -> SlicedMask:
         return SlicedMask.cached(self.shape.cut(nodes))
 
-    def growing(self, growth: Growth) -> Tensor:
+    def growing(self, growth: ShapeGrowth) -> Tensor:
         return growth.going & (growth.level < len(growth.plan.levels))
 
-    def frontier(self, growth: Growth) -> Frontier:
+    def frontier(self, growth: ShapeGrowth) -> Frontier:
         if growth.level >= len(growth.plan.levels):
             return Frontier(growth.tokens[:, :0], growth.read[:, :0])
         level = growth.plan.levels[growth.level]
         tokens = growth.tokens.index_select(1, level.inner).masked_fill(~growth.going[:, None], EMPTY)
         return Frontier(tokens, growth.read.index_select(1, level.above).clamp(min=0))
 
-    def extend(self, growth: Growth, rows: Rows) -> Growth:
+    def extend(self, growth: ShapeGrowth, rows: Rows) -> ShapeGrowth:
         level, request, logits = growth.plan.levels[growth.level], growth.request, rows.logits
         width = logits.shape[1]
         inner = level.inner[:width]
@@ -167,13 +167,13 @@ class StaticTree(Proposer):
         )
 
     def goes_on(self, q: Tensor, hidden: Tensor | None, used: Tensor) -> Tensor:
-        """Whether to draft a level below the one just drawn from q [R, W, V]: [R] bool.
+        """Trees for which to draft a level below the one just drawn from q [R, W, V]: [R] bool.
 
         `used`: [R, W] bool, the nodes whose children were drawn.
         """
         return torch.ones_like(used[:, 0])
 
-    def finish(self, growth: Growth) -> Proposal:
+    def finish(self, growth: ShapeGrowth) -> Proposal:
         tokens, path, read = growth.tokens[:, 1:], growth.path[:, 1:], growth.read[:, 1:]
         _, parent, depth, fanout = growth.plan
         num_planned = torch.where(growth.read >= 0, fanout, 0)
@@ -190,7 +190,7 @@ def _shape(shape: Any, nodes: int) -> Shape:
     return Shape.k_config(shape, nodes) if isinstance(shape[0], int) else Shape.of(shape).cut(nodes)
 
 
-def _from_target(initial: Tensor | None, growth: Growth) -> Tensor:
+def _from_target(initial: Tensor | None, growth: ShapeGrowth) -> Tensor:
     """Trees [R] bool whose next level was sampled by the target."""
     if initial is None or growth.level > 0:
         return torch.zeros_like(growth.going)
@@ -198,7 +198,7 @@ def _from_target(initial: Tensor | None, growth: Growth) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def _plan(shape: Shape, device: torch.device) -> Plan:
+def _plan(shape: Shape, device: torch.device) -> ShapeTensors:
     def column(numbers: list[int]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
 
@@ -209,7 +209,7 @@ def _plan(shape: Shape, device: torch.device) -> Plan:
         children = [path for path in shape.paths if len(path) == depth + 1]
         fanout = [shape.num_children(path) for path in inner]
         levels.append(
-            Level(
+            ShapeLevel(
                 column([slots[path] for path in inner]),
                 column([slots[path[:-1]] for path in inner]),
                 column(fanout),
@@ -219,7 +219,7 @@ def _plan(shape: Shape, device: torch.device) -> Plan:
                 column([path[-1] for path in children]),
             )
         )
-    return Plan(
+    return ShapeTensors(
         levels,
         column([slots[path[:-1]] - 1 for path in shape.paths]),
         column([len(path) for path in shape.paths]),

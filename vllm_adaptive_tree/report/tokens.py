@@ -1,4 +1,4 @@
-"""Coloured text: which tokens were drafted, from the tokens that arrived together."""
+"""Coloured text that marks drafted tokens, from the tokens that arrived together."""
 
 from collections.abc import Callable, Sequence
 from itertools import groupby
@@ -17,20 +17,20 @@ class Span(NamedTuple):
 
 
 def pieces(tokens: Sequence[int], decode: Decode) -> list[str]:
-    """The text that each token adds; their concatenation is `decode(tokens)`. A character of several tokens belongs to
+    """Texts that the tokens add; their concatenation is `decode(tokens)`. A character of several tokens belongs to
     the last of them, the others get an empty string."""
-    whole, shown, found = decode(list(tokens)), 0, []
+    whole, shown, texts = decode(list(tokens)), 0, []
     for end in range(1, len(tokens) + 1):
         text = whole if end == len(tokens) else decode(list(tokens[:end]))
         open_character = text.endswith("\N{REPLACEMENT CHARACTER}") and end < len(tokens)
         upto = shown if open_character or not whole.startswith(text) else len(text)
-        found.append(whole[shown:upto])
+        texts.append(whole[shown:upto])
         shown = upto
-    return found
+    return texts
 
 
 def spans(steps: Sequence[Sequence[int]], decode: Decode) -> list[Span]:
-    """The text of the steps' tokens, cut where the origin changes. Of the tokens of one step, the last is the target's
+    """Spans of the steps' text, cut where the origin changes. Of the tokens of one step, the last is the target's
     own and those before it were drafted and accepted."""
     drafted = [place < len(step) - 1 for step in steps for place in range(len(step))]
     marked = zip(drafted, pieces([token for step in steps for token in step], decode), strict=True)

@@ -1,4 +1,4 @@
-"""One HTML file from the recorded steps of an engine: the tree of each step, what of it was verified, accepted, cut."""
+"""One HTML file from the recorded steps of an engine: the trees, with their verified, accepted and cut nodes."""
 
 import json
 from pathlib import Path
@@ -10,8 +10,8 @@ STEP = {"request", "position", "tokens", "parents", "values", "verified", "accep
 
 
 def read(file: Path, most: int) -> dict[str, Any]:
-    """The last `most` trees of a record: {"header": .., "texts": .., "steps": ..}. A last line that is not whole is
-    left out: the engine was stopped, or its disk full.
+    """Read the last `most` trees of a record: {"header": .., "texts": .., "steps": ..}. An incomplete last line is left
+    out: the engine was stopped, or its disk full.
 
     Raises:
         ValueError: it is not a record, or it holds no tree.
@@ -22,8 +22,8 @@ def read(file: Path, most: int) -> dict[str, Any]:
         if header["format"] != FORMAT:
             raise ValueError(f"format {header['format']}")
         texts = {token: text for step in steps for token, text in step["texts"].items()}
-        trees = [{"step": step["step"], **one} for step in steps for one in step["requests"]]
-        if not all(one.keys() >= STEP for one in trees):
+        trees = [{"step": step["step"], **request} for step in steps for request in step["requests"]]
+        if not all(tree.keys() >= STEP for tree in trees):
             raise ValueError("a tree lacks something")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{file} is not a record of steps: set VLLM_ADAPTIVE_TREE_RECORD for an engine") from error
@@ -33,7 +33,7 @@ def read(file: Path, most: int) -> dict[str, Any]:
 
 
 def page(record: dict[str, Any]) -> str:
-    """The HTML file, with all that it needs inside."""
+    """HTML file, with all that it needs inside."""
     text = json.dumps(record, ensure_ascii=False, separators=(",", ":"))
     before, after = TEMPLATE.read_text().split(">RECORD<")
     return f"{before}>{text.replace('<', chr(92) + 'u003c')}<{after}"

@@ -74,5 +74,3 @@ class SlicedMask:
     def upto(self, level: int) -> Tensor:
         """[S, S] bool, the ancestor-or-self mask of the nodes down to `level` (the root is level 0)."""
         return self.whole[: self.ends[level], : self.ends[level]]
-
-    of, behind = cached, upto  # the names of release 0.1, for one release

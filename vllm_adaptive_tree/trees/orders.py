@@ -1,6 +1,6 @@
 """Node orders that leave large blocks of the tree mask empty (DySpec, arXiv 2410.11744, appendix C).
 
-They are for the forward pass only: trees are always pruned in generation order.
+The orders are for the forward pass only: trees are always pruned in generation order.
 """
 
 import torch
@@ -18,7 +18,7 @@ def depth_first(parent: Tensor, valid: Tensor | None = None) -> Tensor:
 
     Args:
         parent: [R, N], every parent before its children; -1: the root.
-        valid: [R, N] bool, default all: which slots hold a node. Empty slots go to the end, in their order.
+        valid: [R, N] bool, default all: True for slots that hold a node. Empty slots go to the end, in their order.
     """
     valid = torch.ones_like(parent, dtype=torch.bool) if valid is None else valid
     slots = torch.arange(parent.shape[1], device=parent.device).expand_as(parent)

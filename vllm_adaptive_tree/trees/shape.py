@@ -33,12 +33,13 @@ class Shape:
 
     @classmethod
     def of(cls, paths: Iterable[Sequence[int]]) -> Self:
-        """From rank paths in any order."""
+        """Shape from rank paths in any order."""
         return cls(tuple(sorted((tuple(path) for path in paths), key=lambda path: (len(path), path))))
 
     @classmethod
     def k_config(cls, widths: Sequence[int], nodes: int | None = None) -> Self:
-        """(k1, .., kL): every node of level l - 1 has k_l children (MCSD, arXiv 2401.06706). (W, 1, .., 1) is a fork.
+        """Shape (k1, .., kL): every node of level l - 1 has k_l children (MCSD, arXiv 2401.06706). (W, 1, .., 1) is a
+        fork.
 
         Truncated to the first `nodes` nodes in level order.
         """
@@ -58,7 +59,7 @@ class Shape:
         return cls.k_config([k] * depth, nodes)
 
     def cut(self, nodes: int) -> Self:
-        """The first `nodes` nodes in level order."""
+        """Shape of the first `nodes` nodes in level order."""
         return type(self)(self.paths[:nodes])
 
     def __len__(self) -> int:
@@ -74,5 +75,3 @@ class Shape:
 
     def num_children(self, path: RankPath) -> int:
         return sum(other[:-1] == path for other in self.paths)
-
-    most_children, children_of = max_children, num_children  # the names of release 0.1, for one release

@@ -87,8 +87,6 @@ class TokenTree:
             path.append(node)
         return path[1:]
 
-    widest, along = max_fanout, follow  # the names of release 0.1, for one release
-
     def check_integrity(self) -> None:
         """Raise AssertionError unless parents come first and siblings differ."""
         assert len(self.tokens) == len(self.parents)

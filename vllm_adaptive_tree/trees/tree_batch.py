@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 
 EMPTY = -1  # token of a slot that holds no node
 EMPTY_SLOT = (EMPTY, -1, 0, -math.inf)
-"""Its token, parent, depth and log weight."""
+"""Token, parent, depth and log weight of an empty slot."""
 
 
 class TreeBatch(NamedTuple):

@@ -1,4 +1,4 @@
-"""The budget of a batch, room by room."""
+"""Tests of the budget of a batch."""
 
 import torch
 
@@ -6,7 +6,7 @@ from vllm_adaptive_tree.budget import Curve
 
 
 def curve(*points: tuple[float, float]) -> Curve:
-    """Of (rows, seconds)."""
+    """Curve of (rows, seconds)."""
     return Curve(*torch.tensor(points).double().t())
 
 

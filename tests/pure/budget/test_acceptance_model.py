@@ -1,4 +1,4 @@
-"""What the target accepts: calibrated values, and the draft temperature of greedy requests."""
+"""Model of acceptance: calibrated values, and the draft temperature of greedy requests."""
 
 import pytest
 import torch

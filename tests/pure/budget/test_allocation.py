@@ -1,4 +1,4 @@
-"""How a batch shares the nodes that it verifies."""
+"""Allocation of a batch's verified nodes to its trees."""
 
 import random
 from itertools import product
@@ -8,7 +8,7 @@ import torch
 
 from tests.pure.budget import curve
 from tests.pure.budget.test_cost import random_curve
-from vllm_adaptive_tree.budget import allocate, best
+from vllm_adaptive_tree.budget import allocate, top_nodes
 from vllm_adaptive_tree.budget.cost import profiled_rows
 
 LINEAR = curve((1, 3.0), (101, 13.0))
@@ -31,7 +31,7 @@ def test_a_given_number_of_nodes(seed):
     room = [generator.randint(0, 5) for _ in rows]
     values = torch.tensor(rows).log()
     for most in range(sum(room) + 1):
-        kept = best(values, torch.tensor(room), most).tolist()
+        kept = top_nodes(values, torch.tensor(room), most).tolist()
         assert sum(kept) == most
         assert all(count <= limit for count, limit in zip(kept, room, strict=True))
         inside = sorted((value for row, limit in zip(rows, room, strict=True) for value in row[:limit]), reverse=True)
@@ -40,8 +40,8 @@ def test_a_given_number_of_nodes(seed):
 
 
 def test_equal_values_are_shared_out():
-    assert best(torch.zeros(3, 4), torch.tensor([4, 4, 2]), 7).tolist() == [3, 2, 2]
-    assert best(torch.tensor([[0.5, 0.9], [0.6, 0.1]]), torch.tensor([2, 2]), 2).tolist() == [1, 1]
+    assert top_nodes(torch.zeros(3, 4), torch.tensor([4, 4, 2]), 7).tolist() == [3, 2, 2]
+    assert top_nodes(torch.tensor([[0.5, 0.9], [0.6, 0.1]]), torch.tensor([2, 2]), 2).tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("rows", [0, 7])

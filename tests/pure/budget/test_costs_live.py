@@ -35,7 +35,7 @@ class Machine:
         )
 
     def run(self, planner: Planner, steps: int) -> tuple[list[bool], float]:
-        """Which steps drafted, and how much faster the last third was than without drafts."""
+        """Steps that drafted, as booleans, and the speed of the last third relative to no drafts."""
         requests, overhead, kept, drafted = self.requests, 0.01, 0, []
         tokens = seconds = plain = 0.0
         for n in range(steps):

@@ -5,14 +5,15 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.oracles.drafts import cut, every_draft, stacked
-from tests.oracles.models import ToyLM
-from tests.oracles.steps import emitted
 from tests.pure.budget import PLATEAUS, curve
+from vllm_adaptive_tree.acceptance import RULES
 from vllm_adaptive_tree.budget import Curve, allocate
 from vllm_adaptive_tree.proposers import Proposer
 from vllm_adaptive_tree.proposers.dyspec import DySpec
 from vllm_adaptive_tree.proposers.opt_tree import OptTree
+from vllm_adaptive_tree.testing.drafts import cut, every_draft, stacked
+from vllm_adaptive_tree.testing.models import ToyLM
+from vllm_adaptive_tree.testing.steps import emitted
 
 RISING = curve((1, 1.0), (4, 1.1), (7, 1.7), (12, 3.7))
 
@@ -41,7 +42,7 @@ def joint_bias(
     for side, target in zip(sides, targets, strict=True):
         each = side._replace(weight=torch.ones_like(side.weight), group=torch.arange(len(side.group)))
         cuts = stacked([cut(each, kept, kept * len(side.group)) for kept in range(nodes + 1)])
-        law = emitted(cuts, [target], rule, proposer.kind, length=length).probs
+        law = emitted(cuts, [target], RULES[rule], proposer.kind, length=length).probs
         laws.append(law.unflatten(0, (nodes + 1, -1)).transpose(0, 1))
     joint, sizes = torch.zeros(laws[0].shape[2], laws[1].shape[2]).double(), set()
     values = [side.tree.log_weight.exp().double() for side in sides]

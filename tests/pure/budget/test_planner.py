@@ -10,7 +10,15 @@ import torch
 
 from tests.pure.budget import curve
 from vllm_adaptive_tree.budget import Budget, Costs, Curve, Plan, Planner
-from vllm_adaptive_tree.budget.planner import ENOUGH, EVERY, HOPE, LONGEST, LOOK, REST, Backoff
+from vllm_adaptive_tree.budget.planner import (
+    EVERY,
+    MAX_BACKOFF,
+    MIN_TREES,
+    PRIOR_ACCEPTANCE,
+    PROBE_EVERY,
+    RETRY_AFTER,
+    Backoff,
+)
 
 FLAT = ((1, 1.0), (1000, 1.0))
 STEEP = ((1, 1.0), (100, 100.0))
@@ -55,30 +63,30 @@ def test_drafts_that_pay_go_on_but_for_looks_at_a_step_without():
     looks = [b - a - 1 for a, b in pairwise(steps) if b > a + 1]
     assert looks == [3] * len(looks)
     starts = [a + 1 for a, b in pairwise(steps) if b > a + 1]
-    assert starts[0] < ENOUGH
-    assert [b - a - 3 for a, b in pairwise(starts)] == [LOOK, 2 * LOOK]
+    assert starts[0] < MIN_TREES
+    assert [b - a - 3 for a, b in pairwise(starts)] == [PROBE_EVERY, 2 * PROBE_EVERY]
 
 
 def test_drafts_that_do_not_pay_rest_longer_and_longer():
     steps = drafted(planner(*STEEP, level=0.5), 0.3, 3000, greedy=2)
     rests = [b - a - 1 for a, b in pairwise(steps) if b > a + 1]
     assert [steps[0], *rests] == [64, 128, 256, 512, 1024]
-    assert len(steps) < 5 * ENOUGH
+    assert len(steps) < 5 * MIN_TREES
 
 
 def test_the_longest_rest():
     steps = drafted(planner(*STEEP, level=0.5), 0.3, 12000, greedy=2)
-    assert max(b - a - 1 for a, b in pairwise(steps)) == LONGEST
+    assert max(b - a - 1 for a, b in pairwise(steps)) == MAX_BACKOFF
 
 
 @pytest.mark.parametrize(("level", "tried"), [(0.5, True), (0.9, False), (5.0, False)])
 def test_a_draft_that_is_too_dear_for_any_hope_is_tried_once_a_rest(level, tried):
-    """Rows are free: a level saves at most HOPE of a forward, and costs `level` forwards."""
+    """Rows are free: a level saves at most PRIOR_ACCEPTANCE of a forward, and costs `level` forwards."""
     budget = planner(*FLAT, level=level)
     assert (budget.begin([True] * 4).levels > 0) == tried
-    steps = drafted(budget, 0.1, REST + 3)
+    steps = drafted(budget, 0.1, RETRY_AFTER + 3)
     assert (len(steps) <= 2) or tried
-    assert tried == (level < HOPE)
+    assert tried == (level < PRIOR_ACCEPTANCE)
 
 
 def test_a_larger_batch_learns_from_the_trees_of_a_smaller():
@@ -91,11 +99,11 @@ def test_a_larger_batch_learns_from_the_trees_of_a_smaller():
 
 def test_sampled_requests_are_judged_apart_from_greedy_ones():
     budget = planner((1, 1.0), (8, 1.1), (200, 3.0), level=0.2)
-    for _ in range(2 * ENOUGH):
+    for _ in range(2 * MIN_TREES):
         step(budget, 0.05, greedy=0, sampled=8)
     assert step(budget, 0.05, greedy=0, sampled=8)[0].levels == 0
     assert step(budget, 0.9, greedy=8)[0].levels > 0
-    for _ in range(2 * ENOUGH):
+    for _ in range(2 * MIN_TREES):
         step(budget, 0.9, greedy=8)
     assert step(budget, 0.9, greedy=8)[0].levels > 0
     prices = [budget.begin([True] * n + [False] * (8 - n)).price for n in (8, 4, 1)]
@@ -259,7 +267,7 @@ def test_a_sampled_token_has_no_say_in_its_own_cut(sampled):
     for likely in (0.9, 0.001):
         for dear in range(1, 60):
             budget = planner((1, 1.0), (16, 1.0), (116, 1.0 + dear / 2), sampled=sampled)
-            for _ in range(2 * ENOUGH):
+            for _ in range(2 * MIN_TREES):
                 step(budget, 0.3)
             plan = budget.begin([False])
             value, depth = torch.tensor([[0.17, 0.17 * likely, 0.17 * likely]]), torch.tensor([[1, 2, 3]])
@@ -298,7 +306,7 @@ def test_what_the_contexts_cost_is_no_matter_of_rows():
     for _ in range(20):
         budget.observe_step(1, 500, 1.5, 0.25, drafted=False)
     assert budget.costs.verify.cost(1) == pytest.approx(1.0)
-    assert budget.without(1) == pytest.approx(1.75)
+    assert budget.plain_step_seconds(1) == pytest.approx(1.75)
 
 
 def test_a_level_costs_what_was_measured_until_it_is_seen():
@@ -327,7 +335,7 @@ def test_what_drafting_saves_elsewhere_is_no_time_of_a_plain_step():
     """The roots' forward may take less than a level of the draft."""
     budget = planner((1, 0.005), (100, 0.04), level=0.001)
     budget.observe_step(4, 0, 0.005, -0.05, drafted=True)
-    assert budget.without(1) == pytest.approx(0.005)
+    assert budget.plain_step_seconds(1) == pytest.approx(0.005)
     assert budget.begin([False]).price > 0
 
 
@@ -364,11 +372,11 @@ def test_what_was_not_written_by_it(wrong: dict[str, Any]):
 
 
 def test_a_backoff_doubles_up_to_a_bound():
-    backoff = Backoff(2, REST)
+    backoff = Backoff(2, RETRY_AFTER)
     due = [n for n in range(20000) if backoff.due(2)]
     assert due[:4] == [2, 3, *due[2:4]] or due[:2] == [1, 2]
     gaps = [b - a for a, b in pairwise(due) if b - a > 1]
-    assert max(gaps) <= LONGEST + 2
+    assert max(gaps) <= MAX_BACKOFF + 2
     assert [round(b / a) for a, b in pairwise(gaps)][:4] == [2, 2, 2, 2]
 
 

@@ -1,1 +1,1 @@
-"""What both adapters share."""
+"""Parts that the adapters of both model runners share."""

@@ -1,6 +1,6 @@
-"""Tree attention in vLLM's attention layers: what replaces their implementation, and the metadata of a draft level."""
+"""Tree attention in vLLM's attention layers: their replaced implementation, and the metadata of a draft level."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -10,19 +10,20 @@ from torch.nn.functional import pad
 from vllm_adaptive_tree.attention.cpu import attend, context_bias
 from vllm_adaptive_tree.engine.common.contexts import Contexts, finite
 from vllm_adaptive_tree.engine.cpu_cache import gather_context
+from vllm_adaptive_tree.engine.targets import checks
 from vllm_adaptive_tree.trees import SlicedMask
 
 
-class Law(NamedTuple):
-    """What a layer's attention is beside its scale; as `attention.reference` takes it."""
+class AttentionVariant(NamedTuple):
+    """Sliding window, soft-cap and sinks of a layer, as `attention.reference` takes them."""
 
     window: int = 0
     soft_cap: float = 0.0
     sinks: Tensor | None = None
 
     @classmethod
-    def of(cls, impl: Any) -> "Law":
-        """`impl`: a layer's of vLLM, for CPUs or FlashAttention's, which counts the tokens before and after."""
+    def of(cls, impl: Any) -> "AttentionVariant":
+        """`impl`: of a vLLM layer, for CPUs or FlashAttention's, which counts the tokens before and after."""
         window = getattr(impl, "sliding_window", None)
         if isinstance(window, tuple):
             window = -1 if window[0] < 0 else window[0] + 1
@@ -31,25 +32,25 @@ class Law(NamedTuple):
 
 
 class TreeMetadata:
-    """Attention metadata of ours. It attends itself, in place of the backend."""
+    """Base of our attention metadata, which attends itself in place of the backend."""
 
     __slots__ = ()
 
     def attend(
         self, impl: Any, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, out: Tensor
     ) -> Tensor:
-        """As `AttentionImpl.forward`; `impl` is the layer's, a `TreeAttention`."""
+        """Attend, as `AttentionImpl.forward`; `impl` is the layer's, a `TreeAttention`."""
         raise NotImplementedError
 
 
 class DraftKeys(TreeMetadata):
-    """The metadata of a draft forward over one level: keys and values of the nodes read so far, then the context.
+    """Metadata of a draft forward over one level: keys and values of the nodes read so far, then the context.
 
     Nodes never enter the paged cache; accepted tokens are read again when the draft catches up.
     """
 
     def __init__(self, contexts: Contexts, length: Tensor):
-        """`length` [R] of each context, the root included, which is the last token."""
+        """`length` [R]: tokens of each context, the root included, which is the last."""
         self.contexts, self.room = contexts, contexts.room
         self.context_bias = context_bias(length, contexts.width)  # [R, 1, width]
         self.scratch: dict[str, tuple[Tensor, Tensor]] = {}  # layer -> key, value [R, Hkv, room + width, D]
@@ -58,7 +59,7 @@ class DraftKeys(TreeMetadata):
         self.bias = torch.empty(0)
         self.shape = torch.Size((len(length), 0))  # R, W of this level
         self.places: Tensor | None = None
-        self.level = 1  # that comes next; the root is level 0
+        self.level = 1  # the level that comes next; the root is level 0
         self.sliced: SlicedMask | None = None  # of the shape that all trees have, while every level is read in full
 
     def open_level(self, parent: Tensor, places: Tensor | None = None) -> None:
@@ -75,9 +76,9 @@ class DraftKeys(TreeMetadata):
         if self.sliced is not None:
             self.seen = self.sliced.upto(self.level)[:, 1:].expand(requests, -1, -1)
         else:
-            own = torch.eye(width, dtype=torch.bool, device=parent.device).expand(requests, width, width)
+            itself = torch.eye(width, dtype=torch.bool, device=parent.device).expand(requests, width, width)
             above = self.seen.gather(1, parent[:, :, None].expand(requests, width, columns))
-            self.seen = torch.cat([pad(self.seen, (0, width)), torch.cat([above, own], 2)], 1)
+            self.seen = torch.cat([pad(self.seen, (0, width)), torch.cat([above, itself], 2)], 1)
         self.level += 1
         self._see(self.seen[:, before:])
 
@@ -90,7 +91,7 @@ class DraftKeys(TreeMetadata):
         self._see(self.seen)
 
     def _see(self, seen: Tensor) -> None:
-        """`seen` [R, W, S]: the nodes that each row of the next forward sees, beside its context."""
+        """Set the bias of the next forward. `seen` [R, W, S]: nodes that each row sees, beside its context."""
         width, nodes = seen.shape[1:]
         if nodes > self.room:
             self._widen(2 * nodes)
@@ -101,11 +102,11 @@ class DraftKeys(TreeMetadata):
         self, impl: Any, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, out: Tensor
     ) -> Tensor:
         keys, values = self.read(layer, kv_cache, key, value)
-        found = attend(self.pad(query), keys, values, self.bias, impl.scale).flatten(0, 1)
-        return out.copy_(found if self.places is None else found.index_select(0, self.places))
+        attended = attend(self.pad(query), keys, values, self.bias, impl.scale).flatten(0, 1)
+        return out.copy_(attended if self.places is None else attended.index_select(0, self.places))
 
     def pad(self, rows: Tensor) -> Tensor:
-        """[M, ..] -> [R, W, ..], zero without a row."""
+        """[M, ..] -> [R, W, ..]; nodes without a row get zeros."""
         if self.places is not None:
             rows = rows.new_zeros(self.shape.numel(), *rows.shape[1:]).index_copy_(0, self.places, rows)
         return rows.unflatten(0, self.shape)
@@ -131,11 +132,11 @@ class DraftKeys(TreeMetadata):
 
 
 class FiniteCache:
-    """Goes before the implementation of a draft's layer: a NaN in the K/V of a dead row must not stay in a block, where
-    it would spoil what the next owner of the block reads, masked or not."""
+    """Mixin before the implementation of a draft's layer. It zeroes NaN in the K/V of dead rows, which would stay in a
+    block and spoil what its next owner reads, masked or not."""
 
     written: Callable[[str, Tensor, Tensor], None] | None = None
-    """Also gets what is written outside of a forward: the layer's name, key and value [T, Hkv, D]."""
+    """Callback for K/V written outside of a forward: the layer's name, key and value [T, Hkv, D]."""
 
     def do_kv_cache_update(self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
         if self.written is not None:
@@ -144,7 +145,7 @@ class FiniteCache:
 
 
 class TreeAttention:
-    """Goes before the class of a layer's implementation; with vLLM's own metadata it is vLLM's own."""
+    """Mixin before the class of a layer's implementation; with vLLM's own metadata, vLLM's code runs."""
 
     scale: float
 
@@ -152,9 +153,9 @@ class TreeAttention:
     def adopt(cls, layer: Any, *, drafts: bool = False) -> None:
         """Replace the implementation of one layer; other layers of its class keep theirs. `drafts`: the layer is the
         draft's."""
-        own = type(layer.impl)
-        bases = (FiniteCache, cls, own) if drafts else (cls, own)
-        impl: Any = object.__new__(type(f"Tree{own.__name__}", bases, {}))
+        original = type(layer.impl)
+        bases = (FiniteCache, cls, original) if drafts else (cls, original)
+        impl: Any = object.__new__(type(f"Tree{original.__name__}", bases, {}))
         impl.__dict__.update(layer.impl.__dict__)
         layer.impl = impl
 
@@ -178,12 +179,36 @@ class TreeAttention:
         )
 
     def gather(self, layer: Any, kv_cache: Tensor, block_table: Tensor) -> tuple[Tensor, Tensor]:
-        """The blocks [R, B] of R requests, to float32: key and value, [R, Hkv, B * block_size, head_size]."""
+        """Read the blocks [R, B] of R requests as float32: key and value, [R, Hkv, B * block_size, head_size]."""
         raise NotImplementedError
 
 
+def adopt_layers(
+    config: Any,
+    drafts: Collection[str],
+    kind: type[TreeAttention],
+    *,
+    quantised_cache: bool = False,
+    levels: int | None = None,
+) -> None:
+    """Check the attention layers of the loaded models, and replace their implementations.
+
+    Args:
+        config: vLLM's VllmConfig.
+        drafts: layers of the draft.
+        quantised_cache: as in `check_layer`, for a target with a tested class.
+        levels: of the trees; None: a window may end inside them.
+    """
+    named = checks.is_named(config.model_config)
+    for name, layer in checks.attention_layers(config).items():
+        checks.check_layer(name, layer, plain=name in drafts or not named, quantised_cache=quantised_cache and named)
+        if levels is not None and name not in drafts:
+            checks.check_window(name, AttentionVariant.of(layer.impl).window, levels)
+        kind.adopt(layer, drafts=name in drafts)
+
+
 class CPUTreeAttention(TreeAttention):
-    """Before vLLM's CPU attention."""
+    """Mixin before vLLM's CPU attention."""
 
     def gather(self, layer: Any, kv_cache: Tensor, block_table: Tensor) -> tuple[Tensor, Tensor]:
         return gather_context(kv_cache, block_table, layer.isa)

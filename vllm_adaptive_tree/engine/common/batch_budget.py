@@ -1,4 +1,4 @@
-"""The budget of a batch in the engine, the same for both model runners; each brings its own feed of figures."""
+"""Budget of a batch in the engine, for both model runners; each feeds it its own figures."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -7,54 +7,54 @@ import torch
 from torch import Tensor
 
 from vllm_adaptive_tree.budget import Budget, DraftTemperature, Plan, Planner
-from vllm_adaptive_tree.engine.common.steering import Steering
+from vllm_adaptive_tree.engine.common.threshold_controller import ThresholdController
 from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE
 from vllm_adaptive_tree.trees import TreeBatch
 
 
 class BatchBudget(ABC):
-    """Asks a `Budget` what a step drafts and verifies. Subclasses tell it what became of that: V1 from its clock, V2
-    from figures of earlier steps."""
+    """Asks a `Budget` what a step drafts and verifies. Subclasses report the results to it: V1 from its clock, V2 from
+    figures of earlier steps."""
 
-    def __init__(self, budget: Budget, steering: Steering):
+    def __init__(self, budget: Budget, steering: ThresholdController):
         self.budget, self.steering = budget, steering
         self.temperature: DraftTemperature | None = None
-        """Fits the draft temperature of greedy requests."""
+        """Fit of the draft temperature of greedy requests."""
         self.by_place = steering.proposer.by_place
 
     @property
     def greedy_temperature(self) -> float:
-        """Of the distribution that shapes the trees of greedy requests."""
+        """Temperature of the distribution that shapes the trees of greedy requests."""
         return GREEDY_DRAFT_TEMPERATURE if self.temperature is None else self.temperature.temperature
 
     @property
     @abstractmethod
     def verifying(self) -> int | None:
-        """Nodes that the next verification has at most; None: all."""
+        """Most nodes of the next verification; None: all."""
 
     @property
     def gauges(self) -> dict[str, float]:
-        """How it stands now, by the name of the metric; a fixed budget has no price."""
-        found: dict[str, float] = {} if self.verifying is None else {"budget_nodes": self.verifying}
+        """Current values by name of the metric; a fixed budget has no price."""
+        gauges: dict[str, float] = {} if self.verifying is None else {"budget_nodes": self.verifying}
         if isinstance(self.budget, Planner):
             plan = self.budget.plan
-            return {**found, "draft_levels": plan.levels, "price_tokens_per_second": plan.price}
-        return found
+            return {**gauges, "draft_levels": plan.levels, "price_tokens_per_second": plan.price}
+        return gauges
 
     def begin(self, greedy: Sequence[bool]) -> Plan:
-        """A step of requests that are `greedy` or not."""
+        """Begin a step of these requests, each `greedy` or not, and return its plan."""
         return self.budget.begin(greedy)
 
     def steer(self, requests: int, trees: int) -> None:
-        """Before `trees` trees are drafted in a batch of so many `requests`."""
+        """Set the thresholds before `trees` trees are drafted in a batch of so many `requests`."""
         plan = self.budget.plan
         self.steering.price(self.budget.level(requests) * plan.price / trees, plan.floor)
 
     def values(self, tree: TreeBatch, order: Tensor | None = None) -> Tensor:
-        """[R, N] what each node is worth before its token is known; 0 where there is none.
+        """[R, N]: value of each node before its token is known; 0 where there is none.
 
         Nodes of a fixed shape count by their place in the list, or in the `order` [R, N] given: a sampled token must
-        not decide on its own cut.
+        not influence its own cut.
         """
         value = place_values(tree) if self.by_place else tree.log_weight.exp()
         if self.by_place and order is not None:
@@ -63,6 +63,6 @@ class BatchBudget(ABC):
 
 
 def place_values(tree: TreeBatch) -> Tensor:
-    """[R, N] that falls with the place in the list."""
+    """[R, N]: values that fall with the place in the list."""
     place = torch.arange(1, 1 + tree.tokens.shape[1], device=tree.tokens.device)
     return (1 / place).expand(tree.tokens.shape)

@@ -16,10 +16,10 @@ def norm_each_layer(backbone: Any) -> None:
     """
 
     def normed(keys: Tensor) -> Tensor:  # [layers, T, heads, D]
-        found = torch.empty_like(keys)
-        for out, key, weight in zip(found, keys, backbone._k_norm_weights, strict=True):
+        result = torch.empty_like(keys)
+        for out, key, weight in zip(result, keys, backbone._k_norm_weights, strict=True):
             ops.rms_norm(out, key, weight, backbone._rms_norm_eps)
-        return found
+        return result
 
     if current_platform.is_cpu():
         backbone._normalize_context_k = normed

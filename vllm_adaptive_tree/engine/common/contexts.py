@@ -11,7 +11,7 @@ ROOM = 32
 
 
 def finite(keys: Tensor) -> Tensor:
-    """Keys or values, 0 where they are not finite: what a mask hides must be a number, since 0 times NaN is NaN."""
+    """Keys or values, 0 where they are not finite: masked entries must be numbers, since 0 times NaN is NaN."""
     return torch.nan_to_num(keys, nan=0.0, posinf=0.0, neginf=0.0)
 
 
@@ -28,7 +28,7 @@ class Contexts(Protocol):
 
 
 class PagedContexts:
-    """Copied out of the paged cache in each step."""
+    """Contexts that are copied out of the paged cache in each step."""
 
     room = ROOM
 
@@ -38,6 +38,6 @@ class PagedContexts:
         self.width = block_table.shape[1] * block_size
 
     def open(self, layer: Any, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-        """As `Contexts.open`; the room holds zeros."""
+        """Open a layer, as `Contexts.open`; the room holds zeros."""
         key, value = (pad(part, (0, 0, self.room, 0)) for part in layer.impl.gather(layer, kv_cache, self.block_table))
         return key, value

@@ -1,4 +1,4 @@
-"""How far a draft has read the tokens in each block of the KV cache."""
+"""Coverage of the KV cache's blocks by a draft that may skip steps."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 class Coverage:
-    """How far the draft's keys and values reach into each block of the cache.
+    """Leading tokens of each block of the cache for which the draft has keys and values.
 
     Target and draft share block numbers. A draft that skips steps leaves gaps. Blocks outlive requests through prefix
     hits and change hands, so coverage is a property of the block and not of the request.
@@ -21,7 +21,7 @@ class Coverage:
         self.filled[blocks] = self.block_size
 
     def reach(self, table: np.ndarray, end: int) -> int:
-        """How many of a request's first `end` tokens the draft has read without a gap; `table`: its blocks."""
+        """Number of a request's first `end` tokens that the draft has read without a gap; `table`: its blocks."""
         count = -(-end // self.block_size)
         filled = self.filled[table[:count]]
         gaps = (filled < self.block_size).nonzero()[0]
@@ -30,11 +30,11 @@ class Coverage:
         return min(end, int(gaps[0]) * self.block_size + int(filled[gaps[0]]))
 
     def read(self, table: np.ndarray, start: int, end: int) -> None:
-        """The draft has read the tokens from `start` to `end`; K/V after that is invalid."""
+        """Note that the draft has read the tokens from `start` to `end`; K/V after that is invalid."""
         self._fill(table, start, end, end)
 
     def skipped(self, table: np.ndarray, start: int, end: int) -> None:
-        """The target has written the tokens from `start` to `end`, the draft has not read them."""
+        """Note that the target has written the tokens from `start` to `end`, and the draft has not read them."""
         self._fill(table, start, end, start)
 
     def _fill(self, table: np.ndarray, start: int, end: int, covered: int) -> None:

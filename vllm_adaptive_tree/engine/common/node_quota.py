@@ -1,4 +1,4 @@
-"""How many tree nodes each running request may have in the next step."""
+"""Quota of tree nodes of each running request in the next step."""
 
 
 def nodes_per_request(*, running: int, nodes: int, room: int) -> int:
@@ -13,13 +13,13 @@ def nodes_per_request(*, running: int, nodes: int, room: int) -> int:
 
 
 def schedule(*, requests: int, nodes: int, room: int) -> list[tuple[int, int, int]]:
-    """The same for every batch of up to `requests`, as vLLM writes it: first batch size, last one, nodes.
+    """Quotas for every batch of up to `requests`, as vLLM writes them: first batch size, last one, nodes.
 
     For Model Runner V2, where the scheduler reserves the slots before the trees are drafted.
     """
-    found: list[tuple[int, int, int]] = []
+    quotas: list[tuple[int, int, int]] = []
     for running in range(1, requests + 1):
         share = nodes_per_request(running=running, nodes=nodes, room=room)
-        first = found.pop()[0] if found and found[-1][2] == share else running
-        found.append((first, running, share))
-    return found
+        first = quotas.pop()[0] if quotas and quotas[-1][2] == share else running
+        quotas.append((first, running, share))
+    return quotas

@@ -19,7 +19,7 @@ def is_rank_0() -> bool:
 
 
 def from_rank_0(decision: Tensor) -> Tensor:
-    """`decision` as rank 0 has it; every rank passes a tensor of the same shape."""
+    """Rank 0's `decision`; every rank passes a tensor of the same shape."""
     group = get_tp_group()
     return decision if group.world_size == 1 else group.broadcast(decision.contiguous(), src=0)
 
@@ -31,22 +31,22 @@ def number_from_rank_0(decision: int) -> int:
 
 
 def object_from_rank_0(decision: Any) -> Any:
-    """Anything that can be pickled."""
+    """Rank 0's `decision`, anything that can be pickled."""
     group = get_tp_group()
     return decision if group.world_size == 1 else group.broadcast_object(decision, src=0)
 
 
 def objects_of_all(mine: Any) -> list[Any]:
-    """The argument of each rank, by rank; anything that can be pickled."""
+    """Argument of each rank, by rank; anything that can be pickled."""
     group = get_tp_group()
-    every: list[Any] = [mine] * group.world_size
+    objects: list[Any] = [mine] * group.world_size
     if group.world_size > 1:
-        torch.distributed.all_gather_object(every, mine, group=group.cpu_group)
-    return every
+        torch.distributed.all_gather_object(objects, mine, group=group.cpu_group)
+    return objects
 
 
 def sync_frontier(frontier: Frontier, growing: Tensor) -> tuple[Frontier, bool]:
-    """Rank 0's frontier on every rank, cut after its last used column; and whether a tree grows."""
+    """Rank 0's frontier on every rank, cut after its last used column, and True if a tree grows."""
     if get_tp_group().world_size > 1:
         tokens, parent = from_rank_0(torch.stack(frontier))
         frontier = Frontier(tokens, parent)
@@ -74,4 +74,6 @@ def proposal_from_rank_0(proposal: Proposal) -> Proposal:
         [tree.tokens.shape[1]] * 4 + [proposal.num_planned.shape[1]], 1
     )
     log_weight = from_rank_0(tree.log_weight)
-    return Proposal(tree._replace(tokens=tokens, parent=parent, depth=depth, log_weight=log_weight), read, planned)
+    cell = None if proposal.cell is None else from_rank_0(proposal.cell)
+    tree = tree._replace(tokens=tokens, parent=parent, depth=depth, log_weight=log_weight)
+    return Proposal(tree, read, planned, cell)

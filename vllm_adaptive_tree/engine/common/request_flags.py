@@ -1,10 +1,10 @@
-"""What decides how a request is drafted and accepted, read off its sampling parameters."""
+"""Flags of a request that decide how it is drafted and accepted, from its sampling parameters."""
 
 from typing import Any
 
 import numpy as np
 
-from vllm_adaptive_tree.acceptance import RULES
+from vllm_adaptive_tree.acceptance import TargetOnly
 from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.methods import Pair
 
@@ -16,19 +16,20 @@ def is_greedy(sampling: Any) -> bool:
 
 
 def draws_from_target(sampling: Any, pair: Pair, options: TreeOptions) -> bool:
-    """Whether it walks with the target's own draws, whatever the rule of the pair.
+    """Return whether a request walks with the target's own draws, whatever the rule of the pair.
 
-    Greedy requests do, and under `auto` those with a seed of their own.
+    Greedy requests do, those whose children the proposer chooses, and under `auto` those with a seed of their own.
     """
     return (
-        pair.rule is RULES["target_only"]
+        pair.rule is TargetOnly
         or is_greedy(sampling)
+        or pair.proposer.chooses(sampling.temperature)
         or (options.rejection_sample_method == "auto" and sampling.seed is not None)
     )
 
 
 class RequestFlags:
-    """The same for many requests, on the host: [requests] bool by vLLM's index of the request."""
+    """Flags of many requests on the host: [requests] bool by vLLM's index of the request."""
 
     def __init__(self, requests: int, pair: Pair, options: TreeOptions):
         self.pair, self.options = pair, options

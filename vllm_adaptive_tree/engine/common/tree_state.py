@@ -1,4 +1,4 @@
-"""What a draft with attention layers carries from one level of its trees to the next."""
+"""State of a draft with attention layers, carried from one level of its trees to the next."""
 
 from typing import Any, NamedTuple
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class TreeState(NamedTuple):
-    """Of R trees; S slots as in `Frontier`."""
+    """State of R trees; S slots as in `Frontier`."""
 
     keys: Any  # the metadata of its levels: `open_level` comes before each
     root: Tensor  # [R]: positions of the roots' rows in the draft
@@ -20,14 +20,14 @@ class TreeState(NamedTuple):
         return cls(keys, root, torch.zeros_like(root)[:, None], feedback)
 
     def below(self, parent: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Of nodes below `parent` [R, W]: their depth [R, W], and what they are given [R, W, H]."""
+        """Depth [R, W] of nodes below `parent` [R, W], and the feedback that they are given [R, W, H]."""
         given = self.feedback
         if given is not None:
             given = given.gather(1, parent[:, :, None].expand(-1, -1, given.shape[2]))
         return self.depth.gather(1, parent) + 1, given
 
     def extended(self, depth: Tensor, feedback: Tensor | None) -> "TreeState":
-        """After one more level, `depth` [R, W] and `feedback` [R, W, H]."""
+        """State after one more level, `depth` [R, W] and `feedback` [R, W, H]."""
         if self.feedback is not None and feedback is not None:
             feedback = torch.cat([self.feedback, feedback], 1)
         return self._replace(depth=torch.cat([self.depth, depth], 1), feedback=feedback)

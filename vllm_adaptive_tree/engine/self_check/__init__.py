@@ -1,1 +1,1 @@
-"""The start-up check on a GPU: docs/gpu.md."""
+"""Start-up check on a GPU: docs/gpu.md."""

@@ -1,4 +1,4 @@
-"""Check A: the tree attention kernel, in the shapes of a layer, against the reference in float64.
+"""Check A: tree attention kernel, in the shapes of a layer, against the reference in float64.
 
 The yardstick is the error of PyTorch's own attention in the same dtype on the causal rows of the same batch; on CUDA
 that is FlashAttention.
@@ -13,22 +13,22 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from vllm_adaptive_tree.attention import reference, triton_tree
-from vllm_adaptive_tree.engine.common.attention import Law
+from vllm_adaptive_tree.engine.common.attention import AttentionVariant
 from vllm_adaptive_tree.engine.self_check.trees import random_parents
 from vllm_adaptive_tree.engine.self_check.verdict import Finding
 from vllm_adaptive_tree.trees import TreeBatch
 from vllm_adaptive_tree.trees.masks import WORD, ancestor_bits
 from vllm_adaptive_tree.trees.orders import depth_first, permuted
 
-PLAIN = Law()
+PLAIN = AttentionVariant()
 WINDOW = 2048
-"""The longest that is checked: a window need only begin inside a context."""
+"""Longest window that is checked: a window need only begin inside a context."""
 TIMES = 2.0
-"""The kernel's error may be so many times that of the yardstick."""
+"""Allowed error of the kernel, in errors of the yardstick."""
 ROUNDINGS = 2.0
-"""Or so many roundings of the largest value."""
+"""Allowed error in roundings of the largest value; the larger of the two counts."""
 SHARE = 2.0**-6
-"""And at most so much of the largest value, whatever the yardstick says."""
+"""Most error in shares of the largest value, whatever the yardstick."""
 
 
 class Batch(NamedTuple):
@@ -42,32 +42,36 @@ class Batch(NamedTuple):
     context: Tensor
     ancestors: Tensor
     scale: float
-    law: Law
+    variant: AttentionVariant
 
     def exact(self) -> Tensor:
-        """In float64, from a copy of the blocks in use: the cache itself may be as large as the device."""
+        """Exact result in float64, from a copy of the blocks in use: the cache itself may be as large as the device."""
         used, table = self.block_table.unique(return_inverse=True)
         key, value = (cache[used.long()].double() for cache in (self.key_cache, self.value_cache))
         query = self.query.double()
         rest = table.int(), *self[4:-1]
-        return reference.tree_attention(query, key, value, *rest, torch.zeros_like(query), **self.law._asdict())
+        return reference.tree_attention(query, key, value, *rest, torch.zeros_like(query), **self.variant._asdict())
 
-    def found(self) -> Tensor:
-        return triton_tree.tree_attention(*self[:-1], torch.zeros_like(self.query), **self.law._asdict())
+    def computed(self) -> Tensor:
+        return triton_tree.tree_attention(*self[:-1], torch.zeros_like(self.query), **self.variant._asdict())
 
 
-def check(layer: Any, *, block_size: int, nodes: int, longest: int, scale: float, law: Law = PLAIN) -> Finding:
+def check(
+    layer: Any, *, block_size: int, nodes: int, longest: int, scale: float, variant: AttentionVariant = PLAIN
+) -> Finding:
     """
     Args:
         layer: vLLM's attention layer, whose cache exists. On a GPU blocks at its end get noise, and are zeroed then.
         nodes: of the largest trees.
-        longest: tokens that a request may have.
-        law: a window that the largest tree may outgrow counts as a longer one, one of more than `WINDOW` tokens as
-            one of so many, and one that no request outgrows as none.
+        longest: most tokens of a request.
+        variant: of the layer. Its window is dropped if no request outgrows it, else raised to hold the largest tree,
+            and cut to `WINDOW` tokens.
     """
-    if law.window:
-        law = law._replace(window=0 if law.window >= longest else min(max(law.window, nodes + 1), WINDOW))
-    long = max(min(max(40 * block_size, law.window + 2 * block_size), longest - 1 - nodes), 0)
+    if variant.window:
+        variant = variant._replace(
+            window=0 if variant.window >= longest else min(max(variant.window, nodes + 1), WINDOW)
+        )
+    long = max(min(max(40 * block_size, variant.window + 2 * block_size), longest - 1 - nodes), 0)
     contexts = [0, block_size - 1, long, 1, block_size, 3 * block_size + 5]
     contexts = [min(context, long) for context in contexts]
     trees = [*(random_parents(count, seed=count) for count in (nodes, max(nodes // 2, 1))), list(range(-1, nodes - 1))]
@@ -76,31 +80,31 @@ def check(layer: Any, *, block_size: int, nodes: int, longest: int, scale: float
     with _Noise(layer, block_size, sum(-(-(context + 1 + nodes) // block_size) for context in contexts)) as noise:
         for first, last in ((0, len(contexts)), (2, 3)):  # all of them; the longest alone, which is split
             for ordered in (False, True):
-                given = contexts[first:last], parents[first:last], scale, law
+                given = contexts[first:last], parents[first:last], scale, variant
                 batch = noise.batch(*given, depth_first_order=ordered)
                 exact = batch.exact()
                 peak = max(peak, float(exact.abs().max()))
-                error = max(error, _distance(batch.found(), exact))
+                error = max(error, _distance(batch.computed(), exact))
                 yardstick = max(yardstick, _causal_error(batch))
                 flipped = batch.ancestors.clone()
                 flipped[nodes, 0] ^= 1  # the last row of the first request no longer sees its root
-                control = max(control, _distance(batch._replace(ancestors=flipped).found(), exact))
+                control = max(control, _distance(batch._replace(ancestors=flipped).computed(), exact))
     eps = torch.finfo(noise.dtype).eps
     allowed = min(max(TIMES * yardstick, ROUNDINGS * eps * peak), SHARE * peak)
     figures = {"error": error, "allowed": allowed, "PyTorch's": yardstick, "one bit flipped": control}
     return Finding("attention", error <= allowed < control, figures)
 
 
-def _distance(found: Tensor, exact: Tensor) -> float:
-    """NaN counts as infinitely far."""
-    return float((found.double() - exact).abs().nan_to_num(torch.inf).max())
+def _distance(computed: Tensor, exact: Tensor) -> float:
+    """Largest difference; NaN counts as infinitely far."""
+    return float((computed.double() - exact).abs().nan_to_num(torch.inf).max())
 
 
 def _causal_error(batch: Batch) -> float:
-    """Of PyTorch's attention, if the rows of every request are a chain."""
+    """Error of PyTorch's attention, if the rows of every request are a chain."""
     counts = batch.row_start.diff().tolist()
     chains = [_bits(list(range(-1, count - 2)), batch.ancestors.shape[1]) for count in counts if count]
-    exact = batch._replace(ancestors=torch.cat(chains).to(batch.query.device), law=PLAIN).exact()
+    exact = batch._replace(ancestors=torch.cat(chains).to(batch.query.device), variant=PLAIN).exact()
     worst, start = 0.0, 0
     for request, count in enumerate(counts):
         rows, start = slice(start, start + count), start + count
@@ -110,20 +114,20 @@ def _causal_error(batch: Batch) -> float:
             caches = (batch.key_cache, batch.value_cache)
             key, value = (cache[blocks].flatten(0, 1)[:length].transpose(0, 1)[None] for cache in caches)
             mask: Any = causal_lower_right(count, length)
-            found = scaled_dot_product_attention(
+            attended = scaled_dot_product_attention(
                 batch.query[rows].transpose(0, 1)[None],
                 *(key, value),
                 attn_mask=mask,
                 scale=batch.scale,
                 enable_gqa=key.shape[1] != batch.query.shape[1],
             )
-            worst = max(worst, _distance(found[0].transpose(0, 1), exact[rows]))
+            worst = max(worst, _distance(attended[0].transpose(0, 1), exact[rows]))
     return worst
 
 
 class _Noise:
-    """Blocks with random keys and values: the last ones of a layer's cache, or where vLLM packs its cache for a CPU,
-    some of our own in the layout of a GPU."""
+    """Blocks with random keys and values: the last ones of a layer's cache, or, where vLLM packs its cache for a CPU,
+    blocks of our own in the layout of a GPU."""
 
     def __init__(self, layer: Any, block_size: int, blocks: int):
         cache = layer.kv_cache
@@ -149,11 +153,11 @@ class _Noise:
         contexts: list[int],
         parents: Sequence[list[int] | None],
         scale: float,
-        law: Law,
+        variant: AttentionVariant,
         *,
         depth_first_order: bool,
     ) -> Batch:
-        """`parents`: of each tree; None: a request without rows."""
+        """Batch of trees. `parents`: of each tree; None: a request without rows."""
         counts = [0 if parent is None else 1 + len(parent) for parent in parents]
         width = -(-max(context + count for context, count in zip(contexts, counts, strict=True)) // self.block_size)
         table = torch.zeros(len(contexts), width, dtype=torch.int32)
@@ -173,12 +177,12 @@ class _Noise:
             torch.tensor(contexts, dtype=torch.int32, device=self.device),
             bits.to(self.device),
             scale,
-            law,
+            variant,
         )
 
 
 def _bits(parent: list[int], words: int, *, depth_first_order: bool = False) -> Tensor:
-    """[1 + N, words]."""
+    """Ancestor bits [1 + N, words]."""
     parents = torch.tensor([parent], dtype=torch.int64)
     if depth_first_order and parent:
         parents = permuted(TreeBatch(parents, parents, parents, parents.float()), depth_first(parents)).parent

@@ -1,4 +1,4 @@
-"""What a device has proved already: a file in ~/.cache/vllm_adaptive_tree, so that later starts prove less.
+"""Certificate of a passed check: a file in ~/.cache/vllm_adaptive_tree, so that later starts check less.
 
 Its name is the digest of everything that a verdict depends on: devices, driver, versions, the sources of this package,
 models, options and ranks.
@@ -6,7 +6,6 @@ models, options and ranks.
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -16,33 +15,33 @@ from vllm.logger import init_logger
 from vllm_adaptive_tree.engine.common.ranks import object_from_rank_0, objects_of_all
 from vllm_adaptive_tree.engine.installation import NODE, here
 from vllm_adaptive_tree.engine.self_check.verdict import Verdict
-from vllm_adaptive_tree.files import atomic_write
+from vllm_adaptive_tree.files import atomic_write, cache_folder
 
 logger = init_logger(f"vllm.{__name__}")
 
 
 class Certificate:
-    """Of one engine; every rank makes one, rank 0 reads and writes."""
+    """Certificate of one engine; every rank makes one, rank 0 reads and writes."""
 
     def __init__(self, runner: Any):
         self.key: list[dict[str, Any]] = objects_of_all(_rank(runner))
-        """By rank."""
+        """Key of each rank."""
 
     @property
     def file(self) -> Path:
         digest = hashlib.sha256(json.dumps(self.key, sort_keys=True).encode()).hexdigest()
-        return folder() / f"{digest[:32]}.json"
+        return cache_folder() / f"{digest[:32]}.json"
 
     def exists(self) -> bool:
-        """The same answer on every rank."""
+        """Return whether the certificate is there; the same on every rank."""
         try:
-            found = json.loads(self.file.read_text())["key"] == self.key
+            valid = json.loads(self.file.read_text())["key"] == self.key
         except (OSError, ValueError, KeyError, TypeError):
-            found = False
-        return bool(object_from_rank_0(found))
+            valid = False
+        return bool(object_from_rank_0(valid))
 
     def write(self, verdict: Verdict) -> None:
-        """A folder that cannot be written costs the next start a few seconds."""
+        """Write the certificate. A folder that cannot be written costs the next start a few seconds."""
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             atomic_write(self.file, (json.dumps({"key": self.key, "findings": verdict.to_json()}) + "\n").encode())
@@ -50,22 +49,18 @@ class Certificate:
             logger.warning("The certificate of the tree self check cannot be written: %s", error)
 
 
-def folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm_adaptive_tree"
-
-
 def device() -> dict[str, Any]:
-    """Of this process: what runs kernels, and what compiles them."""
+    """Versions of this process's devices, drivers and kernel compilers."""
     import triton  # type: ignore[import-untyped]
 
-    found: dict[str, Any] = {"triton": triton.__version__, "cuda": torch.version.cuda}
+    versions: dict[str, Any] = {"triton": triton.__version__, "cuda": torch.version.cuda}
     if torch.cuda.is_available():
         from torch._C import _cuda_getDriverVersion  # type: ignore[attr-defined]
 
         capability = torch.cuda.get_device_capability()
-        found |= {"device": torch.cuda.get_device_name(), "capability": list(capability)}
-        found["driver"] = _cuda_getDriverVersion()
-    return found
+        versions |= {"device": torch.cuda.get_device_name(), "capability": list(capability)}
+        versions["driver"] = _cuda_getDriverVersion()
+    return versions
 
 
 def _rank(runner: Any) -> dict[str, Any]:

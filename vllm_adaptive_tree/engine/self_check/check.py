@@ -1,7 +1,7 @@
-"""The start-up check of an engine: its parts, a verdict for all ranks, and what follows from that.
+"""Start-up check of an engine: its parts, a verdict for all ranks, and its consequence.
 
-On a device that nobody has tested, it is what stands between a wrong kernel and a wrong token: where a part fails, this
-engine decodes without trees.
+On an untested device it keeps a wrong kernel from emitting a wrong token: where a part fails, this engine decodes
+without trees.
 """
 
 import os
@@ -13,7 +13,7 @@ import torch
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 
-from vllm_adaptive_tree.engine.common.attention import Law
+from vllm_adaptive_tree.engine.common.attention import AttentionVariant
 from vllm_adaptive_tree.engine.common.ranks import objects_of_all
 from vllm_adaptive_tree.engine.self_check import attention, draws, model, ranks, waits
 from vllm_adaptive_tree.engine.self_check.certificate import Certificate
@@ -25,7 +25,7 @@ SWITCH = "VLLM_ADAPTIVE_TREE_GPU_CHECK"
 MODES = ("", "strict", "off")
 REPRODUCE = "vllm-adaptive-tree doctor --gpu"
 NODES = 64
-"""Of the trees of the attention check, at most."""
+"""Most nodes of the trees of the attention check."""
 
 
 def start(runner: Any) -> Verdict | None:
@@ -62,8 +62,8 @@ def start(runner: Any) -> Verdict | None:
 
 @torch.inference_mode()
 def check(runner: Any, *, light: bool = False) -> Verdict:
-    """All parts; every rank fails where one does. `light`: what may change although nothing has: the attention kernel
-    on this device, and whether the ranks agree."""
+    """Run all parts; every rank fails where one does. `light`: only those whose result may change under an equal
+    certificate: the attention kernel on this device, and the agreement of ranks."""
     target = [
         (layer, group.kv_cache_spec.block_size)
         for group in runner.kv_cache_config.kv_cache_groups
@@ -71,7 +71,7 @@ def check(runner: Any, *, light: bool = False) -> Verdict:
         if name in set(group.layer_names) - set(runner.speculator.draft_attn_layer_names)
     ]
     findings = list[Finding]()
-    for layer, block_size in {_shape(*one): one for one in target}.values():
+    for layer, block_size in {_shape(*layer_and_size): layer_and_size for layer_and_size in target}.values():
         findings += _guarded("attention", partial(_attention, runner, layer, block_size))
     vocabulary = runner.model_config.get_vocab_size()
     if light:
@@ -80,33 +80,41 @@ def check(runner: Any, *, light: bool = False) -> Verdict:
         findings += _guarded("draws", lambda: [draws.check(vocabulary=vocabulary, device=runner.device)])
         findings += _guarded("model", lambda: _steps(runner))
     mine = Verdict(findings)
-    others = sorted({name for failed in objects_of_all(mine.failed) for name in failed} - set(mine.failed))
-    if others:
-        findings.append(Finding("another rank", False, {"failed": " ".join(others)}))
+    failed_elsewhere = sorted({name for failed in objects_of_all(mine.failed) for name in failed} - set(mine.failed))
+    if failed_elsewhere:
+        findings.append(Finding("another rank", False, {"failed": " ".join(failed_elsewhere)}))
     return Verdict(findings)
 
 
 def _attention(runner: Any, layer: Any, block_size: int) -> list[Finding]:
     nodes = min(runner.options.num_speculative_tokens, NODES)
     shapes = {"block_size": block_size, "nodes": nodes, "longest": runner.max_model_len}
-    return [attention.check(layer, scale=layer.impl.scale, law=Law.of(layer.impl), **shapes)]
+    return [attention.check(layer, scale=layer.impl.scale, variant=AttentionVariant.of(layer.impl), **shapes)]
 
 
 def _shape(layer: Any, block_size: int) -> tuple[Any, ...]:
-    window, soft_cap, sinks = Law.of(layer.impl)
-    law = window, soft_cap, sinks is None
-    return layer.num_heads, layer.num_kv_heads, layer.head_size, layer.impl.scale, layer.kv_cache.dtype, block_size, law
+    window, soft_cap, sinks = AttentionVariant.of(layer.impl)
+    variant = window, soft_cap, sinks is None
+    return (
+        layer.num_heads,
+        layer.num_kv_heads,
+        layer.head_size,
+        layer.impl.scale,
+        layer.kv_cache.dtype,
+        block_size,
+        variant,
+    )
 
 
 def _steps(runner: Any) -> list[Finding]:
-    """Checks C to F: the engine's own steps."""
+    """Run checks C to F: the engine's own steps."""
     with waits.watched(runner.device) as places:
         outcome = model.check(runner)
     return [*outcome.findings, waits.finding(places), ranks.check(outcome.decided)]
 
 
 def _guarded(name: str, part: Callable[[], list[Finding]]) -> list[Finding]:
-    """A part that raises has failed: a kernel that does not compile here, or too little memory."""
+    """Run a part; one that raises has failed: a kernel that does not compile here, or too little memory."""
     try:
         return part()
     except Exception as error:

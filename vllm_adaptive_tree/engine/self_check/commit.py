@@ -1,4 +1,4 @@
-"""Check C: after a commit every byte of the cache is what moving the accepted K/V slot by slot leaves there."""
+"""Check C: after a commit the cache equals, byte for byte, one whose accepted K/V was moved slot by slot."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,20 +15,20 @@ from vllm_adaptive_tree.engine.v2.sampler import TreeSampler
 
 
 class Commit:
-    """The commits of a trial."""
+    """Commits of a trial, compared with the expected ones."""
 
     def __init__(self, trial: Trial):
         self.trial = trial
         self.moved = self.wrong = 0
-        """Tokens whose K/V had to go elsewhere; slots of a layer with other bytes than they should have."""
+        """Tokens whose K/V had to move; slots of a layer with wrong bytes."""
 
     def finding(self, *, nodes: int) -> Finding:
-        """Trees of one node move nothing."""
+        """Result of the check. Trees of one node move nothing."""
         shown = self.moved > 0 or nodes == 1
         return Finding("commit", shown and self.wrong == 0, {"moved": self.moved, "wrong slots": self.wrong})
 
     def compare(self, before: dict[str, Tensor], roots: list[int], nodes: Tensor) -> None:
-        """`before`: the cache; `roots`: positions; `nodes` [R, L] accepted."""
+        """Compare a commit. `before`: the cache; `roots`: positions; `nodes` [R, L]: accepted."""
         runner, trial = self.trial.runner, self.trial
         for group, specification in enumerate(runner.kv_cache_config.kv_cache_groups):
             size = specification.kv_cache_spec.block_size
@@ -46,12 +46,12 @@ class Commit:
             self.moved = max(self.moved, len(source))
 
     def read(self) -> dict[str, Tensor]:
-        """By layer of the target, [slots of the trial's blocks, bytes], copied."""
-        runner, found = self.trial.runner, {}
+        """Bytes of each layer of the target, [slots of the trial's blocks, bytes], copied."""
+        runner, cache_bytes = self.trial.runner, {}
         for group in runner.kv_cache_config.kv_cache_groups:
             for name in set(group.layer_names) - set(runner.speculator.draft_attn_layer_names):
-                found[name] = self._bytes(name, group.kv_cache_spec.block_size)
-        return found
+                cache_bytes[name] = self._bytes(name, group.kv_cache_spec.block_size)
+        return cache_bytes
 
     def _bytes(self, name: str, block_size: int) -> Tensor:
         runner, lowest = self.trial.runner, self.trial.lowest
@@ -68,28 +68,29 @@ class Commit:
 @contextmanager
 def watched(trial: Trial) -> Iterator[Commit]:
     """Compare every commit inside: between the forward and the draft nothing else writes to the cache."""
-    found, runner = Commit(trial), trial.runner
+    commit, runner = Commit(trial), trial.runner
     accepts, sample = TreeSampler.__call__, runner.sample
     accepted: list[tuple[list[int], Tensor]] = []
 
     def accept(sampler: TreeSampler, *args: Any, **kwargs: Any) -> Any:
         output = accepts(sampler, *args, **kwargs)
-        assert sampler.step is not None
-        assert sampler.accepted is not None
-        accepted.append((sampler.step.root.tolist(), sampler.accepted.nodes.clone()))
+        step = sampler.step
+        assert step.verification is not None
+        assert step.accepted is not None
+        accepted.append((step.verification.root.tolist(), step.accepted.nodes.clone()))
         return output
 
     def watched_sample(*args: Any) -> Any:
-        before = found.read()
+        before = commit.read()
         output = sample(*args)
         for roots, nodes in accepted:
-            found.compare(before, roots, nodes)
+            commit.compare(before, roots, nodes)
         accepted.clear()
         return output
 
     runner.sample = watched_sample
     try:
         with swapped(TreeSampler, "__call__", accept):
-            yield found
+            yield commit
     finally:
         del runner.sample

@@ -1,4 +1,4 @@
-"""Check D for a draft model: the rows of its levels, and the same paths as plain sequences through vLLM's attention.
+"""Check D for a draft model: the rows of its levels against the same paths as plain sequences in vLLM's attention.
 
 Other drafts are not compared: a head reads hidden states that no text gives, and look-ups run no model.
 """
@@ -16,23 +16,23 @@ from vllm_adaptive_tree.engine.self_check.verdict import Finding
 from vllm_adaptive_tree.engine.v2.speculator import ModelSpeculator
 
 
-class Level(NamedTuple):
+class RecordedLevel(NamedTuple):
     tokens: Tensor  # [R, W]
     parent: Tensor  # [R, W], slots as in `Frontier`
     logits: Tensor  # [R, W, V]
 
 
 class Path(NamedTuple):
-    """From a root to one of the deepest nodes."""
+    """Path from a root to one of the deepest nodes."""
 
     tokens: list[int]
     logits: list[Tensor]  # [V] of each
 
 
 @contextmanager
-def recorded(runner: Any) -> Iterator[list[Level]]:
-    """The levels that a draft model reads inside; of other drafts none."""
-    speculator, levels = runner.speculator, list[Level]()
+def recorded(runner: Any) -> Iterator[list[RecordedLevel]]:
+    """Record the levels that a draft model reads inside the block; of other drafts none."""
+    speculator, levels = runner.speculator, list[RecordedLevel]()
     if not isinstance(speculator, ModelSpeculator):
         yield levels
         return
@@ -40,7 +40,7 @@ def recorded(runner: Any) -> Iterator[list[Level]]:
 
     def watched(tokens: Tensor, parent: Tensor, state: Any) -> Any:
         rows, state = grow(tokens, parent, state)
-        levels.append(Level(tokens, parent, rows.logits.float()))
+        levels.append(RecordedLevel(tokens, parent, rows.logits.float()))
         return rows, state
 
     speculator.grow = watched  # type: ignore[method-assign]
@@ -51,10 +51,10 @@ def recorded(runner: Any) -> Iterator[list[Level]]:
         del speculator.grow
 
 
-def finding(trial: Trial, levels: list[Level], requests: list[str], texts: dict[str, list[int]]) -> Finding:
-    """`requests`: by row; `texts`: with the roots, by request."""
-    found = {f"{name} drafted": _deepest(levels, row) for row, name in enumerate(requests)} if levels else {}
-    paths = {name: path for name, path in found.items() if path.tokens}
+def finding(trial: Trial, levels: list[RecordedLevel], requests: list[str], texts: dict[str, list[int]]) -> Finding:
+    """Result of the check. `requests`: by row; `texts`: with the roots, by request."""
+    deepest = {f"{name} drafted": _deepest(levels, row) for row, name in enumerate(requests)} if levels else {}
+    paths = {name: path for name, path in deepest.items() if path.tokens}
     before = {f"{name} drafted": text for name, text in texts.items()}
     native = _native(trial, before, paths)
     turned = _native(trial, before, {name: path._replace(tokens=path.tokens[::-1]) for name, path in paths.items()})
@@ -72,8 +72,8 @@ def finding(trial: Trial, levels: list[Level], requests: list[str], texts: dict[
     return Finding("draft", error <= allowed and (not paths or allowed < control), figures)
 
 
-def _deepest(levels: list[Level], row: int) -> Path:
-    """The last of the deepest nodes that were read: it has the most others beside it."""
+def _deepest(levels: list[RecordedLevel], row: int) -> Path:
+    """Path to the last of the deepest nodes that were read: it has the most other nodes beside it."""
     slots: list[Path] = [Path([], [])]
     best = slots[0]
     for level in levels:
@@ -87,7 +87,7 @@ def _deepest(levels: list[Level], row: int) -> Path:
 
 
 def _native(trial: Trial, before: dict[str, list[int]], paths: dict[str, Path]) -> dict[str, Tensor]:
-    """The draft's logits [L, V] after each of the L tokens of the paths, read together after the texts `before`."""
+    """Draft's logits [L, V] after each of the L tokens of the paths, read together after the texts `before`."""
     if not paths:
         return {}
     speculator, hidden = trial.runner.speculator, list[Tensor]()
@@ -102,11 +102,11 @@ def _native(trial: Trial, before: dict[str, list[int]], paths: dict[str, Path]) 
         trial.begin({name: before[name] + path.tokens for name, path in paths.items()}, more=0)
     finally:
         del speculator._run_model
-    found, end = {}, 0
+    logits, end = {}, 0
     for name in trial.requests:  # each text, then the token that the target has sampled after it
         end += len(before[name]) + len(paths[name].tokens)
         rows = hidden[0][end - len(paths[name].tokens) : end]
-        found[name] = speculator.compute_draft_logits(rows, 0).float()
+        logits[name] = speculator.compute_draft_logits(rows, 0).float()
         end += 1
     trial.finish(list(paths))
-    return found
+    return logits

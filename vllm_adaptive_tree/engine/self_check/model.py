@@ -1,7 +1,7 @@
-"""Check D: the whole target reads random trees, and every path of theirs as a plain sequence through vLLM's attention.
+"""Check D: the whole target reads random trees, and each of their paths as a plain sequence in vLLM's attention.
 
-Then it commits the accepted path and decodes on, which reads the committed cache. The yardstick is how much vLLM's own
-logits of one sequence differ between two ways of reading it: alone or in a batch, at once or in two chunks.
+Then it commits the accepted path and decodes on, which reads the committed cache. The yardstick is the difference of
+vLLM's own logits of one sequence between two ways of reading it: alone or in a batch, at once or in two chunks.
 """
 
 import random
@@ -14,39 +14,39 @@ from vllm_adaptive_tree.engine.self_check import draft
 from vllm_adaptive_tree.engine.self_check.commit import watched
 from vllm_adaptive_tree.engine.self_check.distance import allowed_error, distance
 from vllm_adaptive_tree.engine.self_check.trees import paths, random_parents
-from vllm_adaptive_tree.engine.self_check.trial import Step, Trial
+from vllm_adaptive_tree.engine.self_check.trial import Trial, TrialStep
 from vllm_adaptive_tree.engine.self_check.verdict import Finding
 from vllm_adaptive_tree.proposers import Proposal
 from vllm_adaptive_tree.trees import TreeBatch
 
 PROMPTS = (37, 64, 130)
 NODES = 24
-"""Of a tree, at most; more would only cost forwards."""
+"""Most nodes of a tree; more would only cost forwards."""
 PATH = 3
 """Nodes of a tree that the target accepts, if its levels allow: its own greedy tokens."""
 DECODED = 2
 """Steps after the commit."""
 
 
-class Tree(NamedTuple):
+class CheckTree(NamedTuple):
     tokens: list[int]
     parents: list[int]
 
     def texts(self, before: list[int]) -> dict[str, tuple[list[int], list[int]]]:
-        """Of every path: its nodes, and the text that ends with it."""
+        """Nodes of every path, and the text that ends with it."""
         return {str(path[-1]): (path, before + [self.tokens[node] for node in path]) for path in paths(self.parents)}
 
 
-class Outcome(NamedTuple):
-    """What rank F compares, too."""
+class CheckOutcome(NamedTuple):
+    """Result of the check, with the decisions that check F compares."""
 
     findings: list[Finding]
     decided: list[list[int]]
     """Trees, and the text of every request."""
 
 
-def check(runner: Any) -> Outcome:
-    """Of the target: whole-model identity, and the bytes of the commit (check C)."""
+def check(runner: Any) -> CheckOutcome:
+    """Check the target: whole-model identity, and the bytes of the commit (check C)."""
     nodes = min(runner.options.num_speculative_tokens, NODES)
     with Trial(runner) as trial:
         prompts = _prompts(runner, nodes)
@@ -56,7 +56,7 @@ def check(runner: Any) -> Outcome:
         _store(trial, trees, begun)
         with watched(trial) as commit, draft.recorded(runner) as levels:
             step = trial.decode(list(trees), nodes=nodes)
-        found = _by_node(step, trial.requests, trees)
+        tree_logits = _by_node(step, trial.requests, trees)
         requests, places = trial.requests, [trial.index(name) for name in trees]
         drafts = runner.req_states.draft_tokens[places].tolist()
         committed = {name: trial.text(name) for name in trees}
@@ -68,10 +68,10 @@ def check(runner: Any) -> Outcome:
         read = {f"{name} on": text[:-1] for name, text in ended.items()}  # the last token was sampled, and not read
         drafting = draft.finding(trial, levels, requests, committed)
         natively_on = trial.read(read, dict.fromkeys(read, DECODED))
-    peak = max(float(one.abs().max()) for one in native.values())
+    peak = max(float(logits_of_tree.abs().max()) for logits_of_tree in native.values())
     allowed = allowed_error(runner.dtype, noise=noise, peak=peak)
-    error = max(distance(found[name], native[name]) for name in trees)
-    control = min(distance(found[name], permuted[name]) for name in trees) if nodes > 1 else torch.inf
+    error = max(distance(tree_logits[name], native[name]) for name in trees)
+    control = min(distance(tree_logits[name], permuted[name]) for name in trees) if nodes > 1 else torch.inf
     if runner.load_config.load_format == "dummy":
         control = torch.inf  # weights of nearly 0: the logits do not depend on the text
     decoding = max(
@@ -87,11 +87,11 @@ def check(runner: Any) -> Outcome:
     if levels:
         findings.append(drafting)
     decided = [*drafts, *([*tree.tokens, *tree.parents] for tree in trees.values()), *ended.values()]
-    return Outcome(findings, decided)
+    return CheckOutcome(findings, decided)
 
 
 def _prompts(runner: Any, nodes: int) -> dict[str, list[int]]:
-    """Random tokens, the same on every rank."""
+    """Prompts of random tokens, the same on every rank."""
     more = 2 + nodes + DECODED + runner.num_speculative_steps
     longest = min(runner.max_model_len - more, runner.max_num_tokens // len(PROMPTS) - 1 - nodes)
     choose = random.Random(0)
@@ -100,41 +100,42 @@ def _prompts(runner: Any, nodes: int) -> dict[str, list[int]]:
     return {f"check {i}": [choose.randrange(vocabulary) for _ in range(count)] for i, count in enumerate(lengths)}
 
 
-def _trees(trial: Trial, prompts: dict[str, list[int]], nodes: int) -> dict[str, Tree]:
-    """Random ones, with a path among the other nodes that the target takes after the first token."""
+def _trees(trial: Trial, prompts: dict[str, list[int]], nodes: int) -> dict[str, CheckTree]:
+    """Random trees, each with a path that the target takes after the first token."""
     levels = trial.runner.speculator.levels
     length = min(PATH, levels, -(-nodes // 2))
     texts = dict(prompts)
     for _ in range(1 + length):
         reading = {f"{name} greedy": text for name, text in texts.items()}
-        found = trial.read(reading, dict.fromkeys(reading, 1))
-        texts = {name: [*text, int(found[f"{name} greedy"].argmax())] for name, text in texts.items()}
+        next_logits = trial.read(reading, dict.fromkeys(reading, 1))
+        texts = {name: [*text, int(next_logits[f"{name} greedy"].argmax())] for name, text in texts.items()}
     trees = {}
     for seed, (name, text) in enumerate(texts.items()):
         path = text[len(text) - length :]
         parents = random_parents(nodes, seed=seed, levels=levels)
-        others = random.Random(seed).sample(range(trial.runner.model_config.get_vocab_size()), nodes + length)
-        tokens = [token for token in others if token not in path][:nodes]
+        random_tokens = random.Random(seed).sample(range(trial.runner.model_config.get_vocab_size()), nodes + length)
+        tokens = [token for token in random_tokens if token not in path][:nodes]
         places = [min(1 + 2 * i, nodes - length + i) for i in range(length)]  # every second one, if there is room
         for above, place, token in zip([-1, *places], places, path, strict=False):
             tokens[place], parents[place] = token, above
-        trees[name] = Tree(tokens, _shallow(parents, levels))
+        trees[name] = CheckTree(tokens, _shallow(parents, levels))
     return trees
 
 
 def _shallow(parents: list[int], levels: int) -> list[int]:
-    """The path may have made its nodes' subtrees deeper: what would be too deep becomes a child of the root."""
-    depth, found = {-1: 0}, []
+    """Parents with levels limited: a node that would be too deep, because the path deepened its subtree, becomes a
+    child of the root."""
+    depth, shallow = {-1: 0}, []
     for node, parent in enumerate(parents):
         parent = parent if depth[parent] < levels else -1
         depth[node] = depth[parent] + 1
-        found.append(parent)
-    return found
+        shallow.append(parent)
+    return shallow
 
 
-def _permuted(tree: Tree) -> Tree:
-    """The same tokens below other parents: every node that is not the root's child becomes one, and the others a
-    chain."""
+def _permuted(tree: CheckTree) -> CheckTree:
+    """Tree of the same tokens below other parents: every node that is not the root's child becomes one, and the others
+    a chain."""
     parents, last = [], -1
     for node, parent in enumerate(tree.parents):
         parents.append(-1 if parent >= 0 else last)
@@ -142,8 +143,8 @@ def _permuted(tree: Tree) -> Tree:
     return tree._replace(parents=parents)
 
 
-def _store(trial: Trial, trees: dict[str, Tree], begun: dict[str, list[int]]) -> None:
-    """As if the draft had drafted them."""
+def _store(trial: Trial, trees: dict[str, CheckTree], begun: dict[str, list[int]]) -> None:
+    """Store the trees as if the draft had drafted them."""
     runner, device = trial.runner, trial.runner.device
     width = runner.num_speculative_steps
     index = torch.tensor([trial.index(name) for name in trees], device=device)
@@ -164,33 +165,33 @@ def _store(trial: Trial, trees: dict[str, Tree], begun: dict[str, list[int]]) ->
     runner.req_states.draft_tokens[index] = tokens.to(runner.req_states.draft_tokens.dtype)
 
 
-def _by_node(step: Step, requests: list[str], trees: dict[str, Tree]) -> dict[str, Tensor]:
-    """[1 + N, V]: the root's row, then that of every node in generation order. `requests`: of the step, in order."""
-    found = {}
+def _by_node(step: TrialStep, requests: list[str], trees: dict[str, CheckTree]) -> dict[str, Tensor]:
+    """Logits [1 + N, V]: the root's row, then the nodes' in generation order. `requests`: of the step, in order."""
+    logits_by_request = {}
     for name, tree in trees.items():
         logits, order = step.logits[name], step.verification.order
         if order is not None:
             place = order[requests.index(name), : len(tree.tokens)]
             logits = torch.cat([logits[:1], logits[1:][place.argsort()]])
-        found[name] = logits
-    return found
+        logits_by_request[name] = logits
+    return logits_by_request
 
 
-def _native(trial: Trial, begun: dict[str, list[int]], trees: dict[str, Tree]) -> tuple[dict[str, Tensor], float]:
+def _native(trial: Trial, begun: dict[str, list[int]], trees: dict[str, CheckTree]) -> tuple[dict[str, Tensor], float]:
     """Logits of the root and of every node as vLLM computes them along plain sequences, as `_by_node` returns them, and
-    by how much those of one path of each tree differ if read another way."""
+    the difference of those of one path of each tree if read another way."""
     texts, last = dict[str, list[int]](), dict[str, int]()
     for name, tree in trees.items():
         for leaf, (path, text) in tree.texts(begun[name]).items():
             texts[f"{name} {leaf}"], last[f"{name} {leaf}"] = text, 1 + len(path)
     rows = trial.read(texts, last)
-    found, noise = {}, 0.0
+    logits, noise = {}, 0.0
     for name, tree in trees.items():
         paths_of = tree.texts(begun[name])
         first = f"{name} {next(iter(paths_of))}"
         again = trial.read({first: texts[first]}, last, chunks=True)[first]
         noise = max(noise, distance(rows[first], again))
-        found[name] = rows[first].new_zeros(1 + len(tree.tokens), rows[first].shape[1])
+        logits[name] = rows[first].new_zeros(1 + len(tree.tokens), rows[first].shape[1])
         for leaf, (path, _) in paths_of.items():
-            found[name][[0, *(1 + node for node in path)]] = rows[f"{name} {leaf}"]
-    return found, noise
+            logits[name][[0, *(1 + node for node in path)]] = rows[f"{name} {leaf}"]
+    return logits, noise

@@ -1,4 +1,4 @@
-"""Check F: every rank has drafted, verified and accepted the same."""
+"""Check F: all ranks have drafted, verified and accepted the same."""
 
 import hashlib
 import json
@@ -9,7 +9,7 @@ from vllm_adaptive_tree.engine.self_check.verdict import Finding
 
 
 def check(decided: Any) -> Finding:
-    """`decided`: trees and texts of this rank, as JSON."""
-    found = objects_of_all(hashlib.sha256(json.dumps(decided).encode()).hexdigest())
-    differing = sum(one != found[0] for one in found)
-    return Finding("ranks", differing == 0, {"ranks": len(found), "differing": differing})
+    """Compare ranks. `decided`: trees and texts of this rank, as JSON."""
+    digests = objects_of_all(hashlib.sha256(json.dumps(decided).encode()).hexdigest())
+    differing = sum(digest != digests[0] for digest in digests)
+    return Finding("ranks", differing == 0, {"ranks": len(digests), "differing": differing})

@@ -1,4 +1,4 @@
-"""Requests of the check itself, run through the model runner's own steps, in blocks of the end of the pool."""
+"""Requests of the check itself, run through the model runner's own steps, in the last blocks of the pool."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Self
@@ -8,15 +8,15 @@ from vllm import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 
-class Step(NamedTuple):
-    """What one step gave."""
+class TrialStep(NamedTuple):
+    """Result of one step."""
 
     logits: dict[str, Tensor]  # by request, [its rows, V] float32
     verification: Any  # None without trees
 
 
 class Trial:
-    """A context. At its end the requests are removed, and their blocks zeroed."""
+    """Context of the check's requests. At its end they are removed, and their blocks zeroed."""
 
     def __init__(self, runner: Any):
         self.runner = runner
@@ -25,10 +25,10 @@ class Trial:
         self.held: dict[str, tuple[list[int], ...]] = {}
         """Blocks of each request, by cache group."""
         self.requests: list[str] = []
-        """Of the last step, in the order of its rows."""
+        """Requests of the last step, in the order of its rows."""
 
     def __enter__(self) -> Self:
-        """Whatever the budget: it drafts in every step, and verifies all nodes."""
+        """Suspend the budget: inside, every step drafts, and verifies all nodes."""
         self.selection, self.budget = self.runner.adaptive_verification, self.runner.budget
         if self.selection is not None:
             self.selection.budget = None
@@ -52,16 +52,18 @@ class Trial:
     def begin(self, texts: dict[str, list[int]], *, more: int) -> None:
         """Read texts natively, sample a token after each, and draft. Each request may get `more` tokens."""
         for names in self._batches(texts):
-            self._run(self._new({name: texts[name] for name in names}, more), {one: len(texts[one]) for one in names})
+            self._run(
+                self._new({name: texts[name] for name in names}, more), {name: len(texts[name]) for name in names}
+            )
 
     def read(self, texts: dict[str, list[int]], last: dict[str, int], *, chunks: bool = False) -> dict[str, Tensor]:
         """Read texts as plain causal sequences, in as many steps as they need.
 
         Args:
-            last: return the logits [last, V] of so many rows at the end of each.
-            chunks: those rows are read in a second step.
+            last: number of rows at the end of each text whose logits [last, V] are returned.
+            chunks: True to read those rows in a second step.
         """
-        found, begun = dict[str, Tensor](), self.end
+        logits, begun = dict[str, Tensor](), self.end
         for names in self._batches(texts):
             batch = {name: texts[name] for name in names}
             new = self._new(batch, 0)
@@ -70,13 +72,13 @@ class Trial:
                 begins = {name: count - ends[name] for name, count in counts.items()}
                 self._run(new, begins)
                 new, counts = self._running(begins), ends
-            found |= self._run(new, counts, last=ends, samples=False).logits
+            logits |= self._run(new, counts, last=ends, samples=False).logits
             self.finish(names)
             self.end = begun
-        return found
+        return logits
 
-    def decode(self, names: Sequence[str], *, nodes: int = 0) -> Step:
-        """One step of running requests, with so many drafted nodes of each. Logits of all its rows."""
+    def decode(self, names: Sequence[str], *, nodes: int = 0) -> TrialStep:
+        """Run one step of running requests, with so many drafted nodes each. Returns the logits of all its rows."""
         step = self._running({name: len(self.text(name)) - 1 for name in names})
         if nodes:
             step.scheduled_spec_decode_tokens = {name: [0] * nodes for name in names}
@@ -90,17 +92,17 @@ class Trial:
         self.alive = [name for name in self.alive if name not in names]
 
     def index(self, name: str) -> int:
-        """vLLM's, of a request."""
+        """vLLM's index of a request."""
         return int(self.runner.req_states.req_id_to_index[name])
 
     def text(self, name: str) -> list[int]:
-        """All tokens of a request, the last sampled one included."""
+        """Tokens of a request, the last sampled one included."""
         states, index = self.runner.req_states, self.index(name)
-        found: list[int] = states.all_token_ids.gpu[index, : int(states.total_len.gpu[index])].tolist()
-        return found
+        tokens: list[int] = states.all_token_ids.gpu[index, : int(states.total_len.gpu[index])].tolist()
+        return tokens
 
     def _batches(self, texts: dict[str, list[int]]) -> Iterator[list[str]]:
-        """As many requests at a time as a step takes."""
+        """Groups of requests, each as large as a step takes."""
         runner, names, tokens = self.runner, list[str](), 0
         for name, text in texts.items():
             full = tokens + len(text) > runner.max_num_tokens or len(names) + len(self.alive) >= runner.max_num_reqs
@@ -156,22 +158,23 @@ class Trial:
         *,
         last: dict[str, int] | None = None,
         samples: bool = True,
-    ) -> Step:
-        """`counts`: rows of each request; `samples`: else nothing is sampled or drafted after the forward."""
+    ) -> TrialStep:
+        """Run a step. `counts`: rows of each request; `samples`: False to sample and draft nothing afterwards."""
         runner = self.runner
         step.num_scheduled_tokens, step.total_num_scheduled_tokens = counts, sum(counts.values())
         step.num_spec_tokens_to_schedule = runner.num_speculative_steps
         runner.execute_model(step)
-        state, verification = runner.execute_model_state, runner.step
+        state, verification = runner.execute_model_state, runner.step.verification
         batch, logits = state.input_batch, dict[str, Tensor]()
         self.requests = list(batch.req_ids)
         if last is not None:
             ends = batch.query_start_loc[1:].tolist()
             rows = [row for name, end in zip(batch.req_ids, ends, strict=False) for row in range(end - last[name], end)]
-            found = runner.model.compute_logits(state.hidden_states[rows]).float()
-            logits = dict(zip(batch.req_ids, found.split([last[name] for name in batch.req_ids]), strict=True))
+            row_logits = runner.model.compute_logits(state.hidden_states[rows]).float()
+            logits = dict(zip(batch.req_ids, row_logits.split([last[name] for name in batch.req_ids]), strict=True))
         if samples:
             runner.sample_tokens(None)
         else:
-            runner.execute_model_state = runner.step = None
-        return Step(logits, verification)
+            runner.execute_model_state = None
+            runner.step.end()
+        return TrialStep(logits, verification)

@@ -1,10 +1,10 @@
-"""What the start-up check of an engine has found."""
+"""Verdict of the start-up check of an engine, and its findings."""
 
 from typing import Any, NamedTuple
 
 
 class Finding(NamedTuple):
-    """Of one check."""
+    """Result of one check."""
 
     check: str
     passed: bool
@@ -20,7 +20,7 @@ class Finding(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Of one engine, on this rank."""
+    """Results for one engine, on this rank."""
 
     findings: list[Finding]
 

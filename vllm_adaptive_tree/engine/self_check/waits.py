@@ -1,7 +1,7 @@
-"""Check E: no step of ours makes the host wait for the device.
+"""Check E: no tree step makes the host wait for the device.
 
-On CUDA PyTorch says where it synchronizes. On a CPU, where nothing waits, the operations are watched that would; inside
-our own functions, since vLLM's attention there reads tensors of its own.
+On CUDA PyTorch reports where it synchronizes. On a CPU, where nothing waits, operations that would wait are counted;
+only inside our own functions, since vLLM's attention there reads tensors of its own.
 """
 
 import sys
@@ -17,8 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_adaptive_tree.engine.patches import swapped
 from vllm_adaptive_tree.engine.self_check.verdict import Finding
-from vllm_adaptive_tree.engine.v2 import drafting, sampler
+from vllm_adaptive_tree.engine.v2 import drafting
 from vllm_adaptive_tree.engine.v2.verification import Verification
+from vllm_adaptive_tree.step import step
 
 PACKAGE = str(Path(__file__).parents[2])
 CHECK = str(Path(__file__).parent)
@@ -26,7 +27,7 @@ OURS = (
     (Verification, "write_rows"),
     (Verification, "write_path"),
     (Verification, "commit"),
-    (sampler, "accept"),
+    (step, "accept"),
     (drafting, "draft_tree"),
 )
 aten = torch.ops.aten
@@ -50,7 +51,7 @@ def finding(places: list[str]) -> Finding:
 
 @contextmanager
 def watched(device: torch.device) -> Iterator[list[str]]:
-    """The places, file:line of this package, at which the host waits inside; complete at the end."""
+    """Places, file:line of this package, at which the host waits inside the block; complete at its end."""
     places: list[str] = []
     if device.type == "cuda":
         with warnings.catch_warnings(record=True) as caught:
@@ -60,8 +61,8 @@ def watched(device: torch.device) -> Iterator[list[str]]:
                 yield places
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        synchronizing = [one for one in caught if "synchronizing CUDA operation" in str(one.message)]
-        places += [f"{one.filename}:{one.lineno}" for one in synchronizing if _counts(one.filename)]
+        synchronizing = [warning for warning in caught if "synchronizing CUDA operation" in str(warning.message)]
+        places += [f"{warning.filename}:{warning.lineno}" for warning in synchronizing if _counts(warning.filename)]
         return
     with ExitStack() as stack:
         for owner, name in OURS:

@@ -1,4 +1,4 @@
-"""G: what a tree step costs beside plain decoding. It informs, and decides nothing: that is the budget's."""
+"""Check G, informational: cost of a tree step relative to plain decoding. Only the budget decides by costs."""
 
 from vllm_adaptive_tree.budget import Costs
 from vllm_adaptive_tree.engine.self_check.verdict import Finding
@@ -7,9 +7,9 @@ BATCHES = (1, 8, 32)
 
 
 def figures(costs: Costs, *, nodes: int, levels: int) -> Finding:
-    """By batch size: how many tokens a step with whole trees has to bring for each request to be worth its time."""
-    found = {}
+    """Tokens per request that a step with whole trees must bring to be worth its time, by batch size."""
+    ratios = {}
     for requests in BATCHES:
         tree = costs.verify.cost(requests * (1 + nodes)) + levels * costs.draft.cost(requests)
-        found[f"{requests} requests"] = round(tree / costs.verify.cost(requests), 2)
-    return Finding("worth", True, found)
+        ratios[f"{requests} requests"] = round(tree / costs.verify.cost(requests), 2)
+    return Finding("worth", True, ratios)

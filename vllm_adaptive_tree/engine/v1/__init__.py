@@ -1,1 +1,1 @@
-"""The adapter to vLLM's Model Runner V1, on a CPU: walks requests on the host."""
+"""Adapter to vLLM's Model Runner V1, on a CPU: it walks requests on the host."""

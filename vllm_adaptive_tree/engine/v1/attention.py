@@ -14,7 +14,7 @@ from vllm_adaptive_tree.engine.v1.scratch import ScratchBlocks
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class AttentionRound:
     """Sequences that attend together: plain rows and first branches over the request's own blocks, other branches over
     scratch blocks, numbered from 0 here."""
 
@@ -29,13 +29,13 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class VerifyMetadata(TreeMetadata):
-    """Every tree is cut into its branches, each a causal sequence for vLLM's native kernel.
+    """Metadata of trees cut into branches, each a causal sequence for vLLM's native kernel.
 
     The first branch is in the request's own slots. The others have scratch blocks in place of those that they do not
     share with the first, so one call of the kernel reads them all; commit needs their K/V again.
     """
 
-    rounds: list[Round]  # mostly one; more if the branches of a batch outnumber the scratch blocks
+    rounds: list[AttentionRound]  # mostly one; more if the branches of a batch outnumber the scratch blocks
     rows: Tensor  # [all] int64: rows of the flat batch, round after round
     written: Tensor  # [paths] int64: rows of the flat batch, a node once for every branch through it
     saved: dict[str, tuple[Tensor, Tensor]]  # layer -> key, value [paths, Hkv, D]

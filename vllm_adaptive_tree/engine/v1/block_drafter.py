@@ -1,11 +1,11 @@
 """DFlash, DFlash2, LiLiCorr and DSpark heads: one forward over a block, a root and a mask token for each depth below.
 
 The head's K/V of a position comes from the target's states there, without a forward, and is written in every step:
-those states are gone after it. The block's own K/V never enters the cache.
+those states are lost after it. The block's own K/V never enters the cache.
 """
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,30 +16,34 @@ from vllm.v1.spec_decode.dflash import DFlashProposer
 
 from vllm_adaptive_tree.drafters import Rows
 from vllm_adaptive_tree.engine.common.attention import DraftKeys
-from vllm_adaptive_tree.engine.common.block_lattice import Marginals, lattice_of
 from vllm_adaptive_tree.engine.common.context_norm import norm_each_layer
-from vllm_adaptive_tree.engine.common.startup import tree_options
-from vllm_adaptive_tree.engine.one_forward import as_vllm_drafts
-from vllm_adaptive_tree.engine.v1.catch_up import CatchUp
+from vllm_adaptive_tree.engine.drafts.block import BlockHead
+from vllm_adaptive_tree.engine.drafts.lattice import Marginals
+from vllm_adaptive_tree.engine.drafts.parallel import as_vllm_drafts
+from vllm_adaptive_tree.engine.drafts.registry import kind_in
+from vllm_adaptive_tree.engine.startup.finish import tree_options
+from vllm_adaptive_tree.engine.v1.catch_up import CatchUp, StepView
 from vllm_adaptive_tree.engine.v1.contexts import KeptContexts
-from vllm_adaptive_tree.engine.v1.one_forward import OneForwardDrafter
 from vllm_adaptive_tree.engine.v1.shared_embedding import drop_adapters, embedding_of
 from vllm_adaptive_tree.trees import SlicedMask
 
 
-class BlockDrafter(OneForwardDrafter, DFlashProposer):
+class BlockDrafter(DFlashProposer):
     lattice: Marginals
+    """Rows of a level, from the state that the forward has left."""
 
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any = None):
         options = tree_options(vllm_config)
+        kind = kind_in(options)
         assert options.levels is not None
-        # vLLM's classes of others are Model Runner V2's; the layers, the cache and the block are those of DFlash.
-        super().__init__(as_vllm_drafts(vllm_config, "dflash", options.levels), device, runner)
-        # Copies of a configuration are checked again, and with "dflash" vLLM refuses candidates on this runner: its own
+        assert isinstance(kind, BlockHead)
+        # vLLM has the other kinds for Model Runner V2 only; layers, cache and block are those of DFlash.
+        super().__init__(as_vllm_drafts(vllm_config, kind.built_as, options.levels), device, runner)
+        # Copies of a configuration are checked again, and as they are vLLM refuses candidates on this runner: its own
         # proposer would not call what scores them.
-        self.vllm_config.speculative_config.method = "eagle3"
-        self.begin_drafting(vllm_config)
-        self.kind = str(options.draft)
+        self.vllm_config.speculative_config.method = kind.scheduled_as
+        self.levels, self.vocabulary = options.levels, vllm_config.model_config.get_vocab_size()
+        self.kind = kind
         self.contexts = KeptContexts()
         self.places: Tensor | None = None
         self.last = torch.zeros(1, self.draft_model_config.get_hidden_size(), dtype=self.dtype)
@@ -50,9 +54,9 @@ class BlockDrafter(OneForwardDrafter, DFlashProposer):
         drop_adapters(self.model.model)
         norm_each_layer(self.model.model)
         config = self.draft_model_config.hf_config
-        self.anchored = self.kind == "dspark" and config.sample_from_anchor
-        """Whether the root's row predicts the token after it, and each row the next; else each its own."""
-        self.lattice = lattice_of(self.kind, self.model, config, self.vocabulary, self._correlated)
+        self.anchored = self.kind.anchors and config.sample_from_anchor
+        """True if the root's row predicts the token after it, and each row the next; else each row predicts its own."""
+        self.lattice = self.kind.lattice(self.model, config, self.vocabulary, self._correlated)
         self.embedding = embedding_of(target_model)
 
     @property
@@ -68,13 +72,16 @@ class BlockDrafter(OneForwardDrafter, DFlashProposer):
     def forget(self, requests: Collection[str]) -> None:
         self.contexts.forget(requests)
 
-    def due(self, news: list[CatchUp], room: int, drafting: bool) -> list[CatchUp]:
-        return news if drafting else [item._replace(root=None) for item in news]
+    def pending(self, step: StepView, accepted: Mapping[int, Sequence[int]]) -> list[CatchUp]:
+        return step.new_states(accepted)
+
+    def to_read(self, pending: list[CatchUp], room: int, drafting: bool) -> list[CatchUp]:
+        return pending if drafting else [item._replace(root=None) for item in pending]
 
     def catch_up(
         self, items: list[CatchUp], states: Sequence[Tensor] | None, mask: SlicedMask | None
     ) -> tuple[Rows, Any | None]:
-        """As `V1Drafter.catch_up`."""
+        """See `V1Drafter.catch_up`."""
         if not items or states is None:
             return Rows(torch.empty(0)), None
         combined = self._write(items, states)
@@ -87,12 +94,15 @@ class BlockDrafter(OneForwardDrafter, DFlashProposer):
         hidden = self._block([item.row for item in rooted], [item.start + len(item.tokens) for item in rooted], tokens)
         return self.lattice.begin(hidden, tokens)
 
+    def grow(self, tokens: Tensor, parent: Tensor, state: Any) -> tuple[Rows, Any]:
+        return self.lattice.grow(tokens, parent, state)
+
     def sample_state(self) -> Any:
         hidden = torch.zeros(1, self.levels, self.draft_model_config.get_hidden_size(), dtype=self.dtype)
         return self.lattice.begin(hidden, torch.zeros(1, dtype=torch.int64))[1]
 
     def _write(self, items: list[CatchUp], states: Sequence[Tensor]) -> Tensor:
-        """The K/V of the positions of `items`, to the cache and to the contexts that are kept. Returns the states
+        """Write the K/V of the positions of `items` to the cache and to the contexts that are kept. Returns the states
         that it is made of [positions, H]."""
         lengths = [len(item.tokens) for item in items]
         spans = [(item.row, item.start, item.start + length) for item, length in zip(items, lengths, strict=True)]
@@ -110,19 +120,19 @@ class BlockDrafter(OneForwardDrafter, DFlashProposer):
         return combined
 
     def _correlated(self, candidates: Tensor, logits: Tensor, hidden: Tensor, roots: Tensor) -> Tensor:
-        """Of a LiLiCorr head: `block_lattice.Scores`."""
+        """Scores of a LiLiCorr head: `lattice.Scores`."""
         anchor = self.model.model.hidden_norm(self.last)
         there = torch.ones(len(anchor), dtype=torch.bool)
-        found: Tensor = self.model.model.lilicorr(self.embedding(candidates), logits, hidden, anchor, there)
-        return found
+        scores: Tensor = self.model.model.lilicorr(self.embedding(candidates), logits, hidden, anchor, there)
+        return scores
 
     def _written(self, layer: str, key: Tensor, value: Tensor) -> None:
         if self.places is not None:
             self.contexts.write(layer, self.places, key, value)
 
     def _block(self, rows: list[int], ends: list[int], tokens: Tensor) -> Tensor:
-        """Hidden states [R, K, H] that predict the depths below the roots, `tokens` [R], of these rows of the batch, at
-        the positions `ends`."""
+        """Hidden states [R, K, H] that predict the depths below the roots. `tokens` [R]: the roots, of these `rows` of
+        the batch, at the positions `ends`."""
         width = self.levels + (not self.anchored)
         blocks, size = self.block_table.block_table, self.block_table.block_size
         root = torch.tensor(ends)

@@ -1,4 +1,4 @@
-"""What the draft has to read before it grows trees: the tokens of this step, and those of steps that it skipped."""
+"""Tokens that the draft reads before it grows trees: those of this step, and of steps that it skipped."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -7,7 +7,7 @@ from vllm_adaptive_tree.engine.common.coverage import Coverage
 
 
 class CatchUp(NamedTuple):
-    """Tokens of one request, and the tree that shall grow after them."""
+    """Tokens of one request to read, and the root of the tree after them."""
 
     row: int  # of the request in vLLM's batch
     start: int  # the draft's K/V is in the cache up to here
@@ -16,18 +16,18 @@ class CatchUp(NamedTuple):
     states: Sequence[int] = ()  # rows of the step's flat batch with the target's states for a head
 
 
-class Step(NamedTuple):
-    """What a step has done, as its drafting sees it."""
+class StepView(NamedTuple):
+    """View of a step for its drafting."""
 
     runner: Any
     scheduled: Mapping[str, int]  # tokens by request
-    sampled: Sequence[bool]  # whether a request has sampled, by row
+    sampled: Sequence[bool]  # True if a request has sampled, by row
     nodes: int  # room of each tree
 
     def spans(self) -> list[tuple[int, int, int, int | None]]:
-        """Of each request of the batch: its row, the tokens read before this step, the tokens that are known now, and
-        the position of its root; None: it is finishing, has tokens left to read, or is too long for the draft."""
-        runner, batch, found = self.runner, self.runner.input_batch, []
+        """Row of each request of the batch, its tokens read before this step, its tokens known now, and the position of
+        its root; None: it is finishing, has tokens left to read, or is too long for the draft."""
+        runner, batch, spans = self.runner, self.runner.input_batch, []
         limit = min(runner.effective_drafter_max_model_len, runner.max_model_len)
         for row, name in enumerate(batch.req_ids):
             state = runner.requests[name]
@@ -36,46 +36,47 @@ class Step(NamedTuple):
             max_tokens = state.sampling_params.max_tokens
             finishing = max_tokens is not None and max_tokens - len(state.output_token_ids) <= 1
             grows = self.sampled[row] and self.nodes > 0 and not finishing and end < limit
-            found.append((row, start, end, end - 1 if grows else None))
-        return found
+            spans.append((row, start, end, end - 1 if grows else None))
+        return spans
 
     def new_tokens(self) -> list[CatchUp]:
-        """For a draft that reads the target's tokens, the root last; every request that has any for it."""
-        limit, found = self.runner.effective_drafter_max_model_len, []
+        """Tokens for a draft that reads the target's, the root last; one item per request that has any."""
+        limit, items = self.runner.effective_drafter_max_model_len, []
         for row, start, end, root in self.spans():
             end = min(end if root is not None or not self.sampled[row] else end - 1, limit)
             if end > start:
-                found.append(CatchUp(row, start, self._text(row, start, end), root))
-        return found
+                items.append(CatchUp(row, start, self._text(row, start, end), root))
+        return items
 
     def new_states(self, accepted: Mapping[int, Sequence[int]]) -> list[CatchUp]:
-        """For a head: at each position that the target has read, its state there and the token after it.
+        """Tokens and states for a head: at each position that the target has read, its state there and the token after
+        it.
 
         Args:
             accepted: nodes of each tree of the step, by row.
         """
-        limit, found = self.runner.effective_drafter_max_model_len, []
+        limit, items = self.runner.effective_drafter_max_model_len, []
         for row, start, end, root in self.spans():
             end = min(end - 1 if self.sampled[row] else end, limit)
             if end > start:
-                first = self.runner.step.row_start[row]
+                first = self.runner.step.verification.row_start[row]
                 path = accepted.get(row, range(end - start - 1))
                 rows = [first, *(first + 1 + node for node in path)][: end - start]
                 assert len(rows) == end - start, f"{len(rows)} states of {end - start} tokens in row {row}"
-                found.append(CatchUp(row, start, self._text(row, start + 1, end + 1), root, rows))
-        return found
+                items.append(CatchUp(row, start, self._text(row, start + 1, end + 1), root, rows))
+        return items
 
     def _text(self, row: int, start: int, end: int) -> list[int]:
         tokens: list[int] = self.runner.input_batch.token_ids_cpu[row, start:end].tolist()
         return tokens
 
 
-def without_gaps(runner: Any, coverage: Coverage, news: list[CatchUp], room: int, drafting: bool) -> list[CatchUp]:
-    """The items of a step that is `drafting`, each from where the draft has read to, and no more than `room` tokens
-    together; `coverage` is updated."""
+def without_gaps(runner: Any, coverage: Coverage, pending: list[CatchUp], room: int, drafting: bool) -> list[CatchUp]:
+    """Items of a step that is `drafting`, each from the end of the draft's coverage, of at most `room` tokens together;
+    updates `coverage`."""
     blocks = runner.drafter.block_table.block_table.np
     items = []
-    for item in news:
+    for item in pending:
         table, end = blocks[item.row], item.start + len(item.tokens)
         start = coverage.reach(table, item.start)
         coverage.skipped(table, item.start, end)

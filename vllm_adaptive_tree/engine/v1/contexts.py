@@ -1,4 +1,4 @@
-"""Contexts of the draft outside the paged cache, kept from step to step."""
+"""Contexts of the draft outside of the paged cache, kept from step to step."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -12,17 +12,17 @@ from vllm_adaptive_tree.engine.common.attention import TreeMetadata
 from vllm_adaptive_tree.engine.common.contexts import ROOM, finite
 
 ROWS, TOKENS = 8, 256
-"""Memory grows in steps of these."""
+"""Rows and tokens by which memory grows."""
 SPARE = 4
-"""It shrinks if it is this many times what the batch needs, and holds more than `LARGE` tokens."""
+"""Ratio to the need of the batch above which memory shrinks, if it also holds more than `LARGE` tokens."""
 LARGE = 1 << 14
 
 
 class KeptContexts:
     """K/V of the tokens that the draft has read, one row per request of the batch, in vLLM's order.
 
-    Nothing is kept before the first tree with a second level. What a row lacks then, or after a prefix hit, is copied
-    out of the paged cache once. The nodes of a tree come before its context, for one step.
+    Nothing is kept before the first tree with a second level. Tokens that a row lacks then, or after a prefix hit, are
+    copied out of the paged cache once. The nodes of a tree come before its context, for one step.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class KeptContexts:
         self.layers: dict[str, Tensor] = {}  # [2, rows, room + tokens, Hkv, D] float32: keys, values
 
     def follow(self, requests: Sequence[str | None]) -> None:
-        """Move the rows to those of the batch now."""
+        """Move the rows to those of the current batch."""
         if self.requests == requests:
             return
         before = {name: row for row, name in enumerate(self.requests) if name is not None}
@@ -47,13 +47,13 @@ class KeptContexts:
         self.requests, self.length = list(requests), length
 
     def forget(self, requests: Collection[str]) -> None:
-        """They have ended; another request may come with the same name."""
+        """Drop requests that have ended; another may come with the same name."""
         for row, name in enumerate(self.requests):
             if name in requests:
                 self.requests[row], self.length[row] = None, 0
 
     def places(self, row: np.ndarray, position: np.ndarray, spans: Sequence[tuple[int, int, int]]) -> Tensor | None:
-        """Where to write the tokens [T] of the next forward, int64; None while nothing is kept.
+        """Places to write the tokens [T] of the next forward to, int64; None while nothing is kept.
 
         Args:
             row, position: [T] of each token.
@@ -62,17 +62,17 @@ class KeptContexts:
         if not self.layers:
             return None
         self._fit(len(self.requests), max(*self.length, *(end for _, _, end in spans)))
-        for one, start, end in spans:
-            self.length[one] = end if start <= self.length[one] else 0
+        for span_row, start, end in spans:
+            self.length[span_row] = end if start <= self.length[span_row] else 0
         return torch.from_numpy(row * (self.room + self.tokens) + self.room + position)
 
     def write(self, layer: str, places: Tensor, key: Tensor, value: Tensor) -> None:
-        """key, value [T or more, Hkv, D] of the tokens at `places`."""
+        """Write key and value [T or more, Hkv, D] of the tokens at `places`."""
         for whole, new in zip(self.layers[layer], (key, value), strict=True):
             whole.flatten(0, 1).index_copy_(0, places, finite(new[: len(places)].float()))
 
     def of(self, rows: list[int], ends: list[int], block_table: Tensor) -> "OpenContexts":
-        """The contexts of these rows for one step, `ends` tokens each; `block_table`: [R, blocks]."""
+        """Contexts of these rows for one step, `ends` tokens each; `block_table`: [R, blocks]."""
         return OpenContexts(self, rows, ends, block_table)
 
     def _fit(self, rows: int, tokens: int, room: int = 0) -> None:
@@ -83,15 +83,15 @@ class KeptContexts:
             rows, tokens = max(rows, self.rows), max(tokens, self.tokens)
         if (rows, tokens, room) == (self.rows, self.tokens, self.room):
             return
-        some, few = min(rows, self.rows), min(tokens, self.tokens)
+        kept_rows, kept_tokens = min(rows, self.rows), min(tokens, self.tokens)
         for name, old in self.layers.items():
             whole = self.layers[name] = old.new_zeros(2, rows, room + tokens, *old.shape[3:])
-            whole[:, :some, room : room + few] = old[:, :some, self.room : self.room + few]
+            whole[:, :kept_rows, room : room + kept_tokens] = old[:, :kept_rows, self.room : self.room + kept_tokens]
         self.rows, self.tokens, self.room = rows, tokens, room
 
 
 class OpenContexts:
-    """Some rows of `KeptContexts` for the levels of one step: `Contexts`."""
+    """Rows of `KeptContexts` for the levels of one step: `Contexts`."""
 
     def __init__(self, kept: KeptContexts, rows: list[int], ends: list[int], block_table: Tensor):
         self.kept, self.rows, self.ends, self.block_table = kept, rows, ends, block_table
@@ -104,11 +104,12 @@ class OpenContexts:
 
     @room.setter
     def room(self, room: int) -> None:
-        """For the next step."""
+        """Set the room of the next step."""
         self.kept._fit(self.kept.rows, self.kept.tokens, room)
 
     def open(self, layer: Any, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-        """As `Contexts.open`: a view, or a copy if these are not the first rows. Old nodes fill the room."""
+        """Open a layer, as `Contexts.open`: a view, or a copy if these are not the first rows. Nodes of earlier steps
+        fill the room."""
         kept, name = self.kept, layer.layer_name
         if self.lacking:
             parts = layer.impl.gather(layer, kv_cache, self.block_table[self.lacking])
@@ -128,7 +129,7 @@ class OpenContexts:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading(TreeMetadata):
+class CatchUpMetadata(TreeMetadata):
     """A draft forward over tokens of the batch, by vLLM's own attention; their K/V is kept for later levels."""
 
     native: Any

@@ -1,4 +1,4 @@
-"""What Model Runner V1 asks of a draft, whatever its kind; and its time."""
+"""Interface of all drafts on Model Runner V1, and their timing."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
@@ -6,36 +6,36 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from vllm_adaptive_tree.drafters import Rows
-from vllm_adaptive_tree.engine.v1.catch_up import CatchUp, Step
+from vllm_adaptive_tree.engine.v1.catch_up import CatchUp, StepView
 from vllm_adaptive_tree.engine.v1.clock import PhaseClock
 from vllm_adaptive_tree.trees import SlicedMask
 
 
 class V1Drafter(Protocol):
-    """A `drafters.Drafter` that reads a batch of vLLM's. `runner`: that of this process, once it is complete."""
+    """A `drafters.Drafter` that reads vLLM's batch. `runner`: that of this process, once it is complete."""
 
     runner: Any
     hidden_size: int | None
     """Width of the hidden states in its rows."""
     layers: Collection[str]
-    """Its attention layers, by their names in vLLM's static forward context."""
+    """Attention layers of the draft, by their names in vLLM's static forward context."""
 
     def begin_cache(self, blocks: int) -> None:
-        """The KV cache exists, with so many blocks."""
+        """Prepare for the KV cache, which now exists with so many blocks."""
 
     def forget(self, requests: Collection[str]) -> None:
-        """These requests have ended."""
+        """Drop requests that have ended."""
 
-    def news(self, step: Step, accepted: Mapping[int, Sequence[int]]) -> list[CatchUp]:
-        """What a step has for the draft. `accepted`: nodes of each tree, by row."""
+    def pending(self, step: StepView, accepted: Mapping[int, Sequence[int]]) -> list[CatchUp]:
+        """Items that a step has for the draft. `accepted`: nodes of each tree, by row."""
 
-    def due(self, news: list[CatchUp], room: int, drafting: bool) -> list[CatchUp]:
-        """What is read in this step, which is `drafting` or not: at most `room` tokens."""
+    def to_read(self, pending: list[CatchUp], room: int, drafting: bool) -> list[CatchUp]:
+        """Items to read in this step, which is `drafting` or not: at most `room` tokens."""
 
     def catch_up(
         self, items: list[CatchUp], states: Sequence[Tensor] | None, mask: SlicedMask | None
     ) -> tuple[Rows, Any | None]:
-        """Read what was accepted since the last step, and the new roots.
+        """Read the tokens accepted since the last step, and the new roots.
 
         Args:
             states: the target's, [rows of the flat batch, H] each: its last, or its auxiliary layers'; None: zeros.
@@ -48,11 +48,11 @@ class V1Drafter(Protocol):
     def grow(self, tokens: Tensor, parent: Tensor, state: Any) -> tuple[Rows, Any]: ...
 
     def sample_state(self) -> Any:
-        """The state of one tree without a context, for measuring `grow`."""
+        """State of one tree without a context, for measuring `grow`."""
 
 
 class TimedDrafter:
-    """The drafter, with its forwards counted as "draft" and subtracted from the surrounding "tree"."""
+    """Drafter whose forwards are timed as "draft" and subtracted from the surrounding "tree"."""
 
     def __init__(self, drafter: V1Drafter, clock: PhaseClock, hidden: list[Any]):
         self.drafter, self.clock, self.hidden = drafter, clock, hidden

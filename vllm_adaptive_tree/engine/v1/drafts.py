@@ -12,28 +12,31 @@ from vllm_adaptive_tree.trees import TokenTree
 
 
 class Draft(NamedTuple):
-    """One request's tree. Entry 0 of the lists is the root, entry 1 + i node i."""
+    """Tree of one request. Entry 0 of the lists is the root, entry 1 + i node i."""
 
     tree: TokenTree
     logits: Tensor | None  # [inner nodes, V] of the draft model, if a rule reads them
     row: list[int]  # of `logits`, -1 for a node that was never read
     num_planned: list[int]  # children planned for it
     temperature: float
-    initial: int = 0  # the first so many nodes were sampled by the target
+    initial: int = 0  # leading nodes that the target has sampled
     hidden: Tensor | None = None  # [inner nodes, H] of the draft model, if a recorder reads them
     value: Sequence[float] = ()  # of each node, if there is a budget
     greedy: bool = False  # its request, if there is a budget
     root: Tensor | None = None  # [V] logits at the root of a greedy request, if a budget has them
     price: float = 0.0  # at which a budget has cut it
+    cell: Sequence[int] = ()  # of each node, if its proposer learns acceptance
+    from_lookup: bool = False  # True if a look-up alone has made it while the draft rested
 
     def prefix(self, length: int) -> "Draft":
-        """The first `length` nodes."""
+        """Draft of the first `length` nodes."""
         return self._replace(
             tree=self.tree.prefix(length),
             row=self.row[: 1 + length],
             num_planned=self.num_planned[: 1 + length],
             initial=min(self.initial, length),
             value=self.value[:length],
+            cell=self.cell[:length],
         )
 
     def probs(self, node: int) -> Tensor:
@@ -49,16 +52,16 @@ def to_drafts(
     initial: Tensor | None = None,
     hidden: Sequence[Tensor] = (),
 ) -> list[Draft]:
-    """R trees on the host; `levels`: the logits [R, W, V] of every level read, if a rule reads them; `initial`: as in
-    `Request`; `hidden`: [R, W, H] of every level, if a recorder reads them."""
-    tree, read, planned = proposal
+    """Move R trees to the host; `levels`: the logits [R, W, V] of every level read, if a rule reads them; `initial`: as
+    in `Request`; `hidden`: [R, W, H] of every level, if a recorder reads them."""
+    tree, read, planned, cell = proposal
+    cells = [()] * len(tree.tokens) if cell is None else cell.tolist()
     rows = torch.cat(levels, 1) if levels else None  # [R, slots, V]
     states = torch.cat(tuple(hidden), 1) if hidden else None  # [R, slots, H]
     temperatures = temperature.tolist()
     drafts = []
-    for r, (tokens, parents, numbers, counts) in enumerate(
-        zip(tree.tokens.tolist(), tree.parent.tolist(), read.tolist(), planned.tolist(), strict=True)
-    ):
+    columns = (tree.tokens.tolist(), tree.parent.tolist(), read.tolist(), planned.tolist(), cells)
+    for r, (tokens, parents, numbers, counts, learnt) in enumerate(zip(*columns, strict=True)):
         size = sum(token >= 0 for token in tokens)
         inner = [0, *(number for number in numbers[:size] if number > 0)]
         place = {number: row for row, number in enumerate(inner)}
@@ -71,13 +74,14 @@ def to_drafts(
                 temperatures[r],
                 0 if initial is None else min(size, int((initial[r] >= 0).sum())),
                 None if states is None else states[r, inner],
+                cell=learnt[:size],
             )
         )
     return drafts
 
 
 def draft_probs(drafts: dict[int, Draft], node: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """q [R, V] after `node` [R] and how many children were planned [R]; zeros for unread nodes."""
+    """q [R, V] after `node` [R], and the number of children planned [R]; zeros for unread nodes."""
     q, planned = torch.zeros(len(node), vocabulary), torch.zeros_like(node)
     for request, at in enumerate(node.tolist()):
         draft = drafts.get(request)

@@ -1,4 +1,4 @@
-"""An independent draft model: it reads tokens alone, and may read them later than the target."""
+"""Independent draft model: it reads tokens alone, and may read them later than the target."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from torch import Tensor
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
 from vllm_adaptive_tree.engine.common.coverage import Coverage
-from vllm_adaptive_tree.engine.v1.catch_up import CatchUp, Step, without_gaps
+from vllm_adaptive_tree.engine.v1.catch_up import CatchUp, StepView, without_gaps
 from vllm_adaptive_tree.engine.v1.paged_drafter import PagedDrafter
 
 
@@ -22,11 +22,11 @@ class ModelDrafter(PagedDrafter, DraftModelProposer):
     def begin_cache(self, blocks: int) -> None:
         self.coverage = Coverage(blocks, self.block_table.block_size)
 
-    def news(self, step: Step, accepted: Mapping[int, Sequence[int]]) -> list[CatchUp]:
+    def pending(self, step: StepView, accepted: Mapping[int, Sequence[int]]) -> list[CatchUp]:
         return step.new_tokens()
 
-    def due(self, news: list[CatchUp], room: int, drafting: bool) -> list[CatchUp]:
-        return without_gaps(self.runner, self.coverage, news, room, drafting)
+    def to_read(self, pending: list[CatchUp], room: int, drafting: bool) -> list[CatchUp]:
+        return without_gaps(self.runner, self.coverage, pending, room, drafting)
 
     def inputs(self, items: list[CatchUp], states: Sequence[Tensor] | None) -> Tensor | None:
         return None

@@ -15,12 +15,12 @@ from vllm_adaptive_tree.engine.common.attention import DraftKeys
 from vllm_adaptive_tree.engine.common.tree_state import TreeState
 from vllm_adaptive_tree.engine.v1.attention import native_metadata
 from vllm_adaptive_tree.engine.v1.catch_up import CatchUp
-from vllm_adaptive_tree.engine.v1.contexts import KeptContexts, Reading
+from vllm_adaptive_tree.engine.v1.contexts import CatchUpMetadata, KeptContexts
 from vllm_adaptive_tree.trees import SlicedMask
 
 
 class PagedDrafter(SpecDecodeBaseProposer):
-    """Comes before one of vLLM's proposers among the bases of a class. Loading and cache set-up are vLLM's; the
+    """Mixin before one of vLLM's proposers among the bases of a class. Loading and cache set-up are vLLM's; the
     forwards are ours."""
 
     def begin_drafting(self, runner: Any) -> None:
@@ -37,12 +37,12 @@ class PagedDrafter(SpecDecodeBaseProposer):
 
     @abstractmethod
     def inputs(self, items: list[CatchUp], states: Sequence[Tensor] | None) -> Tensor | None:
-        """What the forward of `catch_up` reads beside the tokens, [tokens, H]; None: nothing."""
+        """Hidden states that the forward of `catch_up` reads beside the tokens, [tokens, H]; None: none."""
 
     def catch_up(
         self, items: list[CatchUp], states: Sequence[Tensor] | None, mask: SlicedMask | None
     ) -> tuple[Rows, Any | None]:
-        """As `V1Drafter.catch_up`."""
+        """See `V1Drafter.catch_up`."""
         tokens = [token for item in items for token in item.tokens]
         if not tokens:
             return Rows(torch.empty(0)), None
@@ -60,7 +60,7 @@ class PagedDrafter(SpecDecodeBaseProposer):
         spans = [(item.row, item.start, end) for item, end in zip(items, ends, strict=True)]
         places = self.contexts.places(row, position, spans)
         if places is not None:
-            metadata = Reading(metadata, self.contexts, places)
+            metadata = CatchUpMetadata(metadata, self.contexts, places)
         hidden, feedback = self._forward(
             torch.tensor(tokens), torch.from_numpy(position), slot_mapping, metadata, self.inputs(items, states)
         )
@@ -95,7 +95,7 @@ class PagedDrafter(SpecDecodeBaseProposer):
     def _forward(
         self, tokens: Tensor, positions: Tensor, slots: Tensor | None, metadata: Any, inputs: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Hidden states [tokens, hidden] for logits, and what a head passes on; without `slots` nothing is written to
+        """Hidden states [tokens, H] for logits, and those that a head feeds back; without `slots` nothing is written to
         the cache."""
         layers = self._draft_attn_layer_names
         with set_forward_context(

@@ -1,6 +1,6 @@
 """P-EAGLE heads (arXiv 2602.01469): an EAGLE-3 head that predicts the depths below the first from mask tokens.
 
-A mask token has a trained state in the place of the target's. Its row stands behind the root's, sees the mask tokens
+A mask token has a trained state in the place of the target's. Its row comes after the root's, sees the mask tokens
 before it, and predicts the token of its depth, whatever the tokens between. In vLLM these rows are part of the forward
 that reads what was accepted, and write K/V to the slots after the root; here that forward writes the cache as an
 EAGLE-3 head's does, and a second one reads the mask tokens outside of it.
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from vllm_adaptive_tree.drafters import ByDepth, Rows
-from vllm_adaptive_tree.engine.common.startup import tree_options
-from vllm_adaptive_tree.engine.one_forward import as_vllm_drafts
+from vllm_adaptive_tree.engine.drafts.parallel import as_vllm_drafts
+from vllm_adaptive_tree.engine.startup.finish import tree_options
 from vllm_adaptive_tree.engine.v1.catch_up import CatchUp
 from vllm_adaptive_tree.engine.v1.head_drafter import HeadDrafter
 from vllm_adaptive_tree.trees import SlicedMask
@@ -24,15 +24,15 @@ class ParallelDrafter(HeadDrafter):
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any = None):
         levels = tree_options(vllm_config).levels
         assert levels is not None
-        super().__init__(as_vllm_drafts(vllm_config, "eagle3", levels), device, runner)
+        super().__init__(as_vllm_drafts(vllm_config, vllm_config.speculative_config.method, levels), device, runner)
         self.masked = levels - 1
-        """Mask tokens of a tree."""
+        """Mask tokens per tree."""
         self.lattice = ByDepth()
 
     def catch_up(
         self, items: list[CatchUp], states: Sequence[Tensor] | None, mask: SlicedMask | None
     ) -> tuple[Rows, Any | None]:
-        """As `V1Drafter.catch_up`."""
+        """See `V1Drafter.catch_up`."""
         rows, state = super().catch_up(items, states, None)
         if state is None:
             return rows, None

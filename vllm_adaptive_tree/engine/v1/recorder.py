@@ -14,8 +14,8 @@ from vllm_adaptive_tree.gates.parts import Progress, write_part
 
 
 class Recorder:
-    """Examples of one kind, from requests with names that begin with the number of their prompt and no sampling
-    parameter but the temperature."""
+    """Collects examples of one kind, from requests with names that begin with the number of their prompt and no
+    sampling parameter but the temperature."""
 
     def __init__(self, kind: str, options: dict[str, Any]):
         self.examples_of, self.options = EXAMPLE_BUILDERS[kind], options
@@ -23,16 +23,17 @@ class Recorder:
         self.seen: list[Examples] = []  # one entry per tree
 
     def see(self, drafts: dict[int, Draft], requests: Sequence[Any], nodes: Tensor, target: Target) -> None:
-        """The trees of one step by batch row, vLLM's states of all rows, and the accepted nodes [R, L], -1 pads."""
+        """Collect the trees of one step. `drafts`: by batch row; `requests`: vLLM's states of all rows; `nodes`: the
+        accepted ones [R, L], -1 pads."""
         for row, draft in drafts.items():
             if not len(draft.tree):
                 continue
             first = int(target.first[row])
             logits = target.logits[first : first + 1 + len(draft.tree)]
             verified = _verified(draft, nodes[row], logits, requests[row].sampling_params.temperature)
-            found = self.examples_of(verified, **self.options)
+            examples = self.examples_of(verified, **self.options)
             prompt = int(requests[row].req_id.partition("-")[0])
-            self.seen.append(found | {"prompt": torch.full((len(next(iter(found.values()))),), prompt)})
+            self.seen.append(examples | {"prompt": torch.full((len(next(iter(examples.values()))),), prompt)})
 
     def save(self, file: Path, progress: Progress) -> int:
         """Write the examples and forget them; `progress`: of the prompts. Returns the number of trees."""

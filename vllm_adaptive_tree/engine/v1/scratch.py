@@ -6,11 +6,11 @@ from typing import Any
 from torch import Tensor
 
 COUNT = 128
-"""Blocks in addition to those of the longest branch; pages of one layer, since layers take turns."""
+"""Number of blocks in addition to those of the longest branch; pages of one layer, since layers take turns."""
 
 
 class ScratchBlocks:
-    """vLLM keeps all layers in one allocation. It is extended, and no block table of the scheduler points there.
+    """Scratch blocks after vLLM's single allocation for all layers; no block table of the scheduler points there.
 
     A layer counts blocks from its own start, so scratch block i is its block `first` + i, with a `first` of its own.
     """
@@ -31,7 +31,7 @@ class ScratchBlocks:
         return config
 
     def seen_from(self, layer: str, kv_cache: Tensor) -> tuple[Tensor, int]:
-        """The layer's cache [first + count, Hkv, block_size, 2 * head_dim], scratch blocks included, and `first`."""
+        """Cache of the layer [first + count, Hkv, block_size, 2 * head_dim], scratch blocks included, and `first`."""
         if layer not in self.views:
             page = kv_cache.stride(0) * kv_cache.element_size()
             first = -(-(self.start - kv_cache.storage_offset() * kv_cache.element_size()) // page)

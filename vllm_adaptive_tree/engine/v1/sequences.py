@@ -1,15 +1,15 @@
-"""The causal sequences of one round of a verification, built on the host."""
+"""Causal sequences of one round of a verification, built on the host."""
 
 from typing import Any
 
 import torch
 
-from vllm_adaptive_tree.engine.v1.attention import Round, native_metadata
+from vllm_adaptive_tree.engine.v1.attention import AttentionRound, native_metadata
 
 
 class Sequences:
-    """Scratch blocks are allocated from both ends: copies of a block of the context from the bottom, so that those of
-    one request are neighbours, and empty blocks from the top."""
+    """Builder of a round. It allocates scratch blocks from both ends: copies of a block of the context from the bottom,
+    so that those of one request are neighbours, and empty blocks from the top."""
 
     def __init__(self, block_size: int, scratch: int):
         self.block_size = block_size
@@ -25,14 +25,14 @@ class Sequences:
         self.bottom, self.top = 0, scratch
 
     def add(self, request: int, rows: list[int], end: int) -> None:
-        """Rows in the slots that vLLM gave them."""
+        """Add rows in the slots that vLLM gave them."""
         self.requests.append(request)
         self.lengths.append(len(rows))
         self.ends.append(end)
         self.rows += rows
 
     def add_first_branch(self, request: int, first: int, computed: int, branch: list[int]) -> None:
-        """The root, in row `first`, and a branch in the slots of its depths, after `computed` tokens and the root."""
+        """Add the root, in row `first`, and a branch in the slots of its depths, after `computed` tokens and it."""
         self.add(request, [first, *(first + 1 + node for node in branch)], computed + 1 + len(branch))
         for depth, node in enumerate(branch, 1):
             if node + 1 != depth:
@@ -43,10 +43,10 @@ class Sequences:
         first, last = (computed + 1) // self.block_size, (computed + length) // self.block_size
         return last - first + 1 <= self.top - self.bottom
 
-    def add_branch(self, request: int, first: int, computed: int, path: list[int], own: int) -> None:
-        """The last `own` nodes of `path`, which begins at a child of the root; all of it in scratch blocks."""
+    def add_branch(self, request: int, first: int, computed: int, path: list[int], length: int) -> None:
+        """Add the last `length` nodes of `path`, which begins at a child of the root; all of it in scratch blocks."""
         sequence, size = len(self.requests), self.block_size
-        self.add(request, [first + 1 + node for node in path[-own:]], computed + 1 + len(path))
+        self.add(request, [first + 1 + node for node in path[-length:]], computed + 1 + len(path))
         blocks: dict[int, int] = {}  # column -> scratch block
         for position, node in enumerate(path, computed + 1):
             column, offset = divmod(position, size)
@@ -68,15 +68,15 @@ class Sequences:
         self.copies.append((request, column, start, self.bottom))
         return self.bottom - 1
 
-    def round(self, builder: Any, native: Any, rows: slice, written: slice) -> Round:
-        """Args: as `Verification.metadata`; this round's rows in `VerifyMetadata`."""
+    def round(self, builder: Any, native: Any, rows: slice, written: slice) -> AttentionRound:
+        """Metadata of this round. Args: as of `Verification.metadata`; `rows`, `written`: in `VerifyMetadata`."""
         table = native.block_table[self.requests]
         step = torch.zeros_like(table)
         if self.table:
             at = tuple(torch.tensor(self.table).T)
             table[at[:2]], step[at[:2]] = at[2].to(table.dtype), 1
         sources = native.block_table[[copy[0] for copy in self.copies], [copy[1] for copy in self.copies]].tolist()
-        return Round(
+        return AttentionRound(
             rows,
             written,
             [(source, *copy[2:]) for source, copy in zip(sources, self.copies, strict=True)],

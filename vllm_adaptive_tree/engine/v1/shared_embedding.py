@@ -1,4 +1,4 @@
-"""The target's embedding in a head that has none of its own."""
+"""Target's embedding in a head that has none of its own."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ def drop_adapters(backbone: Any) -> None:
     """Embed without LoRA, as on Model Runner V2.
 
     vLLM shares the layer as it is, with adapters, which are set for the rows of the target's step and not for the
-    head's. `backbone`: the model inside of the head's.
+    head's. `backbone`: the model inside the head's.
     """
     shared = getattr(backbone, "embed_tokens", None)
     if isinstance(shared, BaseLayerWithLoRA):
@@ -17,7 +17,7 @@ def drop_adapters(backbone: Any) -> None:
 
 
 def embedding_of(target: Any) -> Any:
-    """The target's own, without LoRA."""
+    """Embedding of the target, without LoRA."""
     inner = getattr(target, "model", target)
-    found = getattr(inner, "embed_tokens", None) or getattr(inner, "embedding", None)
-    return found.base_layer if isinstance(found, BaseLayerWithLoRA) else found
+    embedding = getattr(inner, "embed_tokens", None) or getattr(inner, "embedding", None)
+    return embedding.base_layer if isinstance(embedding, BaseLayerWithLoRA) else embedding

@@ -1,4 +1,4 @@
-"""The costs of forwards on Model Runner V1, measured when the engine starts; only the null block is written."""
+"""Costs of forwards on Model Runner V1, measured when the engine starts; only the null block is written."""
 
 from collections.abc import Callable
 from functools import partial
@@ -10,22 +10,22 @@ from vllm.forward_context import set_forward_context
 
 from vllm_adaptive_tree.budget import Costs, Curve
 from vllm_adaptive_tree.budget.cost import profiled_rows
-from vllm_adaptive_tree.engine.common.measuring import MAX_ROWS, POINTS, fastest_on_rank_0, threshold
+from vllm_adaptive_tree.engine.startup.measuring import MAX_ROWS, POINTS, fastest_on_rank_0, threshold
 from vllm_adaptive_tree.engine.v1.attention import native_metadata
 
 THRESHOLD_ROUNDS, ROUNDS = 20, 5
 SECONDS = 15.0
-"""After these, a profile keeps the points that it has."""
+"""Seconds after which a profile keeps the points that it has."""
 NO_SLOT = -1  # vLLM's cache update writes nothing there
 STRIDE = 7919
-"""Between the tokens of the rows: a prime, so that they differ."""
+"""Distance between the tokens of the rows: a prime, so that they differ."""
 CONTEXT = 1024
-"""Tokens, if the model reads as many."""
+"""Tokens of the measured context, if the model reads as many."""
 
 
 def measured_threshold(runner: Any, nodes: int) -> float:
-    """`threshold: "auto"`: the cost of a draft level of `nodes` rows in target forwards of `nodes` + 1 rows (mu in
-    OPT-Tree, arXiv 2406.17276)."""
+    """Threshold for `threshold: "auto"`: the cost of a draft level of `nodes` rows in target forwards of `nodes` + 1
+    rows (mu in OPT-Tree, arXiv 2406.17276)."""
     forwards = partial(draft_level, runner.drafter, nodes), partial(target_forward, runner, nodes + 1)
     level, target = fastest_on_rank_0(
         forwards, rounds=THRESHOLD_ROUNDS, seconds=SECONDS, least=len(forwards), device=runner.device
@@ -34,7 +34,7 @@ def measured_threshold(runner: Any, nodes: int) -> float:
 
 
 def measured_costs(runner: Any, nodes: int) -> Costs:
-    """What `budget: "auto"` begins with: the costs of a verification by rows of one tree after an empty context, of a
+    """Initial costs for `budget: "auto"`: those of a verification by rows of one tree after an empty context, of a
     draft level of up to `nodes`, and of a context."""
     most = min(MAX_ROWS, runner.scheduler_config.max_num_batched_tokens)
     rows, levels = profiled_rows(most), sorted({1, 2, min(4, max(2, nodes)), max(2, nodes)})
@@ -44,8 +44,8 @@ def measured_costs(runner: Any, nodes: int) -> Costs:
     forwards += [partial(target_forward, runner, few, tokens) for tokens in (0, length)]
     least = len(forwards) + POINTS
     forwards += [partial(target_forward, runner, count) for count in rows]
-    found = fastest_on_rank_0(forwards, rounds=ROUNDS, seconds=SECONDS, least=least, device=runner.device)
-    draft, (empty, full), verify = found[: len(levels)], found[len(levels) :][:2], found[len(levels) + 2 :]
+    seconds = fastest_on_rank_0(forwards, rounds=ROUNDS, seconds=SECONDS, least=least, device=runner.device)
+    draft, (empty, full), verify = seconds[: len(levels)], seconds[len(levels) :][:2], seconds[len(levels) + 2 :]
     reading = max(0.0, full - empty) / length if length else 0.0
     return Costs(Curve(rows[: len(verify)], verify), Curve(levels, draft), reading)
 
@@ -57,13 +57,13 @@ def draft_level(drafter: Any, nodes: int) -> Callable[[], Tensor]:
 
 
 def target_forward(runner: Any, rows: int, context: int = 0) -> Callable[[], Tensor]:
-    """A verification of a chain after `context` tokens, all in the null block. The cost of branches is learnt from
-    live steps, which too high a cost would prevent."""
+    """Forward that verifies a chain after `context` tokens, all in the null block. The cost of branches is learnt from
+    live steps, which an estimate that is too high would prevent."""
     slots, start = torch.full((rows,), NO_SLOT), torch.zeros(rows, dtype=torch.int64)
     # Equal tokens would be routed to the same experts, and a mixture of experts would look as cheap as one row.
     tokens = torch.arange(rows, dtype=torch.int32) * STRIDE % runner.model_config.get_vocab_size()
     metadata: dict[str, Any] = {}
-    for group, layers in runner.target_groups():
+    for group, layers in runner.attention.groups():
         table = torch.zeros(1, context + rows, dtype=torch.int32)
         builder = group.get_metadata_builder(0)
         native = native_metadata(builder, [rows], [context + rows], table, slots)

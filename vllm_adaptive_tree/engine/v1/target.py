@@ -1,86 +1,156 @@
-"""The target's distributions and draws at the nodes of the trees, through vLLM's own sampler."""
+"""Target's distributions and draws at the nodes of the trees, through vLLM's own sampler."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from vllm.v1.outputs import LogprobsTensors
-from vllm.v1.sample.logits_processor import LogitBiasLogitsProcessor, MinTokensLogitsProcessor
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
+from vllm_adaptive_tree.acceptance import Accepted, Draw
 from vllm_adaptive_tree.engine.common.request_flags import GREEDY
+from vllm_adaptive_tree.engine.v1.limits import Limits
+from vllm_adaptive_tree.engine.v1.processors import may_act
 from vllm_adaptive_tree.engine.v1.verification import Verification
-
-Choose = Callable[[Tensor, Callable[[], Tensor]], Tensor]
-"""(p [R, V], vLLM's own sample from it -> [R]) -> tokens [R]."""
+from vllm_adaptive_tree.methods import Pair
+from vllm_adaptive_tree.rng import RandomSource
+from vllm_adaptive_tree.step import walked
+from vllm_adaptive_tree.step.ports import Choose
 
 
 class Target:
-    """The logits of one verification, sampled node by node.
+    """Logits of one verification, sampled node by node.
 
     Each call samples the whole batch, because the sampler's processors are laid out by batch row; only active rows use
     their generators. While the sampler runs, a request's history includes the path to its node. `close` removes that.
     """
 
-    def __init__(self, sampler: Any, sampling: Any, logits: Tensor, step: Verification):
+    def __init__(
+        self,
+        sampler: Any,
+        sampling: Any,
+        logits: Tensor,
+        step: Verification,
+        limits: Limits,
+        *,
+        forces_greedy: bool = False,
+    ):
+        """`forces_greedy`: True if `draw_by` chooses the tokens of greedy requests too, with the argmax as vLLM's own
+        sample."""
         self.sampler, self.sampling, self.logits, self.step = sampler, sampling, logits, step
+        self.limits, self.forces_greedy = limits, forces_greedy
+        self.drawn = 0
+        """Tokens drawn for each request that still walks."""
+        self.levels: list[LogprobsTensors] = []
         counts = [1 + len(step.trees[r]) if r in step.trees else 1 for r in range(len(step.row_start))]
         self.first = torch.tensor([*accumulate(counts[:-1], initial=0)])  # [R]: row of each request's root in `logits`
         self.written = [len(tokens) for tokens in sampling.output_token_ids]
         if (budgets := sampling.thinking_budget_state_holder) is not None and budgets.has_tracked_requests():
             budgets.commit(sampling.output_token_ids)
 
-    def best(self) -> list[int] | None:
-        """The argmax at every row, if the sampler would return it after any history: a greedy batch without logprobs,
-        penalties, bans, biases and budgets."""
-        own = self.sampling
-        thinking = own.thinking_budget_state_holder
-        if (
-            own.all_greedy
-            and own.max_num_logprobs is None
-            and not own.logprob_token_ids
-            and own.no_penalties
-            and not own.bad_words_token_ids
-            and own.allowed_token_ids_mask is None
-            and (thinking is None or not thinking.has_tracked_requests())
-            and not any(_may_act(one) for one in own.logitsprocs.non_argmax_invariant)
-        ):
-            best: list[int] = self.sampler.greedy_sample(self.logits.float()).tolist()
-            return best
-        return None
+    @property
+    def rules(self) -> Mapping[Draw, Draw]:
+        return {}
 
-    def draw(self, node: Tensor, active: Tensor) -> Any:
-        """vLLM's SamplerOutput after `node` [R] (-1: the root); inactive rows are undefined."""
-        return self._sample(self.sampler, node, active)
+    def proceed(self, active: Tensor) -> bool:
+        return bool(active.any())
 
-    def draw_by(self, choose: Choose, node: Tensor, active: Tensor, *, greedy: bool = False) -> Any:
-        """The same, but `choose` gives the tokens of random requests; with `greedy` of the others too, with the
-        argmax as vLLM's own sample."""
-        sampler, changed = copy.copy(self.sampler), {}
-        if greedy:
-            own = self.sampling.temperature
-            own = torch.zeros(len(self.first)) if own is None else own
-            best, of_all = own < GREEDY, choose
-            choose = lambda p, draw: of_all(p, lambda: torch.where(best, p.argmax(-1), draw()))  # noqa: E731
-            changed = {"temperature": own.masked_fill(best, 1.0), "all_greedy": False, "all_random": True}
-        chooser = _Chooser(choose, self.sampler.topk_topp_sampler)
-        sampler._modules = {**self.sampler._modules, "topk_topp_sampler": chooser}
-        return self._sample(sampler, node, active, **changed)
+    def draw(self, node: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
+        return self._emitted(self._sample(self.sampler, node, active))
 
-    def probs(self, node: Tensor, active: Tensor, *, greedy: bool = False) -> Tensor:
-        """p [R, V] of the next token after `node` [R], for random requests; with `greedy` for the others too, at
-        temperature 1."""
-        found = []
+    def draw_by(self, choose: Choose, node: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
+        """Draw as `draw`, but with tokens from `choose` for random requests."""
+        return self._emitted(self._choose(choose, node, active))
 
-        def choose(p: Tensor, own: Callable[[], Tensor]) -> Tensor:
-            found.append(p)
+    def probs(self, node: Tensor, active: Tensor) -> Tensor:
+        """p [R, V] of the next token after `node` [R], for random requests; if it `forces_greedy` for the others too,
+        at temperature 1."""
+        rows = []
+
+        def choose(p: Tensor, sample: Callable[[], Tensor]) -> Tensor:
+            rows.append(p)
             return p.argmax(-1)
 
-        self.draw_by(choose, node, active, greedy=greedy)
-        return found[0]
+        self._choose(choose, node, active)
+        return rows[0]
+
+    def walk_at_once(self, verification: Verification) -> Accepted | None:
+        """Follow the argmax of every row, if the sampler would return it after any history."""
+        if not self._is_argmax():
+            return None
+        best: list[int] = self.sampler.greedy_sample(self.logits.float()).tolist()
+        return verification.follow(best, self.first.tolist(), self.limits.most.tolist())
+
+    def rule_at_once(
+        self, pair: Pair, verification: Verification, rng: RandomSource, active: Tensor | None
+    ) -> Accepted | None:
+        return None
+
+    def emit(self, verification: Verification, paths: Accepted, from_target: Tensor | None) -> Accepted:
+        """Draw the tokens of `paths` once more, so that vLLM's sampler sees each, with its logprobs."""
+        self.drawn, self.levels = 0, []
+
+        def draw(node: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
+            level = self.drawn
+            token = paths.tokens[:, level].clamp(min=0)
+            choose: Choose = lambda p, sample: token  # noqa: E731
+            if from_target is not None:
+                choose = lambda p, sample: torch.where(from_target, sample(), token)  # noqa: E731
+            token, goes_on = self.draw_by(choose, node, active)
+            if level + 1 < paths.tokens.shape[1]:
+                on_path = paths.tokens[:, level + 1] >= 0
+                goes_on &= on_path if from_target is None else from_target | on_path
+            return token, goes_on
+
+        return walked(draw, self, verification)
+
+    def logprobs(self) -> LogprobsTensors | None:
+        """Logprobs of all emitted tokens, [R * levels, ..], request by request."""
+        if not self.levels:
+            return None
+        fields = (
+            torch.stack(part, 1).flatten(0, 1) if part[0].numel() else part[0]
+            for part in zip(*(level[:3] for level in self.levels), strict=True)
+        )
+        return LogprobsTensors(*fields)
+
+    def _is_argmax(self) -> bool:
+        """Return whether every sample is the argmax of its row: a greedy batch without logprobs, penalties, bans,
+        biases and budgets."""
+        sampling = self.sampling
+        thinking = sampling.thinking_budget_state_holder
+        return (
+            sampling.all_greedy
+            and sampling.max_num_logprobs is None
+            and not sampling.logprob_token_ids
+            and sampling.no_penalties
+            and not sampling.bad_words_token_ids
+            and sampling.allowed_token_ids_mask is None
+            and (thinking is None or not thinking.has_tracked_requests())
+            and not any(may_act(processor) for processor in sampling.logitsprocs.non_argmax_invariant)
+        )
+
+    def _emitted(self, output: Any) -> tuple[Tensor, Tensor]:
+        if output.logprobs_tensors is not None:
+            self.levels.append(output.logprobs_tensors)
+        self.drawn += 1
+        tokens = output.sampled_token_ids[:, 0].long()
+        return tokens, self.limits.go_on(self.drawn, tokens)
+
+    def _choose(self, choose: Choose, node: Tensor, active: Tensor) -> Any:
+        sampler, changed, by_rule = copy.copy(self.sampler), {}, choose
+        if self.forces_greedy:
+            temperature = self.sampling.temperature
+            temperature = torch.zeros(len(self.first)) if temperature is None else temperature
+            greedy = temperature < GREEDY
+            by_rule = lambda p, sample: choose(p, lambda: torch.where(greedy, p.argmax(-1), sample()))  # noqa: E731
+            changed = {"temperature": temperature.masked_fill(greedy, 1.0), "all_greedy": False, "all_random": True}
+        chooser = _Chooser(by_rule, self.sampler.topk_topp_sampler)
+        sampler._modules = {**self.sampler._modules, "topk_topp_sampler": chooser}
+        return self._sample(sampler, node, active, **changed)
 
     def _sample(self, sampler: Any, node: Tensor, active: Tensor, **changed: Any) -> Any:
         rows = torch.where(active, self.first + 1 + node, self.first)
@@ -99,29 +169,11 @@ class Target:
         if node < 0:
             return []
         tree = self.step.trees[request]
-        return [tree.tokens[one] for one in tree.path_to(node)]
+        return [tree.tokens[ancestor] for ancestor in tree.path_to(node)]
 
     def close(self) -> None:
         for history, length in zip(self.sampling.output_token_ids, self.written, strict=False):
             del history[length:]
-
-
-def _may_act(processor: Any) -> bool:
-    """Whether it may change this batch's logits; True for processors that are not vLLM's."""
-    if isinstance(processor, LogitBiasLogitsProcessor):
-        return bool(processor.biases)
-    return bool(processor.min_toks) if isinstance(processor, MinTokensLogitsProcessor) else True
-
-
-def stacked(levels: list[LogprobsTensors]) -> LogprobsTensors | None:
-    """The logprobs of all samples, [R * levels, ..], request by request."""
-    if not levels:
-        return None
-    fields = (
-        torch.stack(part, 1).flatten(0, 1) if part[0].numel() else part[0]
-        for part in zip(*(level[:3] for level in levels), strict=True)
-    )
-    return LogprobsTensors(*fields)
 
 
 class _Chooser(nn.Module):

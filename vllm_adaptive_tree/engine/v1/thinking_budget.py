@@ -9,8 +9,9 @@ from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
 
 
 class ThinkingBudgets(ThinkingBudgetStateHolder):
-    """vLLM's holder advances with every call, one token at a time. This one is called with the histories of many nodes:
-    it keeps the states after the committed tokens and advances copies of them, token by token.
+    """Holder of vLLM's thinking states for trees. vLLM's advances with every call, one token at a time. This one is
+    called with the histories of many nodes: it keeps the states after the committed tokens and advances copies of them,
+    token by token.
 
     Its rows are requests, not draft tokens, and a request without a budget that moves into the row of a finished one
     does not inherit that one's budget, as it does in vLLM.
@@ -38,10 +39,10 @@ class ThinkingBudgets(ThinkingBudgetStateHolder):
         self._state = self._after(histories)
 
     def update_state(self, output_token_ids: list[list[int]], *_: Any, **__: Any) -> None:
-        self.asked = self._after(output_token_ids)
+        self.advanced = self._after(output_token_ids)
 
     def apply_to_logits(self, logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        kept, self._state = self._state, self.asked
+        kept, self._state = self._state, self.advanced
         try:
             return super().apply_to_logits(logits, *args, **kwargs)
         finally:

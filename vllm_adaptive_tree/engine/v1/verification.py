@@ -1,11 +1,14 @@
 """One verification: the tree of each request, its rows in the batch, its attention metadata, and the commit of K/V."""
 
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from vllm_adaptive_tree.acceptance import Accepted
 from vllm_adaptive_tree.engine.v1.attention import VerifyMetadata
+from vllm_adaptive_tree.engine.v1.drafts import Draft, draft_probs
 from vllm_adaptive_tree.engine.v1.scratch import ScratchBlocks
 from vllm_adaptive_tree.engine.v1.sequences import Sequences
 from vllm_adaptive_tree.trees import TokenTree, TreeBatch
@@ -15,11 +18,19 @@ NO_TREE = TokenTree((), ())
 
 
 class Verification:
-    """The trees of one step, by their request's row in vLLM's batch; on the host."""
+    """Trees of one step, by their request's row in vLLM's batch; on the host."""
 
-    def __init__(self, trees: dict[int, TokenTree], row_start: list[int], row_count: list[int], computed: list[int]):
+    def __init__(
+        self,
+        drafts: dict[int, Draft],
+        row_start: list[int],
+        row_count: list[int],
+        computed: list[int],
+        vocabulary: int,
+    ):
         """`row_start`, `row_count`, `computed` (tokens with K/V in the cache): one entry per request."""
-        self.trees = trees
+        trees = {request: draft.tree for request, draft in drafts.items()}
+        self.drafts, self.trees, self.vocabulary = drafts, trees, vocabulary
         self.row_start, self.row_count, self.computed = row_start, row_count, computed
         self.depths = {request: tree.depths for request, tree in trees.items()}
         self.levels = max((max(depths) for depths in self.depths.values() if depths), default=0)
@@ -27,7 +38,18 @@ class Verification:
         assert all(row_count[request] == 1 + len(trees[request]) for request in self.branching), "root and nodes"
         self.groups: list[tuple[VerifyMetadata, list[str], Tensor]] = []  # per attention group: layers, slot mapping
 
-    def batch(self) -> TreeBatch:
+    @property
+    def sizes(self) -> list[int]:
+        """[R]: nodes of each request."""
+        return [len(self.trees.get(request, NO_TREE)) for request in range(len(self.row_start))]
+
+    @property
+    def decodes(self) -> list[bool]:
+        """[R]: True if only its root comes before a request's tree."""
+        return [rows - nodes == 1 for rows, nodes in zip(self.row_count, self.sizes, strict=True)]
+
+    @cached_property
+    def tree(self) -> TreeBatch:
         """The trees as tensors, one row for every request of the batch."""
         width = max((len(tree) for tree in self.trees.values()), default=1)
         tokens, parent, depth = [], [], []
@@ -40,8 +62,41 @@ class Verification:
         whole = torch.tensor([tokens, parent, depth], dtype=torch.int64)  # also where width is 0
         return TreeBatch(whole[0], whole[1], whole[2], torch.zeros(len(tokens), width))
 
+    @property
+    def max_children(self) -> int:
+        return max((tree.max_fanout for tree in self.trees.values()), default=1)
+
+    @property
+    def initial(self) -> Tensor:
+        drafts = (self.drafts.get(request) for request in range(len(self.row_start)))
+        return torch.tensor([0 if draft is None else draft.initial for draft in drafts])
+
+    def draft_probs(self, node: Tensor) -> tuple[Tensor, Tensor]:
+        """See `step.Verification`."""
+        return draft_probs(self.drafts, node, self.vocabulary)
+
+    def follow(self, best: list[int], first: list[int], most: list[int]) -> Accepted:
+        """Walk all trees whose samples are known before the walk.
+
+        Args:
+            best: the sample of every row of the target's logits.
+            first: [R] the row of each root in them.
+            most: [R] tokens to emit at most.
+        """
+        paths = []
+        for request, (root, limit) in enumerate(zip(first, most, strict=True)):
+            tree = self.trees.get(request)
+            paths.append([] if tree is None else tree.follow(best[root : root + 1 + len(tree)])[: limit - 1])
+        length = 1 + max(map(len, paths))
+        tokens = [
+            [best[root + 1 + node] for node in (-1, *path)] + [-1] * (length - 1 - len(path))
+            for root, path in zip(first, paths, strict=True)
+        ]
+        nodes = [path + [-1] * (length - len(path)) for path in paths]
+        return Accepted(torch.tensor(tokens), torch.tensor(nodes))
+
     def write_positions(self, positions: Tensor) -> None:
-        """position = root position + depth, in vLLM's flat buffer; slots stay linear."""
+        """Write root position + depth of each node to vLLM's flat buffer; slots stay linear."""
         rows: list[int] = []
         values: list[int] = []
         for request in self.branching:
@@ -76,16 +131,16 @@ class Verification:
                 path = tree.path_to(branch[-1])
                 if not sequences[-1].fits(computed, len(path)):
                     sequences.append(Sequences(builder.block_size, scratch.count))
-                sequences[-1].add_branch(request, first, computed, path, own=len(branch))
+                sequences[-1].add_branch(request, first, computed, path, length=len(branch))
         rounds, rows, written = [], [0], [0]
-        for one in sequences:
-            rows.append(rows[-1] + len(one.rows))
-            written.append(written[-1] + len(one.written))
-            rounds.append(one.round(builder, native, slice(*rows[-2:]), slice(*written[-2:])))
+        for turn in sequences:
+            rows.append(rows[-1] + len(turn.rows))
+            written.append(written[-1] + len(turn.written))
+            rounds.append(turn.round(builder, native, slice(*rows[-2:]), slice(*written[-2:])))
         metadata = VerifyMetadata(
             rounds,
-            torch.tensor([row for one in sequences for row in one.rows]),
-            torch.tensor([row for one in sequences for row in one.written], dtype=torch.int64),
+            torch.tensor([row for turn in sequences for row in turn.rows]),
+            torch.tensor([row for turn in sequences for row in turn.written], dtype=torch.int64),
             {},
             scratch,
         )
@@ -93,8 +148,8 @@ class Verification:
         return metadata
 
     def commit(self, nodes: Tensor, layers: dict[str, Any]) -> None:
-        """Write the K/V of accepted nodes that are not in their final slots there, through the backend's own packing,
-        before the scheduler can hash the block.
+        """Write the K/V of accepted nodes to their final slots, unless already there, through the backend's own
+        packing, before the scheduler can hash the block.
 
         Args:
             nodes: [requests, D + 1] accepted nodes of every request, -1 pads.

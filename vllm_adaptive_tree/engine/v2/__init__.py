@@ -1,1 +1,1 @@
-"""The adapter to vLLM's Model Runner V2. Nothing in here reads a value of the device on the host."""
+"""Adapter to vLLM's Model Runner V2. No code here makes the host wait for a value of the device."""

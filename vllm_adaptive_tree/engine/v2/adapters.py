@@ -1,4 +1,4 @@
-"""Which LoRA adapter acts on which row."""
+"""LoRA adapters of the rows of a verification."""
 
 from typing import Any
 
@@ -8,15 +8,15 @@ from vllm.v1.worker.gpu.lora_utils import LoraState
 
 
 class Adapters(LoraState):
-    """vLLM's takes each request for one row of logits, and for as many tokens as are scheduled. A verification has one
-    for every node, and an engine whose trees are switched off reads one token."""
+    """Assigns adapters to rows. vLLM's class assumes one row of logits a request, and as many tokens as are scheduled.
+    A verification has a row for every node, and an engine whose trees are switched off reads one token."""
 
     def __init__(self, max_num_reqs: int):
         super().__init__(max_num_reqs=max_num_reqs)
         self.rows = self.tokens = np.ones(0, dtype=np.int32)  # [R] of this step: rows of logits, tokens
 
     def verified(self, batch: Any) -> None:
-        """`batch`: of the step that comes."""
+        """Take the rows of the next step from its `batch`."""
         self.rows = np.diff(batch.cu_num_logits_np)
         self.tokens = np.diff(batch.query_start_loc_np[: batch.num_reqs + 1])
 

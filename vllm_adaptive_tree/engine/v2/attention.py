@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 
 from vllm_adaptive_tree.attention.cpu import attend, window_bias
-from vllm_adaptive_tree.attention.plan import Plan
-from vllm_adaptive_tree.engine.common.attention import Law, TreeAttention, TreeMetadata
+from vllm_adaptive_tree.attention.plan import AttentionPlan
+from vllm_adaptive_tree.engine.common.attention import AttentionVariant, TreeAttention, TreeMetadata
 from vllm_adaptive_tree.trees.masks import ancestor_bits
 
 
 @dataclass(frozen=True, slots=True)
 class KernelTrees(TreeMetadata):
-    """Where kernels run: the first Q requests of the batch have trees, the backend attends for the others. The tensors
-    are parts of buffers that never move, so that a CUDA graph may hold what reads them."""
+    """Metadata for kernels: the first Q requests of the batch have trees, the backend attends for the others. The
+    tensors are parts of persistent buffers, so a CUDA graph may read them."""
 
     native: Any  # vLLM's, for the other requests; None if all have trees, which may be empty
     block_table: Tensor  # [Q, B]
@@ -23,7 +23,7 @@ class KernelTrees(TreeMetadata):
     context: Tensor  # [Q] int32: tokens before each root
     ancestors: Tensor  # [rows or more, W] int64
     rows: int  # of the trees, and of padding
-    plan: Plan | None  # of these rows; None: made by each layer
+    plan: AttentionPlan | None  # of these rows; None: made by each layer
 
     @classmethod
     def of(
@@ -35,13 +35,13 @@ class KernelTrees(TreeMetadata):
             row_start: [Q + 1] int32, the first `rows` rows of the batch by request.
             root: [Q] positions of the roots.
             parent: [Q, N] of the trees' nodes.
-            alone: the batch has no other requests.
+            alone: True if the batch has no other requests.
         """
         row = torch.arange(rows, device=root.device)
         request = torch.searchsorted(row_start[1:].long(), row, right=True)
         bits = ancestor_bits(parent)[request, row - row_start[request]]
         table = native.block_table[: len(root)]
-        return cls(None if alone else behind(native, len(root)), table, row_start, root.int(), bits, rows, None)
+        return cls(None if alone else without_first(native, len(root)), table, row_start, root.int(), bits, rows, None)
 
     def attend(
         self, impl: Any, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, out: Tensor
@@ -52,13 +52,15 @@ class KernelTrees(TreeMetadata):
             impl.forward(layer, query, key, value, kv_cache, self.native, out)
         keys, values = impl.split(kv_cache)
         where = self.block_table, self.row_start, self.context, self.ancestors
-        law = Law.of(impl)._asdict()
-        tree_attention(query[: self.rows], keys, values, *where, impl.scale, out[: self.rows], plan=self.plan, **law)
+        variant = AttentionVariant.of(impl)._asdict()
+        tree_attention(
+            query[: self.rows], keys, values, *where, impl.scale, out[: self.rows], plan=self.plan, **variant
+        )
         return out
 
 
-def behind(native: Any, count: int) -> Any:
-    """vLLM's metadata without the first `count` requests of the batch: rows keep their places."""
+def without_first(native: Any, count: int) -> Any:
+    """vLLM's metadata without the first `count` requests of the batch; the others keep their rows."""
     return replace(
         native,
         query_start_loc=native.query_start_loc[count:],
@@ -69,7 +71,7 @@ def behind(native: Any, count: int) -> Any:
 
 
 class PagedTreeAttention(TreeAttention):
-    """Before FlashAttention of a GPU."""
+    """Mixin before FlashAttention on a GPU."""
 
     head_size: int
 
@@ -85,8 +87,8 @@ class PagedTreeAttention(TreeAttention):
 
 @dataclass(frozen=True, slots=True)
 class DenseTrees(TreeMetadata):
-    """On a CPU: vLLM's kernel reads every row as part of a chain, then the rows of the trees are computed again over a
-    gathered context, with a mask."""
+    """Metadata on a CPU: vLLM's kernel reads every row as part of a chain, then the rows of the trees are computed
+    again over a gathered context, with a mask."""
 
     native: Any  # vLLM's CPUAttentionMetadata
     rows: Tensor  # [Q, T] int64: rows of the flat batch, each tree's root first; padded with the root's
@@ -97,7 +99,7 @@ class DenseTrees(TreeMetadata):
     windowed: dict[int, Tensor]  # window -> the bias with it
 
     def seen_through(self, window: int) -> Tensor:
-        """The bias of a layer with this window; 0: none. [Q, T, B * block_size + T]."""
+        """Bias of a layer with this window (0: none), [Q, T, B * block_size + T]."""
         if not window:
             return self.bias
         if window not in self.windowed:
@@ -117,8 +119,8 @@ class DenseTrees(TreeMetadata):
             torch.cat([old, new[self.rows].transpose(1, 2).float()], 2)
             for old, new in zip(context, (key, value), strict=True)
         )
-        window, soft_cap, sinks = Law.of(impl)
+        window, soft_cap, sinks = AttentionVariant.of(impl)
         bias = self.seen_through(window)
         result = attend(query[self.rows], keys, values, bias, impl.scale, soft_cap=soft_cap, sinks=sinks)
-        out[self.rows] = result.to(out.dtype)  # padding writes its root's result again
+        out[self.rows] = result.to(out.dtype)  # padding writes the root's result again
         return out

@@ -1,4 +1,4 @@
-"""DFlash, DFlash2, LiLiCorr and DSpark heads on Model Runner V2: vLLM's forward over the block, and trees of it."""
+"""DFlash, DFlash2, LiLiCorr and DSpark heads on Model Runner V2: vLLM's forward over the block, and trees from it."""
 
 import copy
 from collections.abc import Callable
@@ -14,24 +14,25 @@ from vllm.v1.worker.gpu.spec_decode.lilicorr.speculator import LiLiCorrSpeculato
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_adaptive_tree.drafters import Rows
-from vllm_adaptive_tree.engine.common.block_lattice import lattice_of
 from vllm_adaptive_tree.engine.common.context_norm import norm_each_layer
-from vllm_adaptive_tree.engine.draft_kind import VLLM_METHODS
-from vllm_adaptive_tree.engine.one_forward import as_vllm_drafts
+from vllm_adaptive_tree.engine.drafts.block import BlockHead
+from vllm_adaptive_tree.engine.drafts.parallel import as_vllm_drafts
+from vllm_adaptive_tree.engine.drafts.registry import kind_in
 from vllm_adaptive_tree.engine.v2.drafting import TargetOutput, TreeDrafting
+from vllm_adaptive_tree.registry import imported
 
 
-class Block(DFlashSpeculator):
-    """Samples nothing: hidden states stay in a buffer that never moves."""
+class BlockForward(DFlashSpeculator):
+    """Block forward that samples nothing: its hidden states stay in a persistent buffer."""
 
     resting = False
-    """Whether only the head's K/V is written."""
+    """True if only the head's K/V is written."""
 
     def __init__(self, vllm_config: Any, device: torch.device):
         super().__init__(vllm_config, device)
         count = self.max_num_reqs * self.num_speculative_steps
         self.predicting = torch.zeros(count, self.draft_model_config.get_hidden_size(), dtype=self.dtype, device=device)
-        """[R * K, H] of the last forward, by request, then depth."""
+        """Hidden states of the last forward, [R * K, H], by request, then depth."""
 
     def _generate_draft(self, num_reqs: int, *rest: Any, **options: Any) -> None:
         if self.resting:
@@ -41,33 +42,25 @@ class Block(DFlashSpeculator):
 
     @property
     def tokens(self) -> Tensor:
-        """[most requests]: the roots of the last forward."""
+        """Roots of the last forward, [most requests]."""
         return self.input_buffers.input_ids[:: self.num_query_per_req][: self.max_num_reqs]
 
 
-class MarkovBlock(Block, DSparkSpeculator):
+class MarkovBlock(BlockForward, DSparkSpeculator):
     pass
 
 
-class PairBlock(Block, DFlash2Speculator):
+class PairBlock(BlockForward, DFlash2Speculator):
     pass
 
 
-class CorrelatedBlock(Block, LiLiCorrSpeculator):
+class CorrelatedBlock(BlockForward, LiLiCorrSpeculator):
     pass
-
-
-BLOCKS: dict[str, type[Block]] = {
-    "dflash": Block,
-    "dflash2": PairBlock,
-    "lilicorr": CorrelatedBlock,
-    "dspark": MarkovBlock,
-}
 
 
 class BlockSpeculator(TreeDrafting, DraftModelSpeculator):
-    """It reads in every step: the target's states, which its K/V is made of, are gone after it. The rows of a block
-    write theirs to the slots after the root, where that of accepted tokens comes in the next step."""
+    """Speculator that reads in every step: the target's states, of which its K/V is made, are lost after it. The rows
+    of a block write K/V to the slots after the root, where the next step writes that of accepted tokens."""
 
     draft_logits = None
     draft_token_confidence_probs = None
@@ -76,14 +69,16 @@ class BlockSpeculator(TreeDrafting, DraftModelSpeculator):
     hidden_size = None
 
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any, req_states: Any):
-        self.kind, levels = str(runner.options.draft), runner.options.levels
-        self.block = BLOCKS[self.kind](as_vllm_drafts(vllm_config, VLLM_METHODS[self.kind], levels), device)
+        kind, levels = kind_in(runner.options), runner.options.levels
+        assert isinstance(kind, BlockHead)
+        self.kind, forward = kind, imported(kind.forward)
+        self.block: BlockForward = forward(as_vllm_drafts(vllm_config, kind.method, levels), device)
         TreeDrafting.__init__(self, runner, req_states)
         self.block_levels, self.vocabulary = levels, vllm_config.model_config.get_vocab_size()
         self.limit = min(self.block.draft_model_config.max_model_len, self.block.max_model_len)
 
     def __getattr__(self, name: str) -> Any:
-        """What vLLM's runner asks of a speculator with a model."""
+        """Attribute of the block, for vLLM's runner, which expects a speculator with a model."""
         if name == "block":
             raise AttributeError(name)
         return getattr(self.block, name)
@@ -99,8 +94,7 @@ class BlockSpeculator(TreeDrafting, DraftModelSpeculator):
     def load_model(self, target_model: nn.Module) -> None:
         self.block.load_model(target_model)
         norm_each_layer(self.block.model.model)
-        self.lattice = lattice_of(
-            self.kind,
+        self.lattice = self.kind.lattice(
             self.block.model,
             self.block.draft_model_config.hf_config,
             self.vocabulary,
@@ -118,7 +112,7 @@ class BlockSpeculator(TreeDrafting, DraftModelSpeculator):
         self.block.init_cudagraph_manager(cudagraph_mode)
 
     def observe_verification(self, *args: Any, **kwargs: Any) -> None:
-        """vLLM's estimate of acceptance, which adaptive verification alone reads."""
+        """Ignore vLLM's estimate of acceptance, which only adaptive verification reads."""
 
     def read(self, target: TargetOutput) -> None:
         batch, auxiliary = target.batch, target.auxiliary

@@ -1,4 +1,4 @@
-"""The budget on Model Runner V2: decided on the host without a look at the device, from figures of past steps."""
+"""Budget on Model Runner V2: decided on the host from figures of past steps, without a device sync."""
 
 import time
 from functools import partial
@@ -8,82 +8,89 @@ import torch
 from torch import Tensor
 
 from vllm_adaptive_tree.acceptance import Accepted
-from vllm_adaptive_tree.budget import Budget, Plan
+from vllm_adaptive_tree.budget import Budget, DraftTemperature, Plan, Planner
 from vllm_adaptive_tree.engine.common.batch_budget import BatchBudget
-from vllm_adaptive_tree.engine.common.steering import Steering
+from vllm_adaptive_tree.engine.common.threshold_controller import ThresholdController
 from vllm_adaptive_tree.engine.v2.readback import AsyncReadback
 from vllm_adaptive_tree.trees import TreeBatch
 
 SETTLED = 2
-"""Steps that have drafted nothing before the time of one is that of a step without drafts: the device is late."""
+"""Steps in a row without drafts before a step's time counts as that of one without drafts: the device lags the host."""
 
 
 class DeviceBudget(BatchBudget):
-    """How many nodes the next verification has, and how many levels this step drafts.
+    """Number of nodes of the next verification, and number of levels that this step drafts.
 
-    Which nodes those are, the device decides (`node_selection.py`). Their number is chosen from the trees of an earlier
-    step, so it asks nothing of a token that it would cut. What a step takes is the time between two steps on the host,
-    which in the long run is the device's.
+    The device selects the nodes (`node_selection.py`). Their number is chosen from the trees of an earlier step, so it
+    does not depend on a token that it would cut. The time of a step is that between two steps on the host, which in the
+    long run is the device's.
     """
 
-    def __init__(self, budget: Budget, steering: Steering, *, learns: bool):
-        """`learns`: the budget is not fixed; what it decides follows from past steps."""
+    def __init__(self, budget: Budget, steering: ThresholdController, *, learns: bool):
+        """`learns`: True if the budget is not fixed; its decisions then follow from past steps."""
         super().__init__(budget, steering)
         self.learns, self.nodes = learns, budget.most
         self.live = True
-        """Whether costs follow the steps; ranks that must agree on every number keep to those of the start."""
+        """True if costs follow the steps; ranks that must agree on every number keep to those of the start."""
         self.readback = AsyncReadback()
         self.value = self.depth = torch.zeros(0, 1)  # [R, N] of an earlier step
-        self.greedy = torch.zeros(0, dtype=torch.bool)  # [R]: whose trees those were
+        self.greedy = torch.zeros(0, dtype=torch.bool)  # [R]: greedy requests among those of these trees
         self.started = self.spent = 0.0
         self.drafting = 0, 0
         """Requests and draft forwards of the last step."""
         self.rested = 0
         """Steps in a row that have drafted nothing."""
 
+    def begin_learning(self, planner: Planner, temperature: DraftTemperature | None, *, alone: bool) -> None:
+        """Begin to plan. Ranks that must agree on every number, not `alone`, keep to the costs and the temperature of
+        the start."""
+        self.budget, self.learns, self.live = planner, True, alone
+        self.temperature = temperature if alone else None
+        planner.probe += SETTLED
+
     @property
     def verifying(self) -> int | None:
         return self.nodes
 
     def begin_step(self, greedy: np.ndarray) -> int:
-        """The most levels of the trees of requests that are `greedy` [R] or not; 0: nothing is drafted."""
+        """Most levels of the trees of requests that are `greedy` [R] or not; 0: nothing is drafted."""
         self.readback.next_step()
         return self.begin(greedy.tolist()).levels
 
     def drafted(self, tree: TreeBatch, greedy: np.ndarray, level: Tensor | None) -> None:
-        """Trees of this step; `level` [R, N] as `Planner.observe_trees` takes it."""
+        """Note the trees of this step; `level` [R, N] as `Planner.observe_trees` takes it."""
         if self.learns:
             value = self.values(tree)
             numbers = (tree.depth,) if level is None else (tree.depth, level)
-            figures = torch.stack([value, *(one.to(value.dtype) for one in numbers)])
-            self.readback.send(figures, partial(self._know, torch.from_numpy(greedy), self.budget.plan))
+            figures = torch.stack([value, *(column.to(value.dtype) for column in numbers)])
+            self.readback.send(figures, partial(self._on_trees, torch.from_numpy(greedy), self.budget.plan))
 
     def verified(self, tree: TreeBatch, accepted: Accepted, greedy: np.ndarray, order: Tensor | None) -> None:
-        """`order` [R, N]: places in generation order, if those of the nodes are others."""
+        """Learn from a verification. `order` [R, N]: places in generation order, if the nodes are in another."""
         if self.learns:
             value = self.values(tree, order)
             place = torch.arange(tree.tokens.shape[1], device=value.device)
             hit = (accepted.nodes[:, :, None] == place).any(1)
             depth = torch.where(tree.valid, tree.depth, 0)
             figures = torch.stack([value, depth.to(value.dtype), hit.to(value.dtype)])
-            self.readback.send(figures, partial(self._learn, torch.from_numpy(greedy)))
+            self.readback.send(figures, partial(self._on_verified, torch.from_numpy(greedy)))
 
-    def fit(self, roots: Tensor, token: Tensor, among: Tensor) -> None:
-        """After roots with the draft's logits [R, V] the target took `token` [R]; `among` [R]: greedy requests that
-        had a tree."""
+    def fit(self, roots: Tensor, token: Tensor, selected: Tensor) -> None:
+        """Fit the temperature to roots with the draft's logits [R, V] after which the target took `token` [R];
+        `selected` [R]: greedy requests that had a tree."""
         temperature = self.temperature
         if temperature is not None:
-            figures = temperature.measured(roots, token, among)
-            self.readback.send(figures, lambda found: temperature.learn(*found.tolist()))
+            figures = temperature.measured(roots, token, selected)
+            self.readback.send(figures, lambda values: temperature.learn(*values.tolist()))
 
     def end_step(self, requests: int, rows: int, context: int, forwards: int, *, usual: bool, trees: bool) -> None:
-        """Decide how many nodes the next verification has.
+        """Choose the number of nodes of the next verification.
 
         Args:
             rows, context: of this step's verification; tokens in the cache of all requests.
             forwards: of the draft after the roots'.
-            usual: it read no prompts, and nothing that the draft had missed.
-            trees: it has left some, of the draft or of a look-up.
+            usual: True if it read no prompts, and no tokens that the draft had skipped.
+            trees: True if it has left some, of the draft or of a look-up.
         """
         if not self.learns:
             return
@@ -103,7 +110,8 @@ class DeviceBudget(BatchBudget):
             self.nodes = int(kept.sum())
 
     def _follow(self, requests: int, rows: int, context: int, seconds: float, *, rests: bool) -> None:
-        """The time since the last step: of its drafting and of this verification, each as far off as both together."""
+        """Learn from the time since the last step, divided between its drafting and this verification in proportion to
+        their expected costs."""
         batch, levels = self.drafting
         verify = self.budget.costs.verify.cost(rows) + context * self.budget.costs.context
         drafting = self.spent / (self.spent + verify)
@@ -112,12 +120,12 @@ class DeviceBudget(BatchBudget):
         if levels:
             self.budget.observe_level(batch, seconds * drafting / levels)
 
-    def _know(self, greedy: Tensor, plan: Plan, figures: Tensor) -> None:
+    def _on_trees(self, greedy: Tensor, plan: Plan, figures: Tensor) -> None:
         (self.value, depth, *level), self.greedy = figures, greedy
         self.depth = depth.long()
         self.budget.observe_trees(self.value, self.depth, greedy, plan, level=level[0].long() if level else None)
 
-    def _learn(self, greedy: Tensor, figures: Tensor) -> None:
+    def _on_verified(self, greedy: Tensor, figures: Tensor) -> None:
         value, depth, hit = figures
         known = depth > 0
         rows = greedy[:, None].expand(known.shape)[known]

@@ -1,4 +1,4 @@
-"""A draft model that can skip steps, and catches up on the skipped tokens later."""
+"""Draft model that can skip steps, and catches up on the skipped tokens later."""
 
 from typing import Any
 
@@ -18,15 +18,15 @@ from vllm_adaptive_tree.engine.v2.paged_draft import PagedDraft
 
 
 class CatchUpSpeculator(PagedDraft, StandaloneARSpeculator):
-    """For drafts that read token ids alone: those can be read later."""
+    """Speculator for drafts that read token ids alone, which can be read later."""
 
     tokens: Tensor
-    """[requests, length]: vLLM's, by its index of the request."""
+    """vLLM's tokens [requests, length], by its index of the request."""
     reads_late = True
     backlog: DraftBacklog | None = None
 
     def skip(self, batch: Any, which: np.ndarray) -> None:
-        """The draft does not read this step of the requests `which` [R] bool."""
+        """Note that the draft does not read this step of the requests `which` [R] bool."""
         if self.backlog is not None:
             requests = batch.idx_mapping_np[which]
             self.backlog.skipped(requests, batch.num_computed_tokens_np[which], batch.num_scheduled_tokens[which])
@@ -35,7 +35,7 @@ class CatchUpSpeculator(PagedDraft, StandaloneARSpeculator):
         self.skip(target.batch, np.ones(target.batch.num_reqs, dtype=bool))
 
     def catch_up(self, batch: Any) -> np.ndarray | None:
-        """At most as many tokens as a batch may have; requests with more of them wait for the next step."""
+        """Read skipped tokens, as many as a batch may have; requests with more of them wait for the next step."""
         if self.backlog is None:
             return None
         room, late, gaps = self.max_num_tokens, np.zeros(batch.num_reqs, dtype=bool), []
@@ -54,15 +54,16 @@ class CatchUpSpeculator(PagedDraft, StandaloneARSpeculator):
         return ~late if late.any() else None
 
     def _read(self, batch: Any, gaps: list[Gap]) -> None:
-        """One forward over tokens that are in the target's cache; the host does not know exactly where they end, and
-        K/V after that is not stored."""
+        """Run one forward over tokens that are in the target's cache; the host does not know their exact end, and K/V
+        after it is not stored."""
         rows, start, end = np.array(gaps).T
         count, length = len(gaps), end - start
         total = int(length.sum())
         first = np.concatenate([[0], length.cumsum()]).astype(np.int32)
         of = np.repeat(np.arange(count), length)
         row, place, of = (
-            async_tensor_h2d(one, device=self.device) for one in (rows, np.arange(total) - (first[:-1] - start)[of], of)
+            async_tensor_h2d(array, device=self.device)
+            for array in (rows, np.arange(total) - (first[:-1] - start)[of], of)
         )
         request, begin = batch.idx_mapping[row], batch.positions[batch.query_start_loc[row]]
         tokens = self.tokens[request[of], place]

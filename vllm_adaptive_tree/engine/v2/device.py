@@ -1,5 +1,4 @@
-"""Which devices compile Triton kernels: there trees run as kernels over persistent buffers, elsewhere as PyTorch
-operations."""
+"""Devices that compile Triton kernels: trees run there as kernels over persistent buffers, elsewhere in PyTorch."""
 
 import torch
 

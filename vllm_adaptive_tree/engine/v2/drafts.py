@@ -14,7 +14,7 @@ NOWHERE = -1
 
 
 class DraftProbs(NamedTuple):
-    """The distributions that the children of R trees were sampled from. Entry 0 of a row is the root, entry 1 + i node
+    """Distributions that the children of R trees were sampled from. Entry 0 of a row is the root, entry 1 + i node
     i."""
 
     logits: Tensor | None  # [B, S, V] of the draft model, of the whole batch that drafted; None if none were kept
@@ -24,7 +24,7 @@ class DraftProbs(NamedTuple):
     num_planned: Tensor  # [R, 1 + N] children planned for a node
 
     def after(self, node: Tensor) -> tuple[Tensor, Tensor]:
-        """q [R, V] after `node` [R] (-1: the root) and how many children were planned [R]; zeros for unread nodes."""
+        """q [R, V] after `node` [R] (-1: the root) and the number of children planned [R]; zeros for unread nodes."""
         assert self.logits is not None
         at = (node + 1)[:, None]
         slot, planned = self.slot.gather(1, at)[:, 0], self.num_planned.gather(1, at)[:, 0]
@@ -32,13 +32,13 @@ class DraftProbs(NamedTuple):
         return q.masked_fill((slot < 0)[:, None], 0.0), planned.masked_fill(slot < 0, 0)
 
     def permuted(self, order: Tensor) -> "DraftProbs":
-        """With node `order[r, i]` ([R, N]) as node i."""
+        """Same distributions with node `order[r, i]` ([R, N]) as node i."""
         entry = torch.cat([torch.zeros_like(order[:, :1]), order + 1], 1)
         return self._replace(slot=self.slot.gather(1, entry), num_planned=self.num_planned.gather(1, entry))
 
 
 class Drafts:
-    """The trees of the last batch that drafted, by vLLM's index of the request, in buffers that never move."""
+    """Trees of the last batch that drafted, by vLLM's index of the request, in persistent buffers."""
 
     def __init__(self, requests: int, nodes: int, device: torch.device):
         number = torch.full((requests + 1,), NOWHERE, device=device)  # the last one is that of padding
@@ -48,18 +48,20 @@ class Drafts:
         self.tree = TreeBatch(whole, whole.clone(), torch.zeros_like(whole), value)
         self.read, self.planned = whole.clone(), torch.zeros(requests, 1 + nodes, dtype=torch.int64, device=device)
         self.temperature = torch.ones(requests, device=device)
+        self.cell: Tensor | None = None
+        """Cells of the nodes [requests, N], if the proposer learns acceptance."""
         self.shape = 0, 0
-        """Of the last batch: B, S."""
+        """Shape of the last batch: B, S."""
         self.kept: Tensor | None = None
-        """[B * S or more, V]: logits of the nodes that the draft has read."""
+        """Logits of the nodes that the draft has read, [B * S or more, V]."""
 
     def open(self, requests: int, slots: int) -> None:
-        """The next trees are of so many requests; `keep` gets the logits of at most so many slots of each. 0: none, as
+        """Prepare for trees of so many requests; `keep` gets the logits of at most so many slots of each. 0: none, as
         for trees of a text."""
         self.shape = requests, slots
 
     def keep(self, logits: Tensor, first: int) -> None:
-        """Logits [B, W, V] of slots from `first` on."""
+        """Keep logits [B, W, V] of the slots from `first` on."""
         requests, slots = self.shape
         if self.kept is None or len(self.kept) < requests * slots:
             self.kept = logits.new_zeros(requests * slots, logits.shape[2])
@@ -68,30 +70,32 @@ class Drafts:
 
     @property
     def logits(self) -> Tensor | None:
-        """[B, S, V], the roots' first, if any were kept."""
+        """Kept logits [B, S, V], the roots' first; None if none were kept."""
         requests, slots = self.shape
         return self.kept[: requests * slots].unflatten(0, self.shape) if self.kept is not None and slots else None
 
     def store(self, request: Tensor, root: Tensor, proposal: Proposal, temperature: Tensor) -> None:
-        """Trees of B requests with their roots at the positions `root` [B], in the place of all others."""
+        """Store trees of B requests with their roots at the positions `root` [B], in place of all others."""
         self.place.fill_(NOWHERE)
         self.place[request] = torch.arange(len(request), device=request.device)
         self.root[request] = root
         new = (*proposal.tree, proposal.read, proposal.num_planned, temperature)
         for buffer, part in zip((*self.tree, self.read, self.planned, self.temperature), new, strict=True):
             buffer[: len(request)] = part
+        if self.cell is not None:  # the trees of a look-up have none, and must not count in those of others
+            self.cell[: len(request)] = -1 if proposal.cell is None else proposal.cell
 
     def forget(self) -> None:
-        """The trees have been verified, and no others follow."""
+        """Drop the trees: they have been verified, and no others follow."""
         self.place.fill_(NOWHERE)
 
     @property
     def drafted(self) -> Drafted:
-        """For `Layout.update`."""
+        """Trees for `Layout.update`."""
         return Drafted(self.tree, self.read, self.planned, self.place, self.root)
 
     def of(self, request: Tensor, root: Tensor, scheduled: Tensor) -> tuple[TreeBatch, DraftProbs]:
-        """The trees of R requests with roots at positions `root` [R], cut to the `scheduled` [R] nodes; empty if the
+        """Trees of R requests with roots at positions `root` [R], cut to the `scheduled` [R] nodes; empty if the
         last batch drafted nothing for that root."""
         place = self.place[request]
         known = (place >= 0) & (self.root[request] == root)

@@ -1,4 +1,4 @@
-"""The pieces of drafting that a CUDA graph holds: each runs over buffers that never move."""
+"""Pieces of drafting that a CUDA graph may hold: each runs over persistent buffers."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,14 +14,20 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Piece(BatchExecutionDescriptor):
-    """What the draft runs at once of so many requests, padding included."""
+    """Key of a piece: a unit of drafting for so many requests, padding included."""
 
     levels: int = 0
-    """Of the trees; 0: it reads the accepted tokens."""
+    """Levels of the trees; 0: the piece reads the accepted tokens."""
 
     @classmethod
     def of(cls, requests: int, levels: int = 0) -> Self:
         return cls(CUDAGraphMode.FULL, num_tokens=requests, num_reqs=requests, levels=levels)
+
+
+def drop_whole_graphs(manager: CudaGraphManager) -> None:
+    """Let no step take a whole graph of this manager any more."""
+    for size, graphs in manager._candidates.items():
+        manager._candidates[size] = [graph for graph in graphs if graph.cg_mode != CUDAGraphMode.FULL]
 
 
 def ladder(most: int) -> list[int]:
@@ -30,36 +36,36 @@ def ladder(most: int) -> list[int]:
 
 
 class DraftGraphs(CudaGraphManager):
-    """vLLM's manager, which records where and how vLLM does and counts the memory; without one, everything runs as it
-    is called.
+    """Manager that records graphs where and how vLLM does, memory accounting included; without graphs, pieces run as
+    they are called.
 
-    A piece is a function without arguments, and what it returns lies where the recording has left it until the same
-    piece runs again.
+    A piece is a function without arguments; its result stays in the buffers of its recording until the same piece runs
+    again.
     """
 
     def __init__(self, vllm_config: Any, device: torch.device, mode: CUDAGraphMode):
         """`mode`: vLLM's of this engine; NONE: without graphs."""
         super().__init__(vllm_config, device, mode, decode_query_len=1)
         self._capture_descs: dict[CUDAGraphMode, list[BatchExecutionDescriptor]] = {}
-        self.found: dict[BatchExecutionDescriptor, Any] = {}
+        self.results: dict[BatchExecutionDescriptor, Any] = {}
         self.aside = False
 
     def run(self, piece: Piece, function: Callable[[], T]) -> T:
         if self.aside or piece not in self.graphs:
             return function()
         self.run_fullgraph(piece)
-        found: T = self.found[piece]
-        return found
+        result: T = self.results[piece]
+        return result
 
     def record(self, functions: Mapping[Piece, Callable[[], Any]]) -> None:
-        """On a device, in vLLM's order: the largest first, each after a run of its own."""
+        """Record the functions on a device in vLLM's order: the largest first, each after a run of its own."""
         if not self.cudagraph_mode:
             return
         self._capture_descs = {CUDAGraphMode.FULL: list(functions)}
 
         def prepared(piece: Any, warmup: bool) -> Callable[[CUDAGraphMode], None]:
             def run(mode: CUDAGraphMode) -> None:
-                self.found[piece] = functions[piece]()
+                self.results[piece] = functions[piece]()
 
             return run
 
@@ -67,7 +73,7 @@ class DraftGraphs(CudaGraphManager):
 
     @contextmanager
     def bypassed(self) -> Iterator[None]:
-        """Inside, pieces run as they are called, to be watched."""
+        """Run pieces as they are called inside the block, to be watched."""
         self.aside = True
         try:
             yield

@@ -8,40 +8,42 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import prepare_prefill_inputs
 
+from vllm_adaptive_tree.engine.drafts.registry import kind_in
 from vllm_adaptive_tree.engine.v2.drafting import TargetOutput, TreeDrafting
 from vllm_adaptive_tree.engine.v2.paged_draft import PagedDraft
 
 
 class HeadSpeculator(PagedDraft, EagleSpeculator):
-    """Its row at a position has the target's hidden state there and the token after it, so the last accepted row is the
-    root's. It reads in every step, since those states are gone after it; K/V of accepted tokens is computed again from
-    them.
+    """Head whose row at a position has the target's hidden state there and the token after it, so the last accepted row
+    is the root's. It reads in every step, since those states are lost after it; K/V of accepted tokens is computed
+    again from them.
     """
 
     shift = 1
     target_hidden: Tensor | None = None
-    """[rows, H or more]: of the rows that the next piece reads, as the target has them."""
+    """Target's states of the rows that the next piece reads, [rows, H or more]."""
 
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any, req_states: Any):
         EagleSpeculator.__init__(self, vllm_config, device)
         TreeDrafting.__init__(self, runner, req_states)
+        self.combines = kind_in(self.options).combines_states
 
     def rest(self, target: TargetOutput) -> None:
         self.read(target)
 
-    def bring(self, target: TargetOutput, rows: int) -> None:
+    def stage_hidden_states(self, target: TargetOutput, rows: int) -> None:
         hidden = torch.cat(target.auxiliary, -1) if target.auxiliary else target.hidden
         if self.target_hidden is None:
             self.target_hidden = hidden.new_zeros(len(self.inputs.source), hidden.shape[1])
         torch.index_select(hidden, 0, self.inputs.source[:rows], out=self.target_hidden[:rows])
 
-    def given(self, rows: int) -> Tensor:
+    def hidden_inputs(self, rows: int) -> Tensor:
         assert self.target_hidden is not None
         hidden = self.target_hidden[:rows]
-        return self.model.combine_hidden_states(hidden) if self.method == "eagle3" else hidden
+        return self.model.combine_hidden_states(hidden) if self.combines else hidden
 
     def feedback(self, requests: int) -> Tensor:
-        """vLLM's first forward leaves it there, too."""
+        """Hidden states of the roots, which vLLM's first forward leaves there, too."""
         return self.hidden_states[:requests]
 
     def read_natively(self, target: TargetOutput, *, without_attention: bool = False) -> None:
@@ -68,12 +70,12 @@ class HeadSpeculator(PagedDraft, EagleSpeculator):
         self._prefill(batch.num_reqs, batch.num_tokens_after_padding, target.metadata, target.slots, None)
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, metadata: Any, given: Tensor | None, slots: dict[str, Tensor]
+        self, tokens: Tensor, positions: Tensor, metadata: Any, hidden_inputs: Tensor | None, slots: dict[str, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Not by way of vLLM's buffers: a level may have more rows."""
+        """Run the model without vLLM's buffers: a level may have more rows."""
         with (
             torch.inference_mode(),
             set_forward_context(metadata, self.vllm_config, num_tokens=len(tokens), slot_mapping=slots),
         ):
-            found = self.model(input_ids=tokens, positions=positions, hidden_states=given, inputs_embeds=None)
-        return found if isinstance(found, tuple) else (found, found)
+            states = self.model(input_ids=tokens, positions=positions, hidden_states=hidden_inputs, inputs_embeds=None)
+        return states if isinstance(states, tuple) else (states, states)

@@ -1,4 +1,4 @@
-"""Draft levels on devices with kernels: K/V of the nodes in buffers beside the paged cache, which is read in place."""
+"""Side buffers for draft-node K/V on devices with kernels; the paged cache is read in place."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
@@ -6,14 +6,14 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from vllm_adaptive_tree.attention.plan import Plan
+from vllm_adaptive_tree.attention.plan import AttentionPlan
 from vllm_adaptive_tree.attention.triton_tree import OwnKeys, tree_attention
 from vllm_adaptive_tree.engine.common.attention import TreeMetadata
 from vllm_adaptive_tree.trees.masks import WORD
 
 
 class LevelKeys(TreeMetadata):
-    """The metadata of draft forwards over levels. Its buffers never move, and are made before vLLM sizes its cache.
+    """Metadata of draft forwards over levels. Its buffers are persistent, and made before vLLM sizes its cache.
 
     Every column of a level has a slot, counted from 0 over all levels; the root is in the cache. Nodes never enter the
     cache; accepted tokens are read again when the draft catches up.
@@ -26,7 +26,7 @@ class LevelKeys(TreeMetadata):
         Args:
             layers: vLLM's attention layers of the draft, by name.
             widths: columns of a level for batches of 1, 2, .. requests.
-            levels: forwards over a level in a step, at most.
+            levels: most forwards over a level in a step.
         """
         self.levels = max(levels, 1)
         rows = max(requests * width for requests, width in enumerate(widths, 1))
@@ -35,17 +35,18 @@ class LevelKeys(TreeMetadata):
         itself = torch.ones_like(slot) << slot % WORD
         self.itself = torch.where(slot[:, None] // WORD == word, itself[:, None], 0)  # [S, words]
         self.seen = slot.new_zeros(len(widths) + rows * self.levels, len(word))
-        """Of the batch [R, 1 + S, words]: which slots the root, which sees none, and every slot see."""
+        """Visible slots of the batch [R, 1 + S, words], as bits: of the root, which sees none, and of every slot."""
         self.roots = torch.zeros(len(widths), dtype=torch.int32, device=device)
         self.keys: dict[str, Tensor] = {}  # of each layer [2, rows * levels, Hkv, D]: of the batch [R, S, Hkv, D]
-        self.plans: dict[str, list[Plan]] = {}  # of each layer, by the number of requests
-        shared: dict[tuple[int, ...], list[Plan]] = {}
+        self.plans: dict[str, list[AttentionPlan]] = {}  # of each layer, by the number of requests
+        shared: dict[tuple[int, ...], list[AttentionPlan]] = {}
         for name, layer in layers.items():
             shape = layer.impl.num_heads, layer.impl.num_kv_heads, layer.impl.head_size
             self.keys[name] = torch.zeros(2, rows * self.levels, *shape[1:], dtype=dtype, device=device)
             if shape not in shared:
                 of_width = {
-                    width: Plan(rows, len(widths), *shape, dtype, device, rows_per_request=width) for width in {*widths}
+                    width: AttentionPlan(rows, len(widths), *shape, dtype, device, rows_per_request=width)
+                    for width in {*widths}
                 }
                 of_lanes = {plan.lanes: plan for plan in of_width.values()}
                 shared[shape] = [of_lanes[of_width[width].lanes] for width in widths]
@@ -53,7 +54,7 @@ class LevelKeys(TreeMetadata):
 
     def open(self, block_table: Tensor | None, root: Tensor, width: int) -> Self:
         """Begin trees of R requests with at most `width` columns a level; `block_table` [R, B], `root` [R] position of
-        each root, which is in the cache. Without a table nothing is attended to: vLLM measures memory."""
+        each root, which is in the cache. Without a table, while vLLM measures memory, attention returns zeros."""
         self.requests, self.slots, self.width, self.end = len(root), width * self.levels, 0, 0
         self.block_table, self.context = block_table, self.roots[: len(root)]
         torch.add(root, 1, out=self.context)
@@ -83,8 +84,10 @@ class LevelKeys(TreeMetadata):
         if self.block_table is None:
             return out.zero_()
         start = self.end - self.width
-        own = self.keys[layer.layer_name][:, : self.requests * self.slots].unflatten(1, (self.requests, self.slots))
-        for whole, new in zip(own, (key, value), strict=True):  # 0 times a NaN of a dead row would be NaN
+        node_keys = self.keys[layer.layer_name][:, : self.requests * self.slots].unflatten(
+            1, (self.requests, self.slots)
+        )
+        for whole, new in zip(node_keys, (key, value), strict=True):  # 0 times a NaN of a dead row would be NaN
             new = new.unflatten(0, (self.requests, self.width))
             torch.nan_to_num(new, nan=0.0, posinf=0.0, neginf=0.0, out=whole[:, start : self.end])
         keys, values = impl.split(kv_cache)
@@ -92,5 +95,5 @@ class LevelKeys(TreeMetadata):
             *(query, keys, values, self.block_table, self.row_start, self.context, self.bits.flatten(0, 1)),
             *(impl.scale, out),
             plan=self.plans[layer.layer_name][self.requests - 1],
-            own=OwnKeys(own[0], own[1], start),
+            own=OwnKeys(node_keys[0], node_keys[1], start),
         )

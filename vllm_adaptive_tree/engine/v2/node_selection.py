@@ -1,4 +1,4 @@
-"""The rows of a verification: the host picks how many nodes to verify, the device which."""
+"""Rows of a verification: the host chooses the number of nodes to verify, the device selects them."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_adaptive_tree.budget import best
+from vllm_adaptive_tree.budget import top_nodes
 from vllm_adaptive_tree.engine.common.batch_budget import place_values
 from vllm_adaptive_tree.engine.v2.budget import DeviceBudget
 from vllm_adaptive_tree.engine.v2.drafts import Drafts
@@ -18,7 +18,7 @@ from vllm_adaptive_tree.engine.vllm_api import reallocated
 class NodeSelection:
     """Replaces vLLM's AdaptiveVerificationManager, with its methods.
 
-    The scheduler's draft tokens only bound the trees. A batch verifies as many nodes as the budget says, the most
+    The scheduler's draft tokens only bound the trees. A batch verifies as many nodes as the budget allows, the most
     likely of all its requests; without a node it is vLLM's plain decode. Graphs are chosen by the rows that run.
     """
 
@@ -31,10 +31,12 @@ class NodeSelection:
         """
         self.drafts, self.query_start_loc, self.budget = drafts, query_start_loc, budget
         self.nodes = 0  # of the step in preparation
-        self.scheduled = self.others = np.zeros(0, dtype=np.int32)  # its draft tokens, and all others, by request
+        self.scheduled = self.num_other_tokens = np.zeros(
+            0, dtype=np.int32
+        )  # its draft tokens, and all others, by request
 
     def get_num_tokens(self, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]]) -> int:
-        """Tokens of the step."""
+        """Number of tokens of the step."""
         drafts = sum(map(len, draft_tokens.values()))
         most = None if self.budget is None else self.budget.nodes
         self.nodes = drafts if most is None else min(most, drafts)
@@ -43,32 +45,32 @@ class NodeSelection:
     def compact_batch(
         self, num_draft_tokens_per_req: np.ndarray, num_scheduled_tokens: np.ndarray, cu_num_logits_np: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The step as the host sees it: tokens of each request, and the first row of its logits. Only the sums are
-        exact; without a node, all of it is."""
+        """Host's view of the step: tokens of each request, and the first row of its logits. Only the sums are exact;
+        without a node, all numbers are."""
         self.scheduled = num_draft_tokens_per_req
-        self.others = num_scheduled_tokens - num_draft_tokens_per_req
+        self.num_other_tokens = num_scheduled_tokens - num_draft_tokens_per_req
         if self.nodes == 0:
-            return self.others, np.arange(len(self.others) + 1, dtype=cu_num_logits_np.dtype)
+            return self.num_other_tokens, np.arange(len(self.num_other_tokens) + 1, dtype=cu_num_logits_np.dtype)
         if self.nodes == self.scheduled.sum():
             return num_scheduled_tokens, cu_num_logits_np
         inside = np.arange(self.scheduled.max())[:, None] < self.scheduled
         taken = inside & (np.cumsum(inside).reshape(inside.shape) <= self.nodes)
-        return self.others + taken.sum(0).astype(np.int32), cu_num_logits_np
+        return self.num_other_tokens + taken.sum(0).astype(np.int32), cu_num_logits_np
 
     def reallocate_drafts(self, req_ids: list[str], idx_mapping: Tensor) -> tuple[Any, ...]:
-        """The step on the device: first row of each request's logits, first of its rows (both [R + 1] and more),
+        """Device's view of the step: first row of each request's logits, first of its rows (both [R + 1] and more),
         nodes."""
         device = idx_mapping.device
         requests = len(req_ids)
         room = async_tensor_h2d(self.scheduled, device=device)
         everyone = self.nodes == self.scheduled.sum()
-        kept = room if everyone else best(self._values(idx_mapping), room, self.nodes).int()
+        kept = room if everyone else top_nodes(self._values(idx_mapping), room, self.nodes).int()
         logits = torch.zeros(requests + 1, dtype=torch.int32, device=device)
         torch.cumsum(kept + 1, 0, out=logits[1:])
         self.query_start_loc[:1].zero_()
-        others = async_tensor_h2d(self.others, device=device)
-        torch.cumsum(kept + others, 0, out=self.query_start_loc[1 : requests + 1])
-        self.query_start_loc[requests + 1 :].fill_(int(self.others.sum()) + self.nodes)
+        num_other_tokens = async_tensor_h2d(self.num_other_tokens, device=device)
+        torch.cumsum(kept + num_other_tokens, 0, out=self.query_start_loc[1 : requests + 1])
+        self.query_start_loc[requests + 1 :].fill_(int(self.num_other_tokens.sum()) + self.nodes)
         return reallocated(logits, self.query_start_loc, self.nodes)
 
     def _values(self, request: Tensor) -> Tensor:
@@ -79,21 +81,21 @@ class NodeSelection:
         return weight.masked_fill((place < 0)[:, None], -torch.inf)
 
     def add_request(self, req_idx: int) -> None:
-        """vLLM's keeps something of each request."""
+        """Do nothing; vLLM's manager keeps data of each request."""
 
     def record_confidences(self, confidence_probs: Tensor, input_batch: Any) -> None:
-        """vLLM's learns from its speculator's confidence."""
+        """Do nothing; vLLM's manager learns from its speculator's confidence."""
 
     def batches_to_profile(self, capture_sizes: list[int]) -> Iterator[dict[str, int]]:
-        """vLLM's measures steps of all sizes at start-up."""
+        """Return no batches; vLLM's manager measures steps of all sizes at start-up."""
         return iter(())
 
     def set_initial_cost_curves(self, samples: list[Any]) -> None:
-        """And keeps their costs."""
+        """Do nothing; vLLM's manager keeps the costs of those steps."""
 
 
 class NoNodes(NodeSelection):
-    """Of an engine whose trees are off: every step is vLLM's plain decode."""
+    """Selection of an engine whose trees are off: every step is vLLM's plain decode."""
 
     def get_num_tokens(self, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]]) -> int:
         self.nodes = 0

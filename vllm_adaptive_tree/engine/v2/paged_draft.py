@@ -1,4 +1,4 @@
-"""Drafts with attention layers: their K/V of accepted tokens is in vLLM's paged cache, that of nodes outside it."""
+"""Drafts with attention layers: K/V of accepted tokens is in vLLM's paged cache, that of nodes outside it."""
 
 from abc import abstractmethod
 from collections.abc import Callable
@@ -23,44 +23,44 @@ from vllm_adaptive_tree.kernels.reading import Cache
 
 
 class PagedDraft(TreeDrafting, DraftModelSpeculator):
-    """Satisfies `drafters.Drafter`; comes before one of vLLM's speculators with a model.
+    """Mixin that satisfies `drafters.Drafter`, before one of vLLM's speculators with a model.
 
-    Accepted tokens behind a prompt are read in a piece, a fixed number of rows for each request, of which those beyond
-    the path belong to none; prompts, and batches that are too large for that, by vLLM's own first forward.
+    Accepted tokens after a prompt are read in a piece with a fixed number of rows for each request, those beyond the
+    path unused; prompts, and batches that are too large for that, by vLLM's own first forward.
     """
 
     hidden_size: int
     root_hidden: Tensor | None = None
-    """[requests, H]: what the roots' logits are computed from, of the last `read`."""
+    """Hidden states [requests, H] of the last `read`, from which the roots' logits are computed."""
     level_keys: LevelKeys | None = None
-    """On devices with kernels."""
-    unattended = False
-    """While vLLM measures memory: there is no cache."""
+    """Side buffers for K/V of nodes, on devices with kernels."""
+    profiling = False
+    """True while vLLM measures memory: there is no cache."""
     longest_text = 0
-    """Tokens of a request in the cache, at most; on the host."""
+    """Most tokens of a request in the cache; on the host."""
 
     @abstractmethod
     def read_natively(self, target: TargetOutput, *, without_attention: bool = False) -> None:
-        """vLLM's forward over the tokens that this step has accepted; it ends with `sample_draft`."""
+        """Run vLLM's forward over the tokens that this step has accepted; it ends with `sample_draft`."""
 
     @abstractmethod
     def forward(
-        self, tokens: Tensor, positions: Tensor, metadata: Any, given: Tensor | None, slots: dict[str, Tensor]
+        self, tokens: Tensor, positions: Tensor, metadata: Any, hidden_inputs: Tensor | None, slots: dict[str, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Run the draft over rows, `tokens` and `positions` [M], `given` [M, H]: a head's, of what is before them;
-        `slots` [M] of the cache by layer: where their K/V goes, if it stays. Returns hidden states for the logits, and
-        what the rows pass on, both [M, H]."""
+        """Run the draft over rows: `tokens` and `positions` [M]; `hidden_inputs` [M, H]: a head's states of what
+        precedes them; `slots` [M] of the cache by layer, for K/V that stays. Returns hidden states for the logits, and
+        the states that the rows pass on, both [M, H]."""
 
-    def given(self, rows: int) -> Tensor | None:
-        """What a head is given with the first rows of `inputs` [rows, H]."""
+    def hidden_inputs(self, rows: int) -> Tensor | None:
+        """Hidden states that a head is given with the first rows of `inputs` [rows, H]."""
         return None
 
     def feedback(self, requests: int) -> Tensor | None:
-        """[R, H]: what the roots pass to their children."""
+        """Hidden states [R, H] that the roots pass to their children."""
         return None
 
-    def bring(self, target: TargetOutput, rows: int) -> None:
-        """Bring what `given` needs of the target into a buffer."""
+    def stage_hidden_states(self, target: TargetOutput, rows: int) -> None:
+        """Copy the target's states that `hidden_inputs` needs into a buffer."""
 
     @property
     def reading_width(self) -> int:  # type: ignore[override]
@@ -82,23 +82,23 @@ class PagedDraft(TreeDrafting, DraftModelSpeculator):
         return reading | super().pieces()
 
     def fits(self, requests: int) -> bool:
-        """Whether a forward may have the rows of a piece that reads."""
+        """Return whether a forward may have as many rows as a piece that reads."""
         return requests * self.reading_width <= self.most_rows
 
     def dummy_run(self, target: TargetOutput, *, without_attention: bool) -> None:
         self.read_natively(target, without_attention=without_attention)
         if without_attention and self.level_keys is not None:
-            self.bring(target, 0)
+            self.stage_hidden_states(target, 0)
             self.profile_levels()
 
     def profile_levels(self) -> None:
-        """The largest levels of a step, without attention: vLLM's memory profile sees what they allocate."""
+        """Run the largest levels of a step, without attention, so that vLLM's memory profile sees their allocations."""
         requests = max(self.sizes, key=lambda count: (count * self.width(count), count))
         self.inputs.alive.fill_(1)
         self.inputs.temperature.fill_(1)
-        self.unattended = True
+        self.profiling = True
         self.trees(requests, self.drafted_levels)
-        self.unattended = False
+        self.profiling = False
         self.inputs.clear()
         self.drafts.forget()
 
@@ -108,9 +108,9 @@ class PagedDraft(TreeDrafting, DraftModelSpeculator):
 
     @property
     def group(self) -> int:
-        """Which of vLLM's cache groups holds the draft's layers."""
+        """Index of vLLM's cache group that holds the draft's layers."""
         groups = self.kv_cache_config.kv_cache_groups
-        return next(i for i, one in enumerate(groups) if self.draft_attn_layer_names & set(one.layer_names))
+        return next(i for i, group in enumerate(groups) if self.draft_attn_layer_names & set(group.layer_names))
 
     @property
     def block_size(self) -> int:
@@ -118,7 +118,7 @@ class PagedDraft(TreeDrafting, DraftModelSpeculator):
         return size
 
     def table(self, requests: int) -> Tensor:
-        """[R, B]: blocks of the first requests of the batch, in a buffer that never moves."""
+        """Block table [R, B] of the first requests of the batch, in a persistent buffer."""
         table: Tensor = self.block_tables.input_block_tables[self.group][:requests]
         return table
 
@@ -128,18 +128,18 @@ class PagedDraft(TreeDrafting, DraftModelSpeculator):
     def read(self, target: TargetOutput) -> None:
         batch = target.batch
         drafts = batch.num_draft_tokens_per_req
-        others = batch.num_scheduled_tokens - (0 if drafts is None else drafts)
+        num_other_tokens = batch.num_scheduled_tokens - (0 if drafts is None else drafts)
         requests = self.padded(batch.num_reqs)
         at_once = self.level_keys is not None and self.fits(requests)
-        if not at_once or batch.has_prefill or not (others == 1).all():
+        if not at_once or batch.has_prefill or not (num_other_tokens == 1).all():
             self.longest_text = int(batch.seq_lens_cpu_upper_bound[: batch.num_reqs].max())
             self.read_natively(target)
             return
-        self.bring(target, requests * self.reading_width)
+        self.stage_hidden_states(target, requests * self.reading_width)
         self.graphs.run(Piece.of(requests), partial(self.read_accepted, requests))
 
     def read_accepted(self, requests: int) -> None:
-        """One forward over the rows of `inputs`, of so many requests, padding included; a piece."""
+        """Run one forward over the rows of `inputs`, of so many requests, padding included; a piece."""
         inputs, rows = self.inputs, requests * self.reading_width
         row_start, context = inputs.row_start[: requests + 1], inputs.context[:requests]
         for plan in {id(plan): plan for plan in self.reading_plans.values()}.values():
@@ -150,7 +150,9 @@ class PagedDraft(TreeDrafting, DraftModelSpeculator):
             for name in self.draft_attn_layer_names
         }
         slots = dict.fromkeys(self.draft_attn_layer_names, inputs.slots[:rows])
-        hidden, passed = self.forward(inputs.tokens[:rows], inputs.positions[:rows], metadata, self.given(rows), slots)
+        hidden, passed = self.forward(
+            inputs.tokens[:rows], inputs.positions[:rows], metadata, self.hidden_inputs(rows), slots
+        )
         last = inputs.last[:requests]
         self._keep_roots(hidden[last])
         feedback = self.feedback(requests)
@@ -158,7 +160,7 @@ class PagedDraft(TreeDrafting, DraftModelSpeculator):
             feedback.copy_(passed[last])
 
     def sample_draft(self, hidden_states: Tensor, *rest: Any, **_: Any) -> Tensor:
-        """vLLM asks for the first token of a chain, after the roots' hidden states."""
+        """First token of a chain after the roots' hidden states, which vLLM asks for."""
         self._keep_roots(hidden_states)
         return self.draft_tokens[: len(hidden_states), 0]
 
@@ -173,7 +175,7 @@ class PagedDraft(TreeDrafting, DraftModelSpeculator):
         rows = Rows(self.compute_draft_logits(hidden, 0)[:, None], hidden[:, None])
         root = root.clamp(min=-1, max=self.limit - 1)  # -1: without a token
         if self.level_keys is not None:
-            table = None if self.unattended else self.table(requests)
+            table = None if self.profiling else self.table(requests)
             keys: DraftKeys | LevelKeys = self.level_keys.open(table, root, self.width(requests))
         else:
             blocks = -(-min(1 + self.longest_text, self.limit) // self.block_size)
@@ -184,17 +186,17 @@ class PagedDraft(TreeDrafting, DraftModelSpeculator):
     def grow(self, tokens: Tensor, parent: Tensor, state: TreeState) -> tuple[Rows, TreeState]:
         """Read one level, `tokens` and `parent` [R, W] as in `Frontier`; unused columns cost their row too."""
         self.forwards += 1
-        depth, given = state.below(parent)
+        depth, hidden_inputs = state.below(parent)
         state.keys.open_level(parent)
         positions = (state.root[:, None] + depth).clamp(max=self.limit - 1).flatten()
-        given = None if given is None else given.flatten(0, 1)
+        hidden_inputs = None if hidden_inputs is None else hidden_inputs.flatten(0, 1)
         metadata = dict.fromkeys(self.draft_attn_layer_names, state.keys)
-        hidden, new = self.forward(tokens.clamp(min=0).flatten().int(), positions, metadata, given, {})
+        hidden, new = self.forward(tokens.clamp(min=0).flatten().int(), positions, metadata, hidden_inputs, {})
         logits = self.compute_draft_logits(hidden, 0).unflatten(0, tokens.shape)
         feedback = None if state.feedback is None else new.unflatten(0, tokens.shape)
         return Rows(logits, hidden.unflatten(0, tokens.shape)), state.extended(depth, feedback)
 
     def measure(self, rows: int) -> Callable[[], Any]:
         tokens = torch.zeros(rows, dtype=torch.int32, device=self.device)
-        given = torch.zeros(rows, self.hidden_size, dtype=self.dtype, device=self.device)
-        return lambda: self.compute_draft_logits(self.forward(tokens, tokens.long(), None, given, {})[0], 0)
+        hidden_inputs = torch.zeros(rows, self.hidden_size, dtype=self.dtype, device=self.device)
+        return lambda: self.compute_draft_logits(self.forward(tokens, tokens.long(), None, hidden_inputs, {})[0], 0)

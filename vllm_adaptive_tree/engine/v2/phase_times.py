@@ -1,4 +1,4 @@
-"""Seconds that a step spends in each phase: on a GPU between events of its stream, and nothing waits for them."""
+"""Seconds of a step's phases: on a GPU between events of its stream, without waiting for them."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -8,27 +8,27 @@ from typing import Any
 import torch
 
 DRAFT = "draft"
-"""The phase behind the step's tokens: what is read with them knows that of the step before."""
+"""Phase that ends after the step's tokens are there: what is read with them is that of the step before."""
 
 
 class PhaseTimes:
     def __init__(self, device: torch.device):
         self.on_gpu = torch.empty(0, device=device).is_cuda
         self.marks: dict[str, tuple[Any, Any]] = {}
-        """Where each phase of this step began and ended."""
+        """Begin and end of each phase of this step."""
         self.draft: tuple[Any, Any] | None = None
-        """The same of the last step's draft."""
+        """Begin and end of the last step's draft."""
 
     @contextmanager
     def phase(self, name: str, *, dummy: bool = False) -> Iterator[None]:
-        """`dummy`: vLLM warms up, or measures memory; that is no phase of a step."""
+        """Mark the begin and end of a phase. `dummy`: vLLM warms up, or measures memory, which is not counted."""
         begin = None if dummy else self._mark()
         yield
         if begin is not None:
             self.marks[name] = begin, self._mark()
 
     def take(self) -> Callable[[], dict[str, float]]:
-        """Seconds by phase since the last call, to be asked for once the step's tokens are read."""
+        """Function that gives the seconds by phase since the last call; to be called after the tokens are read."""
         taken, self.marks = self.marks, {}
         last, self.draft = self.draft, taken.pop(DRAFT, None)
         if last is not None:

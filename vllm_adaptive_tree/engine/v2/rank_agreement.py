@@ -1,4 +1,4 @@
-"""Whether tensor-parallel ranks verify the same trees: they agree if their logits do, and nothing is broadcast."""
+"""Check that tensor-parallel ranks verify the same trees: they agree if their logits do, and nothing is broadcast."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from vllm_adaptive_tree.engine.v2.readback import AsyncReadback
 from vllm_adaptive_tree.trees import TreeBatch
 
 EVERY = 32
-"""Verifications; the ranks' hosts meet in the second step after each of these."""
+"""Verifications between checks; the ranks' hosts meet in the second step after each."""
 FACTOR = 6364136223846793005
 
 
@@ -21,7 +21,7 @@ class RankAgreement:
         self.readback, self.steps = AsyncReadback(), 0
 
     def verified(self, tree: TreeBatch, accepted: Accepted) -> None:
-        """Of one verification, on the device; every rank calls it in the same steps.
+        """Check one verification, on the device; every rank calls it in the same steps.
 
         Raises:
             RuntimeError: in an earlier verification the ranks had different trees or accepted different tokens.
@@ -35,8 +35,8 @@ class RankAgreement:
             self.readback.send(torch.stack([checksum(part) for part in parts]), self._compare)
 
     def _compare(self, sums: Tensor) -> None:
-        found = objects_of_all(sums.tolist())
-        differing = [rank for rank, other in enumerate(found) if other != found[0]]
+        sums_of_ranks = objects_of_all(sums.tolist())
+        differing = [rank for rank, rank_sums in enumerate(sums_of_ranks) if rank_sums != sums_of_ranks[0]]
         if differing:
             raise RuntimeError(
                 f"Tensor-parallel ranks {differing} have other draft trees or accepted tokens than rank 0, so their "
@@ -45,6 +45,6 @@ class RankAgreement:
 
 
 def checksum(numbers: Tensor) -> Tensor:
-    """[] int64, of the values and their places; int64 wraps around."""
+    """Checksum [] int64 of the values and their places; int64 wraps around."""
     place = torch.arange(1, 1 + numbers.numel(), device=numbers.device)
     return ((numbers.flatten().long() + 2) * place * FACTOR).sum()

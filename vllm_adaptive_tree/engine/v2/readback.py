@@ -14,7 +14,7 @@ class HostCopy(NamedTuple):
 
     @classmethod
     def of(cls, values: Tensor) -> "HostCopy":
-        """Begins a copy of values that stay as they are."""
+        """Begin a copy of values that do not change."""
         if values.device.type == "cpu":
             return cls(values, None)
         host = torch.empty_like(values, device="cpu", pin_memory=True)
@@ -24,7 +24,7 @@ class HostCopy(NamedTuple):
         return cls(host, ready)
 
     def read(self) -> Tensor:
-        """The values, once they are there."""
+        """Return the values, once they are there."""
         if self.ready is not None:
             self.ready.synchronize()
         return self.host
@@ -39,7 +39,7 @@ class AsyncReadback:
         self.steps[-1].append((HostCopy.of(values), callback))
 
     def next_step(self) -> None:
-        """Deliver what was sent in the step before the last, whether it is ready or not: every rank reads the same."""
+        """Deliver what was sent in the step before the last, waiting if it is not ready: every rank reads the same."""
         self.steps.append([])
         while len(self.steps) > 2:
             for copy, callback in self.steps.popleft():

@@ -1,4 +1,4 @@
-"""An independent draft model on Model Runner V2: vLLM's own first forward, then level by level."""
+"""Independent draft model on Model Runner V2: vLLM's own first forward, then level by level."""
 
 from typing import Any
 
@@ -12,10 +12,10 @@ from vllm_adaptive_tree.engine.v2.drafting import TargetOutput, TreeDrafting
 
 
 class ModelSpeculator(CatchUpSpeculator):
-    """Its row of a token gives the logits of the next one, so the root has a row of its own."""
+    """Draft model whose row of a token gives the logits of the next one, so the root has a row of its own."""
 
     longest = 0
-    """Rows of a request in the first forward, at most."""
+    """Most rows of a request in the first forward."""
 
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any, req_states: Any):
         StandaloneARSpeculator.__init__(self, vllm_config, device)
@@ -23,7 +23,8 @@ class ModelSpeculator(CatchUpSpeculator):
         self.tokens = req_states.all_token_ids.gpu
 
     def _build_attn_metadata(self, *args: Any, query_start_loc_np: np.ndarray, **kwargs: Any) -> Any:
-        """If nodes are selected, the host knows only the sum of all rows, and backends ask it for the longest query."""
+        """Build vLLM's metadata. If nodes are selected, the host knows only the sum of all rows; backends ask it for
+        the longest query."""
         if self.budget is not None:
             query_start_loc_np = query_start_loc_np.copy()
             query_start_loc_np[1:] = np.maximum(query_start_loc_np[1:], min(self.longest, query_start_loc_np[-1]))
@@ -38,11 +39,12 @@ class ModelSpeculator(CatchUpSpeculator):
         self._prefill(batch, target.num_rejected, target.last_sampled, batch.num_reqs, without_attention, None)
 
     def _run_model(self, input_ids: Tensor, positions: Tensor, *rest: Any) -> Tensor:
-        """vLLM reads whole requests, also those that are longer than the draft's context; nothing attends to that."""
+        """Run vLLM's model. It reads whole requests, also beyond the draft's context, where positions are clamped;
+        nothing attends to those rows."""
         return super()._run_model(input_ids, positions.clamp(max=self.limit - 1), *rest)
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, metadata: Any, given: Tensor | None, slots: dict[str, Tensor]
+        self, tokens: Tensor, positions: Tensor, metadata: Any, hidden_inputs: Tensor | None, slots: dict[str, Tensor]
     ) -> tuple[Tensor, Tensor]:
         hidden = self._run_model(tokens, positions, metadata, slots, None)
         return hidden, hidden

@@ -1,26 +1,27 @@
-"""The figures of a step. They are read where vLLM reads the step's tokens, behind the same wait, so they delay nothing;
-the number of dead rows arrives two steps later."""
+"""Per-step statistics, read with the step's tokens after vLLM's own wait: no extra sync. The number of dead rows
+arrives two steps later."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
-from vllm_adaptive_tree.engine.common.step_figures import BUDGET, CHECK, DRAFT, SCHEDULER, StepFigures, by_depth
+from vllm_adaptive_tree.engine.metrics.step_figures import BUDGET, CHECK, DRAFT, SCHEDULER, StepFigures, by_depth
 from vllm_adaptive_tree.engine.v2.budget import DeviceBudget
 from vllm_adaptive_tree.engine.v2.phase_times import PhaseTimes
 from vllm_adaptive_tree.engine.v2.readback import AsyncReadback, HostCopy
 from vllm_adaptive_tree.trees import TreeBatch
 
 
-class Grown(NamedTuple):
-    """The trees of a step, before any cut."""
+class StepTrees(NamedTuple):
+    """Trees of a step, before any cut."""
 
     names: Sequence[str]
     depth: HostCopy  # [R, N], 0: no node
-    rests: bool  # the draft rested: look-ups made them
+    rests: bool  # True if look-ups made them while the draft rested
 
     def sizes(self) -> dict[str, int]:
         return dict(zip(self.names, (self.depth.read() > 0).sum(1).tolist(), strict=True))
@@ -30,19 +31,19 @@ class StepStats:
     def __init__(self, device: torch.device) -> None:
         self.times, self.readback = PhaseTimes(device), AsyncReadback()
         self.depth: HostCopy | None = None  # [R, N] of this step's verified nodes, 0: none
-        self.before: Grown | None = None  # the trees that this step verifies
-        self.grown: Grown | None = None  # those of the next
-        self.dead = 0  # rows of the draft
+        self.before: StepTrees | None = None  # the trees that this step verifies
+        self.grown: StepTrees | None = None  # those of the next
+        self.dead = 0  # rows of the draft without a distribution
 
     def verified(self, tree: TreeBatch) -> None:
         self.depth = HostCopy.of(torch.where(tree.valid, tree.depth, 0))
 
     def drafted(self, names: Sequence[str], tree: TreeBatch, *, rests: bool) -> None:
-        """Trees of requests [R] with these names."""
-        self.grown = Grown(names, HostCopy.of(tree.depth), rests)
+        """Note the trees of requests [R] with these names."""
+        self.grown = StepTrees(names, HostCopy.of(tree.depth), rests)
 
     def lost(self, dead: Tensor) -> None:
-        """`dead` []: the number of draft rows of this step without a distribution."""
+        """Note `dead` []: the number of draft rows of this step without a distribution."""
         self.readback.send(dead, self._add_dead)
 
     def on(self, output: Any, budget: DeviceBudget | None, *, off: bool) -> AsyncModelRunnerOutput:
@@ -51,26 +52,23 @@ class StepStats:
         dead, self.dead = self.dead, 0
         depth, self.depth = self.depth, None
         before, self.before, self.grown = self.before, self.grown, None
-        expected, observed = (0.0, 0.0) if budget is None else budget.budget.take()
-        known = StepFigures(
-            expected=expected, observed=observed, dead=dead, gauges={} if budget is None else budget.gauges
-        )
-        seconds = self.times.take()
+        begun, seconds = StepFigures.begun(budget, dead=dead), self.times.take()
         unverified = SCHEDULER if budget is None else BUDGET
+        nothing = BUDGET if before is None or before.rests else DRAFT
 
         def figures(names: Sequence[str]) -> StepFigures:
-            rows = [0] * len(names) if depth is None else (depth.read() > 0).sum(1).tolist()
-            sizes = {} if before is None else before.sizes()
-            without: dict[str, list[int]] = {}
-            for row, name in enumerate(names):
-                if not rows[row]:
-                    nothing = BUDGET if before is None or before.rests else DRAFT
-                    reason = CHECK if off else unverified if sizes.get(name) else nothing
-                    without.setdefault(reason, []).append(row)
-            known.seconds, known.drafted = seconds(), sum(sizes.values())
-            known.nodes = {} if depth is None else by_depth(depth.read()[depth.read() > 0].tolist())
-            known.rows, known.without = rows, without
-            return known
+            verified = torch.zeros(len(names), 0) if depth is None else depth.read()
+            rows, sizes = (verified > 0).sum(1).tolist(), {} if before is None else before.sizes()
+            reasons = [CHECK if off else unverified if sizes.get(name) else nothing for name in names]
+            return replace(
+                begun,
+                seconds=seconds(),
+                nodes=by_depth(verified[verified > 0].tolist()),
+                drafted=sum(sizes.values()),
+                has_lookup_trees=before is not None and before.rests,
+                rows=rows,
+                fallback_reasons=["" if count else reason for count, reason in zip(rows, reasons, strict=True)],
+            )
 
         return OutputWithFigures(output, figures)
 
@@ -79,17 +77,17 @@ class StepStats:
 
 
 class OutputWithFigures(AsyncModelRunnerOutput):
-    """vLLM's output of a step, and its figures."""
+    """vLLM's output of a step with its figures."""
 
     def __init__(self, output: AsyncModelRunnerOutput, figures: Callable[[Sequence[str]], StepFigures]):
         """`figures`: of the requests with these names, in the order of the output."""
         self.output, self.figures = output, figures
 
     def get_output(self) -> Any:
-        found = self.output.get_output()
-        found.cudagraph_stats = self.figures(found.req_ids).stat()
-        return found
+        output = self.output.get_output()
+        output.cudagraph_stats = self.figures(output.req_ids).stat()
+        return output
 
     def get_kv_connector_output(self) -> Any:
-        """vLLM 0.33 asks, if the step has failed."""
+        """Connector output, which vLLM 0.33 asks for if the step has failed."""
         return self.output.get_kv_connector_output()

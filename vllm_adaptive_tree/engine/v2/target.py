@@ -1,5 +1,6 @@
-"""The target's distributions and draws at the nodes of a verification, through vLLM's own sampler."""
+"""Target's distributions and draws at the nodes of a verification, through vLLM's own sampler."""
 
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
@@ -15,15 +16,24 @@ from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 
-from vllm_adaptive_tree.acceptance import Accepted
+from vllm_adaptive_tree import kernels
+from vllm_adaptive_tree.acceptance import Accepted, Draw
+from vllm_adaptive_tree.engine.v2 import kernel_dispatch
+from vllm_adaptive_tree.engine.v2.device import compiles
+from vllm_adaptive_tree.engine.v2.verification import Verification
+from vllm_adaptive_tree.kernels import FUSED_RULES, FusedRNG
+from vllm_adaptive_tree.methods import Pair
+from vllm_adaptive_tree.rng import RandomSource
+from vllm_adaptive_tree.step import walked
+from vllm_adaptive_tree.step.ports import Choose
 from vllm_adaptive_tree.trees import TreeBatch
 
 VLLM_PROCESSORS = LogitBiasState, PenaltiesState, BadWordsState
-"""The others are the user's."""
+"""Processors of vLLM; any other is the user's."""
 
 
 class Target:
-    """The logits of one verification; row 1 + i of a request is its node i, row 0 its root.
+    """Logits of one verification; row 1 + i of a request is its node i, row 0 its root.
 
     vLLM's processors read a request's rows as a chain. If one of them reads history (penalties, bad words, thinking
     budgets, processors of the user), every node is processed at the end of its own path. Otherwise all rows are
@@ -38,20 +48,49 @@ class Target:
         self.positions = batch.positions[batch.logits_indices]
         self.tokens = batch.input_ids[batch.logits_indices]
         self.in_history = reads_history(sampler, batch.idx_mapping_np)
+        self.compiles = compiles(logits.device)
         self.at_once = not self.in_history and len(logits) <= get_max_chunk_logits(logits.shape[1])
 
-    def draw(self, node: Tensor) -> Tensor:
-        """vLLM's sample after `node` [R] (-1: the root), keyed by (seed, position): [R]."""
-        if self.at_once:
-            return self.draws[self._row(node)]
-        return self._sample(self._processed_after(node), self.batch.idx_mapping, self.positions[self._row(node)])
+    @property
+    def rules(self) -> Mapping[Draw, Draw]:
+        return FUSED_RULES if self.compiles else {}
 
-    def probs(self, node: Tensor) -> Tensor:
+    def draw(self, node: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
+        """vLLM's samples after `node` [R], keyed by (seed, position)."""
+        return self._drawn(node), torch.ones_like(active)
+
+    def draw_by(self, choose: Choose, node: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
+        return choose(self.probs(node, active), lambda: self._drawn(node)), torch.ones_like(active)
+
+    def probs(self, node: Tensor, active: Tensor) -> Tensor:
         """p [R, V] float32 after `node` [R]; of greedy requests at temperature 1."""
         return self._processed_after(node).softmax(-1, dtype=torch.float32)
 
+    def proceed(self, active: Tensor) -> bool:
+        return True
+
+    def walk_at_once(self, verification: Verification) -> Accepted | None:
+        if not self.compiles or not self.at_once:
+            return None
+        return kernels.walk(verification.tree, self.draws, self.root, levels=verification.levels)
+
+    def rule_at_once(
+        self, pair: Pair, verification: Verification, rng: RandomSource, active: Tensor | None
+    ) -> Accepted | None:
+        if not isinstance(rng, FusedRNG) or not self.at_once:
+            return None
+        by_kernel = kernel_dispatch.fused_traversal if pair.rule.draw is None else kernel_dispatch.fused_rejection
+        return by_kernel(pair, self.processed, self.root, verification, rng, active)
+
+    def emit(self, verification: Verification, paths: Accepted, from_target: Tensor | None) -> Accepted:
+        if from_target is None:
+            return paths
+        walks = self.walk_at_once(verification) or walked(self.draw, self, verification)
+        pairs = zip(walks, paths, strict=True)
+        return Accepted(*(torch.where(from_target[:, None], walk, path) for walk, path in pairs))
+
     def logprobs(self, accepted: Accepted) -> LogprobsTensors | None:
-        """Of the emitted tokens, [R * (D + 1), ..] request by request, if one of the requests asks for them."""
+        """Logprobs of the emitted tokens, [R * (D + 1), ..] request by request; None if no request asks for any."""
         dims = self.sampler.get_logprobs_dims(self.batch.idx_mapping_np)
         if dims is None:
             return None
@@ -73,11 +112,16 @@ class Target:
             logits_mode=mode in ("raw_logits", "processed_logits"),
         )
 
+    def _drawn(self, node: Tensor) -> Tensor:
+        if self.at_once:
+            return self.draws[self._row(node)]
+        return self._sample(self._processed_after(node), self.batch.idx_mapping, self.positions[self._row(node)])
+
     def _row(self, node: Tensor) -> Tensor:
         return self.root + 1 + node
 
     def _processed_after(self, node: Tensor) -> Tensor:
-        """Logits [R, V] after `node` [R], with all that the sampler does to them before it samples."""
+        """Logits [R, V] after `node` [R], processed as before the sampler samples."""
         if self.at_once:
             return self.processed[self._row(node)]
         if not self.in_history:
@@ -102,8 +146,8 @@ class Target:
         return torch.cat([self.root[:, None], self.root[:, None] + 1 + downward], 1), depth
 
     def _process(self, rows: Tensor | slice, request: Tensor, local: Tensor) -> Tensor:
-        """`rows` of the logits, `local` rows after the root of their `request`."""
-        found: Tensor = self.sampler.apply_sampling_params(
+        """Processed `rows` of the logits, which come `local` rows after the root of their `request`."""
+        processed: Tensor = self.sampler.apply_sampling_params(
             self.logits[rows],
             request,
             self.batch.idx_mapping,
@@ -113,11 +157,11 @@ class Target:
             local.int(),
             self.batch.seq_lens_cpu_upper_bound.numpy(),
         )
-        return found
+        return processed
 
     @cached_property
     def processed(self) -> Tensor:
-        """All rows [rows, V] as `_processed_after`, if `at_once`."""
+        """Logits of all rows [rows, V], processed as by `_processed_after`, if `at_once`."""
         return self._process(slice(None), self.batch.expanded_idx_mapping, self.batch.expanded_local_pos)
 
     @cached_property
@@ -126,7 +170,7 @@ class Target:
         return self._sample(self.processed, self.batch.expanded_idx_mapping, self.positions)
 
     def _sample(self, processed: Tensor, request: Tensor, positions: Tensor) -> Tensor:
-        found: Tensor = gumbel_sample(
+        sampled: Tensor = gumbel_sample(
             processed,
             request,
             self.states.temperature.gpu,
@@ -136,14 +180,14 @@ class Target:
             is_drafting=False,
             use_fp64=self.sampler.use_fp64_gumbel,
         )
-        return found.long()
+        return sampled.long()
 
 
 def reads_history(sampler: Any, requests: np.ndarray) -> bool:
-    """Whether a processor of one of these requests reads the tokens before a row; on the host."""
-    words = next(one for one in sampler.logits_processors if isinstance(one, BadWordsState))
+    """Return whether a processor of one of these requests reads the tokens before a row; on the host."""
+    words = next(processor for processor in sampler.logits_processors if isinstance(processor, BadWordsState))
     thinking = sampler.thinking_budget_state
-    users = any(not isinstance(one, VLLM_PROCESSORS) for one in sampler.logits_processors)
+    users = any(not isinstance(processor, VLLM_PROCESSORS) for processor in sampler.logits_processors)
     return bool(
         (users and sampler.needs_logits_processing[requests].any())
         or sampler.penalties_state.use_penalty[requests].any()

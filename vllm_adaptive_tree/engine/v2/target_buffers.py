@@ -1,4 +1,4 @@
-"""What verification keeps on devices with kernels: buffers that never move, so that CUDA graphs may read them."""
+"""Persistent verification buffers on devices with kernels, so that CUDA graphs may read them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_adaptive_tree.attention.plan import Plan
-from vllm_adaptive_tree.engine.v2.attention import KernelTrees, behind
+from vllm_adaptive_tree.attention.plan import AttentionPlan
+from vllm_adaptive_tree.engine.v2.attention import KernelTrees, without_first
 from vllm_adaptive_tree.kernels.commit import layer_addresses, move_accepted
 from vllm_adaptive_tree.kernels.layout import Layout
 
@@ -19,18 +19,20 @@ def plans(
     rows_per_request: int,
     dtype: torch.dtype,
     device: Any,
-) -> dict[str, Plan]:
-    """Of attention layers, by name; those of the same shape share one. Arguments as of `Plan`."""
-    shapes = {name: (one.impl.num_heads, one.impl.num_kv_heads, one.impl.head_size) for name, one in layers.items()}
+) -> dict[str, AttentionPlan]:
+    """Plans of attention layers, by name; those of the same shape share one. Arguments as of `AttentionPlan`."""
+    shapes = {
+        name: (layer.impl.num_heads, layer.impl.num_kv_heads, layer.impl.head_size) for name, layer in layers.items()
+    }
     shared = {
-        shape: Plan(rows, requests, *shape, dtype, device, rows_per_request=rows_per_request)
+        shape: AttentionPlan(rows, requests, *shape, dtype, device, rows_per_request=rows_per_request)
         for shape in {*shapes.values()}
     }
     return {name: shared[shape] for name, shape in shapes.items()}
 
 
 class TargetBuffers:
-    """Of one runner; made when its layers are known, before vLLM sizes its cache."""
+    """Buffers of one runner; made when its layers are known, before vLLM sizes its cache."""
 
     def __init__(
         self, layers: Mapping[str, Any], requests: int, rows: int, nodes: int, dtype: torch.dtype, device: Any
@@ -38,7 +40,7 @@ class TargetBuffers:
         """
         Args:
             layers: vLLM's attention layers of the target, by name.
-            rows: of a batch, at most.
+            rows: most rows of a batch.
             nodes: N.
         """
         self.layers = layers
@@ -55,12 +57,12 @@ class TargetBuffers:
         self.caches = [(key[0], layer_addresses(caches), caches[0]) for key, caches in same.items()]
 
     def metadata(self, name: str, native: Any, row_start: Tensor, count: int, rows: int) -> KernelTrees:
-        """Of the layer `name`: the first `count` requests and `rows` rows have trees, as `layout` says. `native`:
-        vLLM's, for the others; None if there are none."""
+        """Metadata of the layer `name`: the first `count` requests and `rows` rows have trees, as in `layout`.
+        `native`: vLLM's, for the others; None if there are none."""
         layout, table = self.layout, native.block_table[:count]
         where = table, row_start[: count + 1], layout.context[:count], layout.bits
-        others = None if count == len(native.block_table) else behind(native, count)
-        return KernelTrees(others, *where, rows, self.plans[name])
+        native_rest = None if count == len(native.block_table) else without_first(native, count)
+        return KernelTrees(native_rest, *where, rows, self.plans[name])
 
     def plan(self, row_start: Tensor, count: int) -> None:
         """Divide the work of this step's forward, once for all layers."""
@@ -68,6 +70,6 @@ class TargetBuffers:
             plan.update(row_start[: count + 1], self.layout.context[:count])
 
     def commit(self, block_tables: list[Tensor], root: Tensor, nodes: Tensor) -> None:
-        """K/V of the accepted `nodes` [R, L] (-1 pads) of all layers to the slots after the root."""
+        """Copy the K/V of the accepted `nodes` [R, L] (-1 pads) of all layers to the slots after the root."""
         for group, addresses, cache in self.caches:
             move_accepted(addresses, cache, block_tables[group], root, nodes)

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from vllm_adaptive_tree.drafters import Continuations, Rows, Texts
-from vllm_adaptive_tree.drafters.lookup import Reading
+from vllm_adaptive_tree.drafters.lookup import LookupState
 from vllm_adaptive_tree.engine.v2.drafting import TargetOutput, TreeDrafting
-from vllm_adaptive_tree.engine.v2.texts import texts
+from vllm_adaptive_tree.engine.v2.token_history import token_history
 
 
 class TextSpeculator(TreeDrafting):
-    """All of a text is there in every step, so a step that drafts nothing reads nothing."""
+    """Speculator that finds the whole text in every step, so it reads nothing in one that drafts nothing."""
 
     supports_mm_inputs = False
     draft_logits = None
@@ -26,38 +26,38 @@ class TextSpeculator(TreeDrafting):
 
         self.captures = False  # its rows are as long as the texts
         self.texts: Texts | None = None
-        """Of this step."""
-        self.found: Continuations | None = None
+        """Texts of this step."""
+        self.continuations: Continuations | None = None
 
     def read(self, target: TargetOutput) -> None:
-        self.texts = texts(target.batch, self.states)
+        self.texts = token_history(target.batch, self.states)
 
     def roots(self, requests: int) -> tuple[Rows, Any]:
         assert self.texts is not None
         rows, state = self.drafter.begin(self.texts)
-        self.found = state.found if self.offers is not None and isinstance(state, Reading) else None
+        self.continuations = state.continuations if self.offers is not None and isinstance(state, LookupState) else None
         return rows, state
 
     @property
-    def found_by_draft(self) -> Continuations | None:
-        return self.found
+    def draft_continuations(self) -> Continuations | None:
+        return self.continuations
 
     def grow(self, tokens: Tensor, parent: Tensor, state: Any) -> tuple[Rows, Any]:
         self.forwards += 1
         return self.drafter.grow(tokens, parent, state)
 
     def rest(self, target: TargetOutput) -> None:
-        """Nothing to read."""
+        """Do nothing: there is nothing to read."""
 
     def dummy_run(self, target: TargetOutput, *, without_attention: bool) -> None:
-        """No model runs."""
+        """Do nothing: no model runs."""
 
     def forget(self, request: str) -> None:
         super().forget(request)
         self.drafter.forget([request])
 
     def measure(self, rows: int) -> Callable[[], Any]:
-        """In a text of the greatest length, of one token."""
+        """Time growth in a text of the greatest length, of a single repeated token."""
         text = torch.zeros_like(self.states.all_token_ids.gpu[:1]).long()
         name = "measured"
         length = torch.full_like(text[:, 0], text.shape[1])

@@ -1,4 +1,4 @@
-"""One verification: which rows of the flat batch are the nodes of which tree."""
+"""One verification: the rows of the flat batch that are the nodes of its trees."""
 
 from typing import Any, NamedTuple
 
@@ -16,11 +16,11 @@ from vllm_adaptive_tree.trees.masks import ancestor_mask
 from vllm_adaptive_tree.trees.orders import depth_first, permuted
 
 IN_GENERATION_ORDER = 64
-"""Nodes of a tree up to which it stays: one or two blocks of keys, of which none could be skipped."""
+"""Nodes up to which a tree stays in generation order: of its one or two blocks of keys none could be skipped."""
 
 
 class Verification(NamedTuple):
-    """R requests. The rows are those that vLLM has laid out on the device; the host knows upper bounds only."""
+    """Trees of R requests. Their rows are laid out by vLLM on the device; the host knows upper bounds only."""
 
     tree: TreeBatch  # [R, N]
     draft: DraftProbs
@@ -28,14 +28,16 @@ class Verification(NamedTuple):
     root: Tensor  # [R]: its position
     scheduled: np.ndarray  # [R]: nodes, at most; on the host
     order: Tensor | None  # [R, N]: place of each node in generation order; None: its own
+    levels: int  # largest depth of a tree
+    max_children: int  # of a node
 
     @classmethod
-    def of(cls, drafts: Drafts, batch: Any) -> "Verification":
+    def of(cls, drafts: Drafts, batch: Any, *, levels: int, max_children: int) -> "Verification":
         """`batch`: vLLM's InputBatch, its positions still linear.
 
         Large trees are laid out depth first, children in generation order, which keeps every rule lossless; the
-        attention kernel skips blocks without ancestors. Not those of a batch with a grammar: its masks come in
-        generation order.
+        attention kernel skips blocks without ancestors. Those of a batch with a grammar keep their order: its masks
+        come in generation order.
         """
         logits = batch.cu_num_logits.diff().long()
         first = batch.query_start_loc[1 : 1 + batch.num_reqs] - logits
@@ -45,12 +47,12 @@ class Verification(NamedTuple):
         order = depth_first(tree.parent, tree.valid) if large else None
         if order is not None:
             tree, draft = permuted(tree, order), draft.permuted(order)
-        return cls(tree, draft, first, root, batch.num_draft_tokens_per_req, order)
+        return cls(tree, draft, first, root, batch.num_draft_tokens_per_req, order, levels, max_children)
 
     @classmethod
-    def laid_out(cls, drafts: Drafts, batch: Any, layout: Layout) -> "Verification":
-        """`of` and `write_rows` in one launch, for trees in generation order; it writes to `layout`, whose parts it is
-        made of. A batch in which requests with draft tokens are still reading their prompts has no trees, and one
+    def laid_out(cls, drafts: Drafts, batch: Any, layout: Layout, *, levels: int, max_children: int) -> "Verification":
+        """Do `of` and `write_rows` in one launch, for trees in generation order; the result is made of parts of
+        `layout`. A batch in which requests with draft tokens are still reading their prompts has no trees, and one
         without draft tokens only roots."""
         count, scheduled = batch.num_reqs, batch.num_draft_tokens_per_req
         scheduled = np.zeros(count, dtype=np.int32) if scheduled is None else scheduled
@@ -63,6 +65,8 @@ class Verification(NamedTuple):
             root,
             scheduled,
             None,
+            levels,
+            max_children,
         )
         layout.update(
             drafts.drafted,
@@ -75,22 +79,39 @@ class Verification(NamedTuple):
         )
         return step
 
+    @property
+    def initial(self) -> Tensor:
+        """[R]: zeros, as nothing is target-initialised here."""
+        return torch.zeros_like(self.root)
+
+    def draft_probs(self, node: Tensor) -> tuple[Tensor, Tensor]:
+        """See `step.Verification`."""
+        return self.draft.after(node)
+
+    def allowed(self, invalid: Tensor, root: Tensor) -> "Verification":
+        """The trees without the nodes whose rows of logits are `invalid` [rows]; nothing below them is accepted. For
+        acceptance alone: their rows of the batch stay. `root` [R]: row of each root."""
+        tree = self.tree
+        rows = root[:, None] + 1 + torch.arange(tree.tokens.shape[1], device=root.device)
+        removed = invalid[rows.clamp(max=len(invalid) - 1)] & tree.valid
+        return self._replace(tree=tree._replace(tokens=tree.tokens.masked_fill(removed, -1)))
+
     def write_rows(self, positions: Tensor, input_ids: Tensor) -> None:
-        """position = root + depth, in place; the slots of the rows stay those of linear positions. Tokens in the order
-        of the nodes."""
+        """Write position = root + depth, in place; the slots of the rows stay those of linear positions. Tokens are
+        written in the order of the nodes."""
         self._write(positions, self.tree.valid, self.root[:, None] + self.tree.depth)
         if self.order is not None:
             self._write(input_ids, self.tree.valid, self.tree.tokens)
 
     def write_path(self, input_ids: Tensor, tokens: Tensor, nodes: Tensor) -> None:
-        """The accepted path after the root, in place: what the draft reads next. `tokens`, `nodes` [R, L]."""
+        """Write the accepted path after the root, in place, for the draft to read. `tokens`, `nodes` [R, L]."""
         self._write(input_ids, nodes >= 0, tokens)
 
     def path_rows(self, nodes: Tensor, rows: int) -> Tensor:
-        """Of so many rows of the batch, the accepted ones after each root; `nodes` [R, L]."""
-        found = torch.arange(rows, device=nodes.device)
-        self._write(found, nodes >= 0, self.first[:, None] + 1 + nodes)
-        return found
+        """Rows of the batch, those after each root replaced by the rows of the accepted `nodes` [R, L]."""
+        path_rows = torch.arange(rows, device=nodes.device)
+        self._write(path_rows, nodes >= 0, self.first[:, None] + 1 + nodes)
+        return path_rows
 
     def write_linear(self, positions: Tensor) -> None:
         """Undo `write_rows` for positions, in place."""
@@ -98,25 +119,25 @@ class Verification(NamedTuple):
         self._write(positions, self.tree.valid, self.root[:, None] + after)
 
     def _write(self, rows: Tensor, where: Tensor, new: Tensor) -> None:
-        """`new` [R, L] to the rows after each root, `where` [R, L] is true; else the root's row is written again."""
+        """Write `new` [R, L] to the rows after each root where `where` [R, L] is true; else rewrite the root's row."""
         after = self.first[:, None] + 1 + torch.arange(new.shape[1], device=rows.device)
         place = torch.where(where, after, self.first[:, None])
         old = rows[self.first][:, None]
         rows[place] = torch.where(where, new.to(rows.dtype), old)
 
     def reads_only_roots(self, batch: Any) -> bool:
-        """Whether every request with draft tokens has nothing but its root before them; else it is still reading its
+        """Return whether every request with draft tokens has only its root before them; else it is still reading its
         prompt, and its draft tokens are placeholders."""
-        others = batch.num_scheduled_tokens - self.scheduled
-        return bool((others[self.scheduled > 0] == 1).all())
+        num_other_tokens = batch.num_scheduled_tokens - self.scheduled
+        return bool((num_other_tokens[self.scheduled > 0] == 1).all())
 
     @property
     def plain(self) -> "Verification":
-        """The same rows without trees: nothing is accepted."""
+        """Same rows without trees: nothing is accepted."""
         return self._replace(tree=self.tree.cut(torch.zeros_like(self.root)))
 
     def for_kernel(self, native: Any, row_start: Tensor, total: int) -> KernelTrees:
-        """Where kernels run, for trees in another order than that of their generation.
+        """Metadata for kernels, of trees in another order than that of their generation.
 
         Args:
             native: vLLM's, for a batch in which requests with draft tokens come first.
@@ -134,7 +155,7 @@ class Verification(NamedTuple):
         )
 
     def dense(self, native: Any, block_size: int, longest: int) -> DenseTrees:
-        """On a CPU; `longest`: no request has more tokens in the cache, on the host."""
+        """Metadata on a CPU. `longest`: most tokens of a request in the cache, on the host."""
         device = self.first.device
         requests = async_tensor_h2d(np.flatnonzero(self.scheduled), device=device)
         nodes = int(self.scheduled.max())
@@ -150,7 +171,7 @@ class Verification(NamedTuple):
         return DenseTrees(native, rows, native.block_table[requests, :blocks], bias, position, {}, {})
 
     def commit(self, nodes: Tensor, metadata: dict[str, Any], layers: dict[str, Any], slots: dict[str, Tensor]) -> None:
-        """On a CPU: K/V of the accepted `nodes` [R, L] (-1 pads) to the slots after the root.
+        """Copy the K/V of the accepted `nodes` [R, L] (-1 pads) to the slots after the root, on a CPU.
 
         Args:
             metadata: of every layer of the verification.
@@ -161,8 +182,8 @@ class Verification(NamedTuple):
         home, source = self.first[:, None] + 1 + levels, self.first[:, None] + 1 + nodes
         accepted = nodes >= 0
         source = torch.where(accepted, source, self.first[:, None]).flatten()
-        for own in {id(one): one for one in metadata.values() if isinstance(one, DenseTrees)}.values():
-            for name, (key, value) in own.saved.items():
+        for trees in {id(part): part for part in metadata.values() if isinstance(part, DenseTrees)}.values():
+            for name, (key, value) in trees.saved.items():
                 slot = slots[name]
                 target = torch.where(accepted, slot[home.clamp(max=len(slot) - 1)], -1).flatten()
                 layer = layers[name]

@@ -1,0 +1,164 @@
+"""Arguments of a GPU's engine, and refused devices, before anything is loaded."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.config.compilation import CompilationConfig, CUDAGraphMode
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms.interface import CpuArchEnum, DeviceCapability, Platform, PlatformEnum
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from tests.engine.engines import TARGET
+from vllm_adaptive_tree.engine.targets import gpu_arguments
+
+
+def platform(kind: str, capability: tuple[int, int] | None = None) -> Platform:
+    """vLLM's interface of a platform, which answers for it."""
+
+    class Answers(Platform):
+        _enum = PlatformEnum[kind]
+        device_name = kind.lower()
+
+        @classmethod
+        def get_device_capability(cls, device_id: int = 0) -> DeviceCapability | None:
+            return None if capability is None else DeviceCapability(*capability)
+
+        @classmethod
+        def get_device_name(cls, device_id: int = 0) -> str:
+            return "this card"
+
+        @classmethod
+        def get_cpu_architecture(cls) -> CpuArchEnum:
+            return CpuArchEnum.X86
+
+    return Answers()
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (platform("ROCM", (9, 4)), ["NVIDIA", "'rocm'", "draft_model"]),
+        (platform("XPU"), ["NVIDIA", "'xpu'"]),
+        (platform("TPU"), ["NVIDIA", "'tpu'"]),
+        (platform("CUDA", (7, 5)), ["8.0", "this card is 7.5", "bfloat16"]),
+        (platform("CUDA"), ["8.0", "unknown"]),
+    ],
+    ids=["ROCm", "XPU", "TPU", "sm_75", "unknown"],
+)
+def test_refused_devices(found: Platform, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_arguments, "current_platform", found)
+    with pytest.raises(ValueError, match=words[0]) as error:
+        gpu_arguments.check_device()
+    assert all(word in str(error.value) for word in words)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)])
+def test_no_nvidia_gpu_that_the_kernels_are_compiled_for_is_refused(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_arguments, "current_platform", platform("CUDA", capability))
+    gpu_arguments.check_device()
+
+
+def test_float32_is_refused() -> None:
+    def config(target: torch.dtype, draft: torch.dtype) -> Any:
+        models = (SimpleNamespace(dtype=one) for one in (target, draft))
+        target_model, draft_model = models
+        return SimpleNamespace(
+            model_config=target_model, speculative_config=SimpleNamespace(draft_model_config=draft_model)
+        )
+
+    gpu_arguments.check_dtype(config(torch.float16, torch.bfloat16))
+    for dtypes, name in (
+        ((torch.float32, torch.bfloat16), "dtype="),
+        ((torch.bfloat16, torch.float32), "the draft's dtype="),
+    ):
+        with pytest.raises(ValueError, match=f"^{name}.*use dtype='bfloat16' or 'float16'"):
+            gpu_arguments.check_dtype(config(*dtypes))
+
+
+FLASH = AttentionBackendEnum.FLASH_ATTN
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"attention_backend": "auto"},
+        {"attention_backend": "FLASH_ATTN"},
+        {"attention_backend": FLASH},
+        {"attention_config": {"backend": "FLASH_ATTN"}},
+        {"attention_config": {"flash_attn_version": 2}},
+    ],
+    ids=str,
+)
+def test_flash_attention_is_asked_for(given: dict[str, Any]) -> None:
+    args = EngineArgs(model=TARGET, **given)
+    before = args.attention_config
+    gpu_arguments.set_backend(args)
+    config = EngineArgs(
+        model=TARGET, attention_backend=args.attention_backend, attention_config=args.attention_config
+    ).create_engine_config()
+    assert config.attention_config.backend == FLASH
+    assert config.attention_config.flash_attn_version == before.flash_attn_version
+    assert before.backend in (None, FLASH)
+    assert before == EngineArgs(model=TARGET, **given).attention_config, "the user's own is as it was"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"attention_backend": "FLASHINFER"},
+        {"attention_config": {"backend": "FLASHINFER"}},
+        {"attention_config": {"backend_per_kind": {"full_attention": "FLASHINFER"}}},
+    ],
+    ids=str,
+)
+def test_other_backends_are_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="attention_backend='FLASHINFER' .*; remove it, or use 'FLASH_ATTN'"):
+        gpu_arguments.set_backend(EngineArgs(model=TARGET, **given))
+
+
+@pytest.mark.parametrize(
+    ("given", "level", "mode", "warned"),
+    [
+        (None, 2, "PIECEWISE", False),
+        (None, 0, None, False),  # vLLM's level without graphs
+        ("NONE", 2, "NONE", False),
+        ("PIECEWISE", 2, "PIECEWISE", False),
+        ("FULL", 2, "PIECEWISE", True),
+        ("FULL_AND_PIECEWISE", 2, "PIECEWISE", True),
+        ("FULL_DECODE_ONLY", 2, "PIECEWISE", True),
+    ],
+)
+def test_graphs(given: str | None, level: int, mode: str | None, warned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = list[str]()
+    monkeypatch.setattr(gpu_arguments.logger, "warning", lambda text, *values: said.append(text % values))
+    asked = {} if given is None else {"cudagraph_mode": given}
+    args = EngineArgs(model=TARGET, compilation_config=asked, optimization_level=level)
+    gpu_arguments.set_graphs(args, nodes=63)
+    found = args.compilation_config.cudagraph_mode
+    assert found == (None if mode is None else CUDAGraphMode[mode])
+    assert [str(given) in text for text in said] == [True] * warned
+
+
+@pytest.mark.parametrize(
+    ("given", "most"),
+    [
+        ({"max_num_seqs": 4}, 4 * 64),
+        ({"max_num_seqs": 1000}, 2048),
+        ({}, 2048),
+        ({"max_cudagraph_capture_size": 16}, None),
+        ({"cudagraph_capture_sizes": [1, 2]}, None),
+        ({"compilation_config": {"cudagraph_capture_sizes": [1, 2]}}, None),
+    ],
+)
+def test_graphs_reach_as_many_rows_as_trees_have(given: dict[str, Any], most: int | None) -> None:
+    args = EngineArgs(model=TARGET, **given)
+    before = CompilationConfig() if "compilation_config" not in given else args.compilation_config
+    gpu_arguments.set_graphs(args, nodes=63)
+    after = args.compilation_config
+    assert after.max_cudagraph_capture_size == (most or before.max_cudagraph_capture_size)
+    assert after.cudagraph_capture_sizes == before.cudagraph_capture_sizes

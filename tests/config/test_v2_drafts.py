@@ -1,0 +1,98 @@
+"""Drafted trees between two steps on Model Runner V2."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.pure.test_accept import batch
+from tests.pure.test_no_host_sync import NoHostSync
+from vllm_adaptive_tree.engine.v2.drafting import DraftedTrees, TreeDrafting
+from vllm_adaptive_tree.engine.v2.drafts import Drafts
+from vllm_adaptive_tree.kernels.reading import CHOSEN, READY
+from vllm_adaptive_tree.proposers import Proposal
+from vllm_adaptive_tree.proposers.adaptive_tree import AdaptiveTree
+from vllm_adaptive_tree.proposers.dyspec import DySpec
+
+
+def test_trees_wait_for_their_request() -> None:
+    """By vLLM's index; of a request that was not in the last batch, or whose root is another one, nothing is left."""
+    tree = batch()[0].tree
+    drafts = Drafts(4, 3, torch.device("cpu"))
+    everyone = torch.arange(4)
+    with NoHostSync():
+        empty, _ = drafts.of(everyone, everyone, torch.full((4,), 3))
+    assert not empty.valid.any()
+
+    read, drawn = torch.tensor([[1, -1, -1], [2, -1, -1]]), torch.tensor([[2, 1, 0, 0]] * 2)
+    levels = [torch.arange(4.0).reshape(2, 1, 2), torch.arange(8.0).reshape(2, 2, 2)]
+    with NoHostSync():
+        drafts.open(2, sum(level.shape[1] for level in levels))
+        for first, level in enumerate(levels):
+            drafts.keep(level, first)
+        drafts.store(torch.tensor([2, 0]), torch.tensor([7, 8]), Proposal(tree, read, drawn), torch.ones(2))
+        found, probs = drafts.of(everyone, torch.tensor([8, 8, 6, 7]), torch.tensor([2, 3, 3, 3]))
+    assert found.tokens.tolist() == [[1, 2, -1], [-1] * 3, [-1] * 3, [-1] * 3]
+    found, probs = drafts.of(torch.tensor([0, 2]), torch.tensor([8, 7]), torch.tensor([3, 3]))
+    assert found.tokens.tolist() == [[1, 2, 0]] * 2
+    q, count = probs.after(torch.tensor([-1, 0]))
+    assert count.tolist() == [2, 1]
+    assert torch.equal(q, torch.stack([levels[0][1, 0].softmax(0), levels[1][0, 0].softmax(0)]))
+    q, count = probs.after(torch.tensor([0, 1]))
+    assert torch.equal(q[0], levels[1][1, 1].softmax(0))
+    assert (q[1].tolist(), count.tolist()) == ([0.0, 0.0], [1, 0])
+
+
+def test_trees_without_cells_have_none_of_those_before_them() -> None:
+    """Those of a look-up that proposes while the draft rests, in the places of trees that the draft has grown."""
+    drafts, tree, read = Drafts(4, 3, torch.device("cpu")), batch()[0].tree, torch.full((2, 3), -1)
+    drafts.cell = torch.full_like(drafts.read, -1)
+    cells, index, drawn = torch.arange(6).view(2, 3), torch.tensor([2, 0]), torch.zeros(2, 4, dtype=torch.int64)
+    drafts.store(index, index, Proposal(tree, read, drawn, cells), torch.ones(2))
+    assert drafts.cell[:2].tolist() == cells.tolist()
+    drafts.store(index, index, Proposal(tree, read, drawn), torch.ones(2))
+    assert (drafts.cell == -1).all()
+
+
+def test_grown_trees_keep_their_cells() -> None:
+    """Continuations are merged into them; a cell has to move with its node."""
+    tree, read = batch()[0].tree, torch.full((2, 3), -1)
+    cells = torch.arange(6).view(2, 3)
+    proposal = Proposal(tree, read, torch.zeros(2, 4, dtype=torch.int64), cells)
+    grown = DraftedTrees(proposal, torch.zeros(2), torch.zeros(()), 1)
+    speculator = SimpleNamespace(
+        padded=lambda requests: 2,
+        drafted_levels=3,
+        _open=lambda padded: None,
+        trees=lambda requests, levels: grown,
+        graphs=SimpleNamespace(run=lambda piece, trees: trees()),
+        steering=SimpleNamespace(steered=SimpleNamespace(fill=False)),
+    )
+    found = TreeDrafting.grown_trees(speculator, 1, 3)  # type: ignore[arg-type]
+    assert found.cell is not None
+    assert (found.cell.tolist(), found.tree.tokens.tolist()) == (cells[:1].tolist(), tree.tokens[:1].tolist())
+
+
+class Choosing(DySpec):
+    """A third party's, with requests of both kinds and no table."""
+
+    def chooses(self, temperature: float) -> bool:
+        return temperature < 0.5
+
+
+@pytest.mark.parametrize(("proposer", "told"), [(DySpec, False), (Choosing, True), (AdaptiveTree, True)])
+def test_a_proposer_that_chooses_by_request_is_told_which(proposer: Any, told: bool) -> None:
+    flags = SimpleNamespace(from_target=np.array([True, False, True]))
+    everyone = torch.ones(4, dtype=torch.int8)
+    made = proposer.build(proposer.Options(), nodes=4)
+    speculator: Any = SimpleNamespace(
+        pair=SimpleNamespace(proposer=made), flags=flags, everyone=everyone, device=torch.device("cpu")
+    )
+    speculator.tells_chosen = TreeDrafting.tells_chosen.fget(speculator)  # type: ignore[attr-defined]
+    batch = SimpleNamespace(idx_mapping_np=np.array([2, 1]))
+    found = TreeDrafting._request_flags(speculator, batch, None)
+    assert found.tolist() == ([READY + CHOSEN, READY] if told else everyone.tolist())
+    ready = TreeDrafting._request_flags(speculator, batch, np.array([False, True]))
+    assert ready.tolist() == [CHOSEN, READY]

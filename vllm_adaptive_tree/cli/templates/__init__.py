@@ -1,0 +1,1 @@
+"""Modules that `new-method` copies, with other names."""

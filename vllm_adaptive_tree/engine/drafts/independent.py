@@ -1,0 +1,24 @@
+"""Independent draft model: a whole model of the target's vocabulary."""
+
+from collections.abc import Mapping
+
+from vllm_adaptive_tree.engine.checkpoint import Shape
+from vllm_adaptive_tree.engine.drafts.base import DraftKind
+from vllm_adaptive_tree.engine.drafts.causes import ADAPTERS, PRECISION, TOKENIZER
+
+EMBEDDINGS = ("emb", "wte")
+"""Substrings of the names of token embeddings, in every family of models."""
+
+
+class Independent(DraftKind):
+    title = "an independent model"
+    method = "draft_model"
+    proposer = "vllm_adaptive_tree.engine.v1.model_drafter:ModelDrafter"
+    replaces = "DraftModelProposer"
+    speculator = "vllm_adaptive_tree.engine.v2.speculator:ModelSpeculator"
+    judged_by_path = independent = node_states = True
+    causes = TOKENIZER, PRECISION, ADAPTERS
+
+    def in_tensors(self, tensors: Mapping[str, Shape | None]) -> str | None:
+        embeds = any(part in name for name in tensors for part in EMBEDDINGS)
+        return "a token embedding, and no tensor of a head" if embeds else None

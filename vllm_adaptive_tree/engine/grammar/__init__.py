@@ -1,0 +1,1 @@
+"""Grammars of requests along the branches of trees."""

@@ -1,0 +1,1 @@
+"""Figures of a step on their way to the front end, metrics, records and the alarm."""

@@ -1,0 +1,80 @@
+"""Timing forwards when the engine starts, on a machine that may be busy with other things."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from vllm_adaptive_tree.engine.common.ranks import from_rank_0
+
+MIN_THRESHOLD, MAX_THRESHOLD = 0.05, 0.9
+
+POINTS = 2
+"""Fewest points of a curve that are measured, however long they take."""
+MAX_ROWS = 256
+"""Most rows of a measured verification."""
+
+Prepare = Callable[[], Callable[[], Any]]
+"""Prepares, untimed, and returns the forward to time."""
+
+
+def threshold(ratio: float) -> float:
+    """OPT-Tree's mu from the cost of a draft level in target forwards (arXiv 2406.17276), clamped."""
+    return min(max(ratio, MIN_THRESHOLD), MAX_THRESHOLD)
+
+
+def fastest(
+    forwards: Sequence[Prepare],
+    *,
+    rounds: int,
+    seconds: float,
+    least: int,
+    sync_timeout: Callable[[bool], bool] = lambda timed_out: timed_out,
+    timed: Callable[[Callable[[], Any]], float] | None = None,
+) -> list[float]:
+    """The smallest time in seconds of each forward over `rounds` rounds. Each round runs all of them once, so a
+    disturbance slows all alike, and one quiet round is enough. A warm-up round is not counted.
+
+    After `seconds` the warm-up round ends, and the forwards that it has not reached are left out (the first `least` are
+    always kept), or no further round begins. `sync_timeout` makes all ranks agree on that. `timed` runs a forward and
+    returns its seconds.
+    """
+    timed, started = timed or _timed, time.perf_counter()
+    kept: list[Prepare] = []
+    for prepare in forwards:
+        timed(prepare())
+        kept.append(prepare)
+        if sync_timeout(len(kept) >= least and time.perf_counter() - started > seconds):
+            break
+    times = [float("inf")] * len(kept)
+    for _ in range(rounds):
+        times = [min(best, timed(prepare())) for best, prepare in zip(times, kept, strict=True)]
+        if sync_timeout(time.perf_counter() - started > seconds):
+            break
+    return times
+
+
+def fastest_on_rank_0(
+    forwards: Sequence[Prepare], *, rounds: int, seconds: float, least: int, device: torch.device
+) -> list[float]:
+    """Smallest times as of `fastest`, with the device idle before and after each forward; every rank runs them, and
+    rank 0's seconds count."""
+
+    def timed(forward: Callable[[], Any]) -> float:
+        return _timed(forward, lambda: None if device.type == "cpu" else torch.accelerator.synchronize())
+
+    def sync_timeout(timed_out: bool) -> bool:
+        return bool(from_rank_0(torch.tensor(timed_out, dtype=torch.int64, device=device)))
+
+    times = fastest(forwards, rounds=rounds, seconds=seconds, least=least, sync_timeout=sync_timeout, timed=timed)
+    agreed: list[float] = from_rank_0(torch.tensor(times, dtype=torch.float64, device=device)).tolist()
+    return agreed
+
+
+def _timed(forward: Callable[[], Any], wait: Callable[[], Any] = lambda: None) -> float:
+    wait()
+    started = time.perf_counter()
+    forward()
+    wait()
+    return time.perf_counter() - started

@@ -1,0 +1,97 @@
+"""Engine arguments on an NVIDIA GPU: the device, the attention backend, CUDA graphs."""
+
+import copy
+from typing import Any
+
+import torch
+from vllm.config.attention import AttentionConfig
+from vllm.config.compilation import CUDAGraphMode
+from vllm.config.vllm import OptimizationLevel
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+logger = init_logger(f"vllm.{__name__}")
+
+LEAST = 80
+"""Least compute capability, 8.0: bfloat16, asynchronous copies and FlashAttention begin there."""
+ROWS = 2048
+"""Rows of a step up to which CUDA graphs are captured; above, a forward takes longer than launching its kernels."""
+REQUESTS = 256
+"""vLLM's smallest default of `max_num_seqs` on a GPU."""
+
+
+def check_device() -> None:
+    """Refuse a device that is neither a CPU nor an NVIDIA GPU that the kernels are compiled for."""
+    if current_platform.is_cpu():
+        return
+    if not current_platform.is_cuda():
+        name = current_platform.device_name or type(current_platform).__name__
+        raise ValueError(
+            f"speculative_config['method']: tree methods run on NVIDIA GPUs and on CPUs, and vLLM's platform here is "
+            f"{name!r}; use vLLM's own 'draft_model' on it"
+        )
+    if not current_platform.has_device_capability(LEAST):
+        capability = current_platform.get_device_capability()
+        version = "unknown" if capability is None else capability.as_version_str()
+        raise ValueError(
+            f"speculative_config['method']: tree methods need a GPU of compute capability 8.0 or more, and that of "
+            f"{current_platform.get_device_name()} is {version}: it has neither bfloat16 nor the asynchronous copies "
+            "of the attention kernels; use vLLM's own 'draft_model' on it"
+        )
+
+
+def check_dtype(config: Any) -> None:
+    """Refuse float32 of a built VllmConfig: FlashAttention, whose cache the tree kernel reads, has 16 bits."""
+    for name, model in (
+        ("dtype", config.model_config),
+        ("the draft's dtype", config.speculative_config.draft_model_config),
+    ):
+        if model.dtype == torch.float32:
+            raise ValueError(
+                f"{name}='float32' is not supported with a tree method on a GPU: its layers need FlashAttention, which "
+                "computes in 16 bits; use dtype='bfloat16' or 'float16'"
+            )
+
+
+def set_backend(args: Any) -> None:
+    """Ask for FlashAttention where the user names no backend, for the draft as well: the draft has the target's.
+
+    Raises:
+        ValueError: the user names another one.
+    """
+    config = copy.deepcopy(args.attention_config)
+    named = AttentionConfig.validate_backend_before(args.attention_backend) or config.backend
+    named_backends = [named, *config.backend_per_kind.values()]
+    refused = next(
+        (backend for backend in named_backends if backend not in (None, AttentionBackendEnum.FLASH_ATTN)), None
+    )
+    if refused is not None:
+        raise ValueError(
+            f"attention_backend={refused.name!r} is not supported with a tree method on a GPU; remove it, or use "
+            "'FLASH_ATTN': the tree kernel reads that backend's cache"
+        )
+    if named is None:
+        args.attention_backend, config.backend = None, AttentionBackendEnum.FLASH_ATTN
+    args.attention_config = config
+
+
+def set_graphs(args: Any, nodes: int) -> None:
+    """Set piecewise CUDA graphs where the user has asked for nothing else, up to as many rows as trees of `nodes` have.
+
+    The tree kernel runs between the pieces, so a full graph of a step with trees cannot be captured.
+    """
+    config = copy.deepcopy(args.compilation_config)
+    given = config.cudagraph_mode
+    if given is None and args.optimization_level != OptimizationLevel.O0:
+        config.cudagraph_mode = CUDAGraphMode.PIECEWISE
+    elif given is not None and given.has_full_cudagraphs():
+        logger.warning(
+            "cudagraph_mode %s becomes PIECEWISE: the attention of a tree runs between the pieces of a graph", given
+        )
+        config.cudagraph_mode = CUDAGraphMode.PIECEWISE
+    sizes = (config.cudagraph_capture_sizes, args.cudagraph_capture_sizes)
+    most = (config.max_cudagraph_capture_size, args.max_cudagraph_capture_size)
+    if (*sizes, *most) == (None,) * 4:
+        config.max_cudagraph_capture_size = min(ROWS, (args.max_num_seqs or REQUESTS) * (1 + nodes))
+    args.compilation_config = config

@@ -1,0 +1,215 @@
+"""Drafting of one batch on Model Runner V1: catch up on the accepted tokens, grow the trees, keep what pays."""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm_adaptive_tree.acceptance import Accepted, TargetOnly
+from vllm_adaptive_tree.budget.planner import ALL
+from vllm_adaptive_tree.drafters import Continuations, Rows
+from vllm_adaptive_tree.drafters.lookup import LookupState
+from vllm_adaptive_tree.engine.common.node_quota import nodes_per_request
+from vllm_adaptive_tree.engine.common.ranks import proposal_from_rank_0, sync_frontier
+from vllm_adaptive_tree.engine.common.request_flags import is_greedy
+from vllm_adaptive_tree.engine.grammar.masked_drafter import Branch, MaskedDrafter, masked_continuations
+from vllm_adaptive_tree.engine.metrics.step_figures import BUDGET, DRAFT
+from vllm_adaptive_tree.engine.v1.budget import HostBudget
+from vllm_adaptive_tree.engine.v1.catch_up import CatchUp, StepView
+from vllm_adaptive_tree.engine.v1.drafter import TimedDrafter
+from vllm_adaptive_tree.engine.v1.drafts import Draft, to_drafts
+from vllm_adaptive_tree.engine.v1.requests import HostRequests
+from vllm_adaptive_tree.engine.v1.text_drafter import token_history
+from vllm_adaptive_tree.engine.v1.verification import Verification
+from vllm_adaptive_tree.proposers import Proposal, Request, draft_tree
+from vllm_adaptive_tree.proposers.merging import draft_levels
+from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE
+
+
+class HostDraft:
+    """`step.Draft` of a `runner`'s batch. Requests that finish, skip drafting or have tokens left to read get no
+    tree."""
+
+    def __init__(
+        self,
+        runner: Any,
+        scheduled: Mapping[str, int],
+        sampled: Sequence[bool],
+        states: Sequence[Tensor],
+        grammars: Mapping[int, Branch],
+    ):
+        """
+        Args:
+            scheduled: tokens of this step by request.
+            sampled: True if a request has sampled in it, by row.
+            states: the target's hidden states of its flat batch, as in `V1Drafter.catch_up`.
+            grammars: by row.
+        """
+        self.runner, self.engine, self.budget = runner, runner.engine, runner.budget
+        self.scheduled, self.sampled, self.states, self.grammars = scheduled, sampled, states, grammars
+        self.names = list(runner.input_batch.req_ids)
+        self.room = runner.scheduler_config.max_num_batched_tokens
+        self.nodes = nodes_per_request(running=len(self.names), nodes=runner.num_spec_tokens, room=self.room)
+        self.pending: list[CatchUp] = []
+        """Items that the step has for the draft; those that it reads now; those with a tree."""
+        self.to_read: list[CatchUp] = []
+        self.rooted: list[CatchUp] = []
+        self.rows = Rows(torch.empty(0))
+        """Rows of the roots, and the draft's state of their trees."""
+        self.state: Any = None
+        self.levels: list[Tensor] = []
+        """Logits of each level, if a rule or a recorder reads them."""
+        self.drafting = True
+        """False if the draft rests."""
+        self.looking = 0.0
+        """Seconds of the look-up."""
+
+    def begin(self) -> int:
+        greedy = [is_greedy(self.runner.requests[name].sampling_params) for name in self.names]
+        levels = ALL if self.budget is None else self.budget.begin_levels(greedy)
+        self.drafting = levels > 0
+        self.engine.fallback_reasons = dict.fromkeys(self.names, DRAFT if levels else BUDGET)
+        return levels
+
+    def read(self, accepted: Accepted | None, levels: int) -> bool:
+        runner, drafting = self.runner, self.drafting
+        with runner.clock.phase("draft"):
+            step = StepView(runner, self.scheduled, self.sampled, self.nodes)
+            self.pending = runner.drafter.pending(step, _paths(runner.step.verification, accepted))
+            room = self.room + len(self.pending)  # each has a new root
+            self.to_read = runner.drafter.to_read(self.pending, room, drafting)
+            self.rows, self.state = runner.drafter.catch_up(self.to_read, self.states, runner.proposer.mask(self.nodes))
+        if self.state is None and (drafting or runner.offers is None):
+            return False
+        self.rooted = [item for item in (self.to_read if drafting else self.pending) if item.root is not None]
+        if not self.rooted:
+            return False
+        self.request = self._request()
+        reads_hidden = runner.recorder is not None and runner.recorder.reads_hidden
+        self.drafter = TimedDrafter(runner.drafter, runner.clock, [self.rows.hidden] if reads_hidden else [])
+        pairs = enumerate(self.rooted)
+        self.grammars = {place: self.grammars[item.row] for place, item in pairs if item.row in self.grammars}
+        return True
+
+    def grow(self, levels: int) -> Proposal:
+        runner, dead = self.runner, list[Tensor]()
+        keep = runner.recorder is not None or runner.pair.rule is not TargetOnly
+        agree = sync_frontier
+        if self.budget is not None:
+            agree = self.budget.agreed(sync_frontier, len(self.rooted), self.num_without_tree)
+        with runner.clock.phase("tree"):
+            masked = MaskedDrafter(self.drafter, self.grammars)
+            proposal = draft_tree(
+                runner.proposer,
+                masked,
+                masked.roots(self.rows),
+                self.state,
+                nodes=self.nodes,
+                request=self.request,
+                agree=agree,
+                keep=self.levels.append if keep else lambda _: None,
+                lost=dead.append,
+            )
+            self.engine.num_dead_rows += int(torch.cat(dead, 1).sum())
+            proposal = proposal_from_rank_0(proposal)
+        if self.budget is None or not self.budget.limited:
+            runner.steering.grown(int(proposal.tree.valid.sum()), self.nodes * len(self.rooted))
+        return proposal
+
+    def empty(self) -> Proposal:
+        return Proposal.nothing(len(self.rooted), self.nodes, torch.device("cpu"))
+
+    def continuations(self, levels: int) -> Continuations | None:
+        lookup = self.runner.lookup if levels else self.runner.offers
+        if lookup is None:
+            return None
+        started = time.perf_counter()
+        with self.runner.clock.phase("tree"):
+            roots = {item.row: item.root for item in self.rooted if item.root is not None}
+            found = lookup.continuations(token_history(self.runner.input_batch, roots))
+            found = masked_continuations(found, self.grammars)
+        self.looking = time.perf_counter() - started
+        return found
+
+    def keep(self, proposal: Proposal, merged: Continuations | None) -> None:
+        runner, engine = self.runner, self.engine
+        with runner.clock.phase("tree"):
+            if merged is not None:
+                proposal = proposal_from_rank_0(proposal)
+            request = self.request
+            drafts = to_drafts(proposal, self.levels, request.temperature, request.initial, self.drafter.hidden)
+            drafts = [draft._replace(from_lookup=not self.drafting) for draft in drafts]
+        if runner.record is not None:
+            runner.record.drafted(self.rooted_names, proposal.tree)
+        sizes = {name: len(draft.tree) for name, draft in zip(self.rooted_names, drafts, strict=True)}
+        engine.num_drafted_nodes += sum(sizes.values())
+        if self.budget is not None:
+            with runner.clock.phase("tree"):
+                drafts = self._cut(self.budget, drafts, proposal, merged)
+        # read only if none of it is left
+        engine.fallback_reasons |= {name: BUDGET for name, size in sizes.items() if size}
+        engine.drafts |= zip(self.rooted_names, drafts, strict=True)
+
+    def end(self) -> None:
+        if self.budget is not None and self.runner.step.verification is not None:
+            self.budget.end_step(self.runner.step.verification)
+
+    @property
+    def rooted_names(self) -> list[str]:
+        return [self.names[item.row] for item in self.rooted]
+
+    @property
+    def num_without_tree(self) -> int:
+        """Number of requests that have a root and no tree."""
+        return sum(item.root is not None for item in self.pending) - len(self.rooted)
+
+    def _request(self) -> Request:
+        """View of the requests with trees for the proposer."""
+        runner, initial = self.runner, self.engine.initial
+        roots = [item.root for item in self.rooted if item.root is not None]
+        requests = HostRequests(runner, self.rooted_names, roots)
+        temperatures = [
+            0.0 if greedy else state.sampling_params.temperature
+            for greedy, state in zip(requests.greedy, requests.states, strict=True)
+        ]
+        fitted = GREEDY_DRAFT_TEMPERATURE if self.budget is None else self.budget.greedy_temperature
+        return Request(
+            temperature=torch.tensor([runner.options.tree.temperature(value, fitted) for value in temperatures]),
+            greedy=torch.tensor(requests.greedy),
+            rng=requests.rng(purpose=0),
+            initial=None if initial is None else initial[[item.row for item in self.rooted]],
+            chosen=torch.tensor(requests.flags),
+        )
+
+    def _cut(
+        self, budget: HostBudget, drafts: list[Draft], proposal: Proposal, merged: Continuations | None
+    ) -> list[Draft]:
+        greedy, roots = self.request.greedy, list[Tensor | None]([None] * len(drafts))
+        if self.drafting:
+            pairs = zip(greedy.tolist(), self.rows.logits[:, 0], strict=True)
+            roots = [logits if certain else None for certain, logits in pairs]
+        if merged is None and self.runner.offers is not None and isinstance(self.state, LookupState):
+            merged = self.state.continuations  # the draft is a look-up
+        prompts = self.runner.input_batch.num_prompt_tokens
+        return budget.cut(
+            drafts,
+            proposal,
+            greedy,
+            roots,
+            self.drafter.levels,
+            level=None if merged is None else draft_levels(proposal.tree, merged),
+            looking=self.looking,
+            num_without_tree=self.num_without_tree,
+            prompts=any(item.start < prompts[item.row] for item in self.pending),
+            gaps=self.to_read != self.pending,
+        )
+
+
+def _paths(verification: Verification | None, accepted: Accepted | None) -> dict[int, list[int]]:
+    """Accepted nodes of each tree, by row."""
+    if verification is None or accepted is None:
+        return {}
+    paths = accepted.nodes.tolist()
+    return {row: [node for node in paths[row] if node >= 0] for row in verification.trees}

@@ -1,0 +1,20 @@
+"""vLLM's logits processors."""
+
+import copy
+from typing import Any
+
+from vllm.v1.sample.logits_processor import LogitBiasLogitsProcessor, MinTokensLogitsProcessor, build_logitsprocs
+
+
+def all_processors(vllm_config: Any, *args: Any) -> Any:
+    """Processors of plain decoding, min_p and logit_bias among them; vLLM drops those with speculation."""
+    plain = copy.copy(vllm_config)
+    plain.speculative_config = None
+    return build_logitsprocs(plain, *args)
+
+
+def may_act(processor: Any) -> bool:
+    """Return whether a processor may change this batch's logits; True for processors that are not vLLM's."""
+    if isinstance(processor, LogitBiasLogitsProcessor):
+        return bool(processor.biases)
+    return bool(processor.min_toks) if isinstance(processor, MinTokensLogitsProcessor) else True

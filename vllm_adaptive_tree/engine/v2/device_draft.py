@@ -1,0 +1,99 @@
+"""Drafting of one batch on Model Runner V2."""
+
+from typing import Any
+
+from torch import Tensor
+
+from vllm_adaptive_tree.acceptance import Accepted
+from vllm_adaptive_tree.budget.planner import ALL
+from vllm_adaptive_tree.drafters import Continuations
+from vllm_adaptive_tree.engine.v2.token_history import token_history
+from vllm_adaptive_tree.proposers import Proposal
+from vllm_adaptive_tree.proposers.merging import draft_levels
+
+
+class DeviceDraft:
+    """`step.Draft` of a `speculator`'s batch."""
+
+    def __init__(self, speculator: Any, target: Any, temperature: Tensor, seeds: Tensor):
+        """`target`: `TargetOutput` of R requests; temperatures and seeds are vLLM's, by its index."""
+        self.speculator, self.target, self.batch = speculator, target, target.batch
+        self.temperature, self.seeds = temperature, seeds
+        self.nodes: int = speculator.num_speculative_steps
+        self.greedy = speculator.flags.greedy[self.batch.idx_mapping_np]
+        self.drafting = True
+        """False if the draft rests."""
+        self.tokens: Tensor | None = None
+        """Tokens of the trees [R, N]; None: there are none."""
+
+    def begin(self) -> int:
+        speculator, budget, requests = self.speculator, self.speculator.budget, self.batch.num_reqs
+        speculator.readback.next_step()
+        speculator.missed = 0
+        levels: int = ALL if budget is None else budget.begin_step(self.greedy)
+        if budget is not None and levels:
+            budget.steer(requests, requests)
+        self.drafting = levels > 0
+        return levels
+
+    def read(self, accepted: Accepted | None, levels: int) -> bool:
+        speculator = self.speculator
+        verification = speculator.step.verification
+        speculator.accepted = None if accepted is None else (verification, accepted)
+        ready = speculator.catch_up(self.batch) if levels else None
+        speculator.prepare(self.target, self.temperature, self.seeds, ready)
+        if levels:
+            speculator.read(self.target)
+        else:
+            speculator.rest(self.target)
+        speculator.accepted = None
+        if levels == 0 and speculator.offers is None:
+            speculator.drafts.forget()
+            return False
+        speculator.forwards = 0
+        return True
+
+    def grow(self, levels: int) -> Proposal:
+        proposal: Proposal = self.speculator.grown_trees(self.batch.num_reqs, levels)
+        return proposal
+
+    def empty(self) -> Proposal:
+        self.speculator.drafts.open(0, 0)
+        return Proposal.nothing(self.batch.num_reqs, self.nodes, self.speculator.device)
+
+    def continuations(self, levels: int) -> Continuations | None:
+        speculator = self.speculator
+        lookup = speculator.lookup if levels else speculator.offers
+        if lookup is None:
+            return None
+        found: Continuations = lookup.continuations(token_history(self.batch, speculator.states))
+        return found
+
+    def keep(self, proposal: Proposal, merged: Continuations | None) -> None:
+        speculator, batch = self.speculator, self.batch
+        if merged is not None:
+            proposal = proposal.padded(self.nodes)
+            inputs, requests = speculator.inputs, batch.num_reqs
+            position, temperature = inputs.position[:requests], inputs.temperature[:requests]
+            speculator.drafts.store(batch.idx_mapping, position, proposal, temperature)
+        tree = proposal.tree
+        speculator.stats.drafted(batch.req_ids, tree, rests=not self.drafting)
+        if speculator.record is not None:
+            speculator.record.drafted(batch.req_ids, tree)
+        if speculator.budget is not None:
+            on_text = speculator.draft_continuations if merged is None and self.drafting else merged
+            level = None if on_text is None else draft_levels(tree, on_text)
+            speculator.budget.drafted(tree, self.greedy, level)
+        self.tokens = tree.tokens
+
+    def end(self) -> None:
+        speculator, batch = self.speculator, self.batch
+        if speculator.budget is not None:
+            speculator.budget.end_step(
+                batch.num_reqs,
+                batch.num_tokens,
+                int(batch.num_computed_tokens_np.sum()),
+                speculator.forwards,
+                usual=not batch.has_prefill and not speculator.missed,
+                trees=self.tokens is not None,
+            )

@@ -1,0 +1,100 @@
+"""Attention of the target's layers: their metadata in a verification, and the K/V of accepted nodes."""
+
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from vllm.config.compilation import CUDAGraphMode
+
+from vllm_adaptive_tree.engine.targets import checks
+from vllm_adaptive_tree.engine.v2 import verification
+from vllm_adaptive_tree.engine.v2.attention import DenseTrees, KernelTrees
+from vllm_adaptive_tree.engine.v2.device import compiles
+from vllm_adaptive_tree.engine.v2.target_buffers import TargetBuffers
+from vllm_adaptive_tree.engine.v2.verification import Verification
+from vllm_adaptive_tree.kernels.layout import Layout
+
+
+class TargetAttention:
+    """Takes the place of `prepare_attn` of a `runner`'s model state."""
+
+    def __init__(self, runner: Any):
+        """Runs once the models are loaded, before vLLM sizes its cache."""
+        self.runner, self.native_metadata = runner, runner.model_state.prepare_attn
+        nodes = runner.options.num_speculative_tokens
+        self.in_generation_order = nodes <= verification.IN_GENERATION_ORDER
+        self.buffers: TargetBuffers | None = None  # where kernels run
+        if compiles(runner.device):
+            layers, drafts = checks.attention_layers(runner.vllm_config), runner.speculator.draft_attn_layer_names
+            target_layers = {name: layer for name, layer in layers.items() if name not in drafts}
+            sizes = runner.max_num_reqs, runner.max_num_tokens, nodes
+            self.buffers = TargetBuffers(target_layers, *sizes, runner.model_config.dtype, runner.device)
+        self.metadata: dict[str, Any] = {}
+        self.slots: dict[str, Tensor] = {}
+        """Metadata, and slots of all rows, of each layer in the last verification."""
+        runner.model_state.prepare_attn = self.prepare
+
+    @property
+    def layout(self) -> Layout | None:
+        """Buffers in which trees are laid out in one launch, if they can be."""
+        return self.buffers.layout if self.buffers is not None and self.in_generation_order else None
+
+    def open_caches(self) -> None:
+        """Runs once the caches are there. Raises ValueError for one that cannot be read."""
+        runner = self.runner
+        if self.buffers is not None:
+            groups = enumerate(runner.kv_cache_config.kv_cache_groups)
+            self.buffers.open_caches({name: number for number, group in groups for name in group.layer_names})
+        elif runner.device.type == "cpu":
+            checks.check_packing(checks.attention_layers(runner.vllm_config))
+
+    def prepare(
+        self, input_batch: Any, mode: Any, block_tables: Any, slot_mappings: Any, *rest: Any, **kwargs: Any
+    ) -> Any:
+        """Build vLLM's metadata, and that of the trees for the target's layers."""
+        metadata = self.native_metadata(input_batch, mode, block_tables, slot_mappings, *rest, **kwargs)
+        # Such a graph replays our kernel, also for a step without a tree; vLLM records it under another name.
+        whole = mode == CUDAGraphMode.FULL or kwargs.get("for_capture", False)
+        step = self.runner.step.verification
+        if not whole and (step is None or not step.reads_only_roots(input_batch)):
+            return metadata
+        row_start, count, rows = (
+            input_batch.query_start_loc,
+            input_batch.num_reqs_after_padding,
+            len(input_batch.positions),
+        )
+        if not whole:
+            assert step is not None
+            count = int(np.count_nonzero(step.scheduled))
+            rows = count + input_batch.num_draft_tokens
+        ordered = self.buffers if self.in_generation_order else None
+        if ordered is not None:
+            ordered.plan(row_start, count)
+        tree_metadata: dict[Any, DenseTrees | KernelTrees] = {}
+        for group, slots in zip(self.runner.kv_cache_config.kv_cache_groups, slot_mappings, strict=True):
+            for name in group.layer_names:
+                if name in self.runner.speculator.draft_attn_layer_names:
+                    continue
+                native = metadata[name]
+                if ordered is not None:
+                    metadata[name] = ordered.metadata(name, native, row_start, count, rows)
+                    continue
+                assert step is not None
+                if id(native) not in tree_metadata:
+                    longest = int(input_batch.seq_lens_cpu_upper_bound[: input_batch.num_reqs].max())
+                    tree_metadata[id(native)] = (
+                        step.dense(native, group.kv_cache_spec.block_size, longest)
+                        if self.buffers is None
+                        else step.for_kernel(native, row_start, input_batch.num_draft_tokens)
+                    )
+                metadata[name], self.slots[name] = tree_metadata[id(native)], slots
+        self.metadata = metadata
+        return metadata
+
+    def commit(self, step: Verification, nodes: Tensor) -> None:
+        """Copy the K/V of the accepted `nodes` [R, L] (-1 pads) to the slots after the root."""
+        runner = self.runner
+        if self.buffers is not None:
+            self.buffers.commit(runner.block_tables.input_block_tables, step.root, nodes)
+        else:
+            step.commit(nodes, self.metadata, runner.compilation_config.static_forward_context, self.slots)

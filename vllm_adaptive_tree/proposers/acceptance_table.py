@@ -1,0 +1,172 @@
+"""Learnt probability that verification accepts a node which it reaches."""
+
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vllm_adaptive_tree.json_numbers import member, numbers, short
+
+EDGES = (0.005, 0.02, 0.05, 0.1, 0.2, 0.4, 0.7, 0.9)
+"""Bounds of the bins of a node's conditional probability: that of its token among those its earlier siblings left."""
+CENTRES = tuple((low + high) / 2 for low, high in zip((0.0, *EDGES), (*EDGES, 1.0), strict=True))
+RANKS = (0, 1, 2, 2, 3)
+"""Group of a node's rank among its siblings; later ones are in the last."""
+DEPTHS = (0, 1, 2, 2, 3)
+"""Group of a depth, from 1; deeper ones are in the last."""
+WARM = (0.5, 0.8)
+"""Bounds of the temperatures of drawn children."""
+CLASSES = 2 + 1 + len(WARM)
+"""Chosen children of greedy requests, of sampled ones, and drawn children by temperature."""
+PRIOR, SHARED = 16.0, 8.0
+"""Weight of the prior against other temperatures, in observations; of both against a cell's own."""
+MEMORY = 1000.0
+"""Observations of a cell after which an old one has weight 1/e."""
+SETTLE_SHARE, SETTLE_MOST = 0.05, 128
+"""New observations after which they take effect: as a share of all, and at most."""
+LEAST, MOST = 1e-3, 0.995
+"""Bounds of a chance."""
+DRAWN = (0.5, 0.3, 0.2, 0.1)
+"""Least prior of a drawn child by group of its rank: where the laws of draft and target overlap by half, half of the
+first draws are accepted, however unlikely the token."""
+
+Shape = tuple[int, int, int, int]
+SHAPE: Shape = (CLASSES, 1 + max(DEPTHS), 1 + max(RANKS), 1 + len(EDGES))
+
+
+class AcceptanceTable:
+    """P(accepted | reached) by class of the request, depth, rank among the siblings and conditional draft probability.
+
+    A node is reached if its parent is accepted and its earlier siblings are not. A cell starts at what the draft says
+    of itself, shares its observations with the same cell of other depths and temperatures until it has some of its
+    own, and never falls with the conditional probability. Between the centres of two bins the chance is interpolated.
+    It knows past steps only.
+    """
+
+    cells: ClassVar[int] = int(np.prod(SHAPE))
+
+    def __init__(self) -> None:
+        self.hits, self.trials, self.unsettled = np.zeros(SHAPE), np.zeros(SHAPE), 0
+        self.prior = np.empty((CLASSES, *SHAPE[2:]))
+        self.prior[:2] = CENTRES
+        self.prior[2:] = np.maximum(CENTRES, np.array(DRAWN)[:, None])
+        self.chance = torch.empty(SHAPE, dtype=torch.float32)
+        """P(accepted | reached), [class, depth, rank, bin]."""
+        self._edges, self._centres, self._warm = torch.tensor(EDGES), torch.tensor(CENTRES), torch.tensor(WARM)
+        self._rank = torch.tensor(RANKS)
+        self.settle()
+
+    def to(self, device: torch.device) -> None:
+        """Move the tensors that a tree is grown with."""
+        parts = (self.chance, self._edges, self._centres, self._warm, self._rank)
+        self.chance, self._edges, self._centres, self._warm, self._rank = (part.to(device) for part in parts)
+
+    def row(self, temperature: Tensor, greedy: Tensor, chosen: Tensor, depth: int) -> Tensor:
+        """First cell of each request's part of the table, for nodes at `depth`: [R].
+
+        Args:
+            temperature: [R] of the draft.
+            greedy, chosen: [R] bool.
+        """
+        drawn = 2 + torch.bucketize(temperature.contiguous(), self._warm)
+        kind = torch.where(chosen, torch.where(greedy, 0, 1), drawn)
+        group = DEPTHS[min(depth, len(DEPTHS)) - 1]
+        return (kind * SHAPE[1] + group) * (SHAPE[2] * SHAPE[3])
+
+    def look_up(self, row: Tensor, conditional: Tensor) -> tuple[Tensor, Tensor]:
+        """Cell of each node, and its chance to be accepted if it is reached: [R, W, K] each, K by rank.
+
+        Args:
+            row: [R] as `row` gives it.
+            conditional: [R, W, K] conditional probability of each token.
+        """
+        rank = torch.arange(conditional.shape[2], device=conditional.device).clamp_(max=len(RANKS) - 1)
+        place = torch.bucketize(conditional.contiguous(), self._edges, right=True)
+        first = self._rank[rank] * SHAPE[3] + row[:, None, None]
+        left = (place - (conditional < self._centres[place]).long()).clamp_(0, len(CENTRES) - 2)
+        low, high = self._centres[left], self._centres[left + 1]
+        chance, at = self.chance.flatten(), first + left
+        chance = torch.lerp(chance[at], chance[at + 1], ((conditional - low) / (high - low)).to(chance.dtype))
+        return first + place, chance.clamp_(LEAST, MOST)
+
+    def observe(self, cell: NDArray[np.int64], parent: NDArray[np.int64], nodes: NDArray[np.int64]) -> None:
+        """Record R verified trees.
+
+        Args:
+            cell: [R, N], -1 where there is no node.
+            parent: [R, N], -1 the root.
+            nodes: [R, L] accepted path, -1 pads.
+        """
+        tried, accepted = reached(cell >= 0, parent, nodes, cell // SHAPE[3] % SHAPE[2])
+        trials = np.bincount(cell[tried], minlength=self.cells).reshape(SHAPE)
+        hits = np.bincount(cell[accepted & tried], minlength=self.cells).reshape(SHAPE)
+        fade = np.exp(-trials / MEMORY)
+        self.trials, self.hits = self.trials * fade + trials, self.hits * fade + hits
+        self.unsettled += int(tried.sum())
+        if self.unsettled >= min(SETTLE_SHARE * self.trials.sum(), SETTLE_MOST):
+            self.settle()
+
+    def settle(self) -> None:
+        """Let what has been observed take effect."""
+        self.unsettled = 0
+        hits, trials = self.hits.sum(1), self.trials.sum(1)  # of all depths
+        prior = self.prior.copy()
+        others = [part[2:].sum(0) - part[2:] for part in (hits, trials)]  # drawn at other temperatures
+        prior[2:] = (others[0] + PRIOR * prior[2:]) / (others[1] + PRIOR)
+        shared = rising((hits + SHARED * prior) / (trials + SHARED), trials + SHARED)[:, None]
+        weight = self.trials + SHARED
+        chance = rising((self.hits + SHARED * shared) / weight, weight)
+        host = torch.from_numpy(chance.clip(LEAST, MOST).astype(np.float32))
+        if self.chance.device.type != "cpu":
+            host = host.pin_memory()  # else the copy waits for the device
+        self.chance.copy_(host, non_blocking=True)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"hits": short(self.hits.ravel().tolist()), "trials": short(self.trials.ravel().tolist())}
+
+    def restore(self, data: Any) -> None:
+        """Load the output of `to_json`. Raises ValueError, changing nothing, for other data."""
+        hits, trials = (np.array(numbers(member(data, name), self.cells)).reshape(SHAPE) for name in ("hits", "trials"))
+        if (hits > 1.001 * trials).any():  # numbers are written with six digits
+            raise ValueError("more nodes were accepted than verified")
+        self.hits, self.trials = hits, trials
+        self.settle()
+
+
+def reached(
+    valid: NDArray[np.bool_], parent: NDArray[np.int64], nodes: NDArray[np.int64], rank: NDArray[np.int64]
+) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Nodes of R trees that a verification has reached, and those that it has accepted, both [R, N].
+
+    Siblings count in the order of their `rank` [R, N], then of their places: a learnt value, or a continuation of the
+    text, may have moved a chosen child before a better one.
+    """
+    requests, width = valid.shape
+    row, turn = np.arange(requests)[:, None], rank * width + np.arange(width)
+    accepted = np.zeros((requests, 1 + width), dtype=bool)
+    accepted[row, 1 + nodes] = True  # -1: the root
+    accepted[:, 0] = True
+    taken = np.full((requests, 1 + width), np.iinfo(np.int64).max)
+    on_path = accepted[:, 1:] & valid
+    where = np.nonzero(on_path)
+    taken[where[0], 1 + parent[where]] = turn[where]  # of the accepted child of each accepted node
+    tried = valid & accepted[row, 1 + parent] & (turn <= taken[row, 1 + parent])
+    return tried, on_path
+
+
+def rising(value: NDArray[np.float64], weight: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Isotonic regression along the last dimension: the greatest of all starts of the least mean that ends later."""
+    bins = value.shape[-1]
+    total = np.concatenate([np.zeros((*value.shape[:-1], 1)), (value * weight).cumsum(-1)], -1)
+    mass = np.concatenate([np.zeros((*value.shape[:-1], 1)), weight.cumsum(-1)], -1)
+    fitted = np.empty_like(value)
+    best = np.full((*value.shape[:-1], bins), -np.inf)  # greatest over the starts so far, by end
+    for start in range(bins):
+        mean = (total[..., start + 1 :] - total[..., start : start + 1]) / (
+            mass[..., start + 1 :] - mass[..., start : start + 1]
+        )
+        best[..., start:] = np.maximum(best[..., start:], mean)
+        fitted[..., start] = best[..., start:].min(-1)
+    return fitted

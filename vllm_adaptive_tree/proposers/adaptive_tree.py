@@ -1,0 +1,112 @@
+"""Adaptive trees: slots of the largest learnt probability to be accepted, chosen or drawn as the request's law asks."""
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from vllm_adaptive_tree.options import count, number
+from vllm_adaptive_tree.proposers.acceptance_table import AcceptanceTable
+from vllm_adaptive_tree.proposers.base import rng_keys, softmax_at
+from vllm_adaptive_tree.proposers.best_first import BestFirst, Candidates, Growth, Level, best_candidates, packed
+from vllm_adaptive_tree.proposers.children import draw_children
+from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE, MethodOptions, Steered
+
+SPREAD = 8
+"""Tokens over which a distribution is taken to spread, but for its best."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptiveTreeOptions(MethodOptions):
+    max_depth: int = count(10)
+    max_children: int = count(16)
+    drawn_from: float = number(0.4, 0, 100, what="a temperature")
+    """Least temperature of a request whose children are drawn; below it they are chosen."""
+
+    @property
+    def steered(self) -> Steered:
+        auto = self.budget == "auto"
+        return Steered(price=auto, temperature=auto)
+
+    def temperature(self, own: float, fitted: float = GREEDY_DRAFT_TEMPERATURE) -> float:
+        return own if own > 0 else fitted
+
+
+class AdaptiveTree(BestFirst):
+    """Fill slots in decreasing order of the learnt probability that verification accepts them.
+
+    A slot is reached if the path above it is accepted and its earlier siblings are not, and is worth that times its own
+    acceptance, all by an `AcceptanceTable` of past steps,
+
+        v = prod_path a(t) * prod_{earlier siblings} (1 - a(s)) * a.
+
+    A drawn child counts by what is known before its token is drawn, so its own acceptance is an expectation over the
+    draft's distribution; a chosen one by its token's, since any choice is lossless for the target's own draws.
+    """
+
+    Options = AdaptiveTreeOptions
+    kinds = ("without_replacement",)
+
+    def __init__(self, *, max_depth: int, max_children: int, drawn_from: float):
+        self.max_depth, self.max_children, self.drawn_from = max_depth, max_children, drawn_from
+        self.acceptance: AcceptanceTable = AcceptanceTable()
+
+    @classmethod
+    def build(cls, options: AdaptiveTreeOptions, *, nodes: int) -> Self:
+        return cls(max_depth=options.max_depth, max_children=options.max_children, drawn_from=options.drawn_from)
+
+    @property
+    def children(self) -> str:
+        return f"{self.kind} children; below temperature {self.drawn_from:g} the draft's best"
+
+    def chooses(self, temperature: float) -> bool:
+        return temperature < self.drawn_from
+
+    def candidates(self, growth: Growth, logits: Tensor) -> Candidates:
+        """All slots below the frontier."""
+        request, path, table = growth.request, growth.front.path[:, : logits.shape[1]], self.acceptance
+        chosen = request.greedy if request.chosen is None else request.chosen
+        q = softmax_at(logits, request.temperature[:, None])  # [R, W, V]
+        keys = rng_keys(growth.level, logits)
+        fanout = min(self.max_children, q.shape[-1])
+        planned, rng = torch.full_like(keys, fanout), request.rng.fold_in(keys)
+        tokens = draw_children(self.kind, q, planned, self.max_children, rng, chosen)  # [R, W, K]
+        chance = q.gather(2, tokens.clamp(min=0)).masked_fill(tokens < 0, 0.0)
+        left = torch.ones_like(chance)  # of a sum without the token itself: rounding would let a value see its draw
+        left[..., 1:].sub_(chance[..., :-1].cumsum(2)).clamp_(min=1e-6)
+        row = table.row(request.temperature, request.greedy, chosen, growth.level + 1)
+        cell, accepted = table.look_up(row, chance / left)
+        accepted = accepted.to(path.dtype)
+        rejected = torch.nn.functional.pad((1 - accepted[..., :-1]).log().cumsum(2), (1, 0))
+        slot = (path[:, :, None] + rejected).masked_fill(chance <= 0, -torch.inf)
+        below = slot + accepted.log()
+        # A value must not exceed those of the parent and of earlier siblings, or a draw could prune its own slot.
+        above = growth.front.value[:, : logits.shape[1], None]
+        before = torch.minimum(slot + self._expected(q, tokens, left, row).log(), above).cummin(2).values
+        value = torch.where(chosen[:, None, None], torch.minimum(below, above), before)
+        column = torch.arange(path.shape[1], device=path.device)[None, :, None].expand_as(tokens)
+        columns = (part.flatten(1) for part in (tokens, column, value, below, cell))
+        tokens, column, value, below, cell = columns
+        return best_candidates(Candidates(tokens, column, value, below, fanout, cell), growth.nodes)
+
+    def _expected(self, q: Tensor, tokens: Tensor, left: Tensor, row: Tensor) -> Tensor:
+        """Chance that a slot's token is accepted if it is reached, before it is drawn: [R, W, K].
+
+        The best token of q [R, W, V] has a share of what is `left` [R, W, K], unless an earlier sibling is it; the rest
+        is taken to spread over a few tokens.
+        """
+        share, best = q.max(-1, keepdim=True)
+        drawn = (tokens == best).long()
+        share = (share / left).clamp(max=1.0).masked_fill(drawn.cumsum(2) > drawn, 0.0)
+        _, of_best = self.acceptance.look_up(row, share)
+        _, of_others = self.acceptance.look_up(row, (1 - share) / SPREAD)
+        return (of_others + share * (of_best - of_others)).to(left.dtype)
+
+    def expand(self, level: Level, worst: Tensor, gain: Tensor) -> Tensor:
+        """Nodes to expand: no child is worth more than its parent, or than the parent's path."""
+        bound = torch.minimum(level.path, level.value)
+        return (bound > worst.clamp(min=self.floor)) & (gain > self.threshold)[:, None]
+
+    def front(self, level: Level, expand: Tensor) -> Level:
+        return packed(level, expand)
