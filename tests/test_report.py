@@ -1,3 +1,9 @@
+import io
+
+from rich.console import Console
+from rich.text import Text
+
+from vllm_adaptive_tree.report.drawing import drawn
 from vllm_adaptive_tree.report.tokens import Span, coloured, spans
 
 
@@ -18,3 +24,20 @@ def test_coloured_text_is_the_decoded_text() -> None:
         Span("de", drafted=True),
         Span("\N{REPLACEMENT CHARACTER}", drafted=False),
     ]
+
+
+def test_a_tree_has_its_accepted_nodes_and_the_targets_token() -> None:
+    step = {"tokens": [5, 6, 7, 8], "parents": [-1, -1, 1, 2], "values": [0.5, 0.3, 0.25, 0.1]}
+    step |= {"verified": 3, "accepted": [1, 2], "emitted": [6, 7, 9]}
+    console = Console(width=40, record=True, file=io.StringIO(), force_terminal=True, color_system="standard")
+    console.print(drawn(step, {"5": " a", "6": "b\n", "7": "c", "9": "e"}))
+    marked = console.export_text(styles=True)
+    assert [line.rstrip() for line in Text.from_ansi(marked).plain.splitlines()] == [
+        "the last token",
+        "├── ␣a 0.50",
+        "└── b\\n 0.30",
+        "    └── c 0.25",
+        "        └── e",
+    ]
+    assert all(f"[32m{token}" in marked for token in ("b\\n", "c"))
+    assert "[35me" in marked

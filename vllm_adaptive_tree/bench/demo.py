@@ -1,8 +1,12 @@
-"""Demo: a small benchmark that keeps all tokens, compares the texts and shows the drafted tokens."""
+"""Demo: a small benchmark that keeps all tokens, compares the texts, and shows drafted tokens and a tree."""
 
+import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -17,12 +21,19 @@ from vllm_adaptive_tree.bench.results import Row, rows, to_json
 from vllm_adaptive_tree.bench.rounds import Measurement, Round
 from vllm_adaptive_tree.bench.statistics import MIN_ROUNDS
 from vllm_adaptive_tree.bench.workloads import prompt_indices
+from vllm_adaptive_tree.report import viewer
+from vllm_adaptive_tree.report.drawing import drawn
 from vllm_adaptive_tree.report.tokens import Span, coloured, legend, spans
 
 FLOAT32_TIE = 1e-5
 """Largest distance of two logits that counts as a tie in any dtype."""
-NUM_SHOWN = 2
+METHOD = "adaptive_tree"
+TEMPERATURE = 0.8
+"""Of the sampled requests."""
+NUM_SHOWN = 1
 """Number of texts on the console."""
+RESTING = 1.0
+"""Nodes per step below which the draft mostly rests."""
 COLUMNS: tables.Columns[Row] = {  # 80 characters
     **{name: tables.SPEED[name] for name in ("method", "tokens/step", "nodes/step")},
     "tokens/s": lambda row: f"{row.tokens_per_second.median:,.0f}",
@@ -67,6 +78,26 @@ class DemoEngine(Offline):
 
         return decode(flat(steps)), spans(steps[:-1], decode)
 
+    def tree(self) -> tuple[dict[str, Any], dict[str, str]] | None:
+        """The step of a greedy request with the most accepted nodes, as recorded, and the texts of its tokens; None if
+        the draft rests."""
+        from vllm_adaptive_tree.engine.metrics.step_record import VARIABLE
+
+        with TemporaryDirectory() as folder:
+            file = Path(folder, "steps.jsonl")
+            os.environ[VARIABLE] = str(file)
+            try:
+                self.llm.collective_rpc(_record)
+            finally:
+                del os.environ[VARIABLE]
+            self.measure(next(iter(cells(1))), 0)
+            try:
+                record = viewer.read(file, most=1000)
+            except ValueError:
+                return None
+        best = max(record["steps"], key=lambda step: (len(step["accepted"]), -step["verified"]))
+        return best, record["texts"]
+
     def margin(self, prompt: int, ours: Sequence[int], theirs: Sequence[int]) -> tuple[float, bool]:
         """Distance of the lower logit of the two tokens from the best one, where two texts of a prompt first differ,
         and True if that is a near tie.
@@ -86,25 +117,36 @@ class DemoEngine(Offline):
         return margin, margin <= max(2 * step, FLOAT32_TIE)
 
 
-def configs(target: str, draft: str, head: str | None, *, chain: int, nodes: int) -> list[Config]:
-    """Configurations: no speculation; vLLM's chain and OPT-Tree of the `draft`, and of a `head` in the same sizes."""
+def _record(worker: Any) -> None:
+    """Begin to record the steps of a worker."""
+    from vllm_adaptive_tree.engine.metrics.step_record import step_record
 
-    def both(draft: str, names: tuple[str, str]) -> list[Config]:
-        tree = {"method": "opt_tree", "model": draft, "num_speculative_tokens": nodes}
-        return [Config(names[0], "chain", models.chain(target, draft, chain)), Config(names[1], "method", tree)]
+    runner = worker.model_runner
+    runner.record = step_record(runner.vllm_config, runner.options)
+    if runner.vllm_config.use_v2_model_runner:
+        runner.speculator.record = runner.record
 
-    found = [Config(BASE, "base", None), *both(draft, (f"chain of {chain}", f"OPT-Tree of {nodes}"))]
-    return found if head is None else [*found, *both(head, ("head, chain", "head, OPT-Tree"))]
+
+def configs(target: str, draft: str, *, chain: int, nodes: int) -> list[Config]:
+    """Configurations: no speculation; vLLM's chain and an adaptive tree with the same `draft`, a model or a head."""
+    tree = {"method": METHOD, "model": draft, "num_speculative_tokens": nodes}
+    return [
+        Config(BASE, "base", None),
+        Config(f"chain of {chain}", "chain", models.chain(target, draft, chain)),
+        Config(METHOD, "method", tree),
+    ]
 
 
 def cells(prompts: int) -> dict[Cell, int]:
-    """Cells and their rounds: one prompt per round, each equally often, and all prompts at a time."""
-    found = {Cell("offline", 1, requests=1): -(-MIN_ROUNDS // prompts) * prompts}
+    """Cells and their rounds: one prompt per round, greedy and sampled, each equally often; all prompts at a time."""
+    alone = -(-MIN_ROUNDS // prompts) * prompts
+    found = {Cell("offline", 1, requests=1): alone}
+    found[Cell("offline", 1, sampled=True, requests=1, temperature=TEMPERATURE)] = alone
     return found if prompts == 1 else {**found, Cell("offline", prompts, requests=prompts): MIN_ROUNDS}
 
 
 class Demo:
-    """Rounds of all `configs`, with every token; the first is the reference, the last one's texts are shown."""
+    """Rounds of all `configs`, with every token; the first is the reference, the last one is shown."""
 
     def __init__(self, configs: Sequence[Config], setup: Setup):
         self.configs, self.setup, self.cells = configs, setup, cells(len(setup.prompts))
@@ -113,6 +155,7 @@ class Demo:
         ]
         self.texts: dict[str, list[str]] = {}  # by configuration, one per prompt
         self.spans: list[list[Span]] = []  # of the last configuration, one list per prompt
+        self.tree: tuple[dict[str, Any], dict[str, str]] | None = None
         self.differences: list[Difference] = []
         self.about: dict[str, Any] = {}
 
@@ -139,7 +182,7 @@ class Demo:
                             check_counters(found, config)
                             progress.update()
                 for config, engine in engines:
-                    self._read(config.name, engine)
+                    self._read(config, engine)
                     self.about = engine.call("about")
 
     def steps(self, cell: Cell, config: str) -> dict[int, list[list[list[int]]]]:
@@ -152,40 +195,41 @@ class Demo:
                     found[index].append(steps)
         return found
 
-    def _read(self, config: str, engine: EngineProcess) -> None:
-        """Fetch the texts, and the margins of those that differ: per load and prompt the largest one."""
-        first = self.steps(next(iter(self.cells)), config)
+    def _read(self, config: Config, engine: EngineProcess) -> None:
+        """Fetch the greedy texts, and the margins of those that differ: per load and prompt the largest one."""
+        first = self.steps(next(iter(self.cells)), config.name)
         read = [engine.call("read", requests[0]) for requests in first.values()]
-        self.texts[config], self.spans = [text for text, _ in read], [spans for _, spans in read]
+        self.texts[config.name], self.spans = [text for text, _ in read], [spans for _, spans in read]
+        if config.role == "method":
+            self.tree = engine.call("tree")
         for cell in self.cells:
-            for index, requests in self.steps(cell, config).items():
+            for index, requests in {} if cell.sampled else self.steps(cell, config.name).items():
                 reference = map(flat, self.steps(cell, BASE)[index])
                 pairs = zip(map(flat, requests), reference, strict=True)
                 margins = [engine.call("margin", index, *pair) for pair in pairs if pair[0] != pair[1]]
                 if margins:
-                    self.differences.append(Difference(cell.title, config, index, *max(margins)))
+                    self.differences.append(Difference(cell.title, config.name, index, *max(margins)))
 
     def rows(self) -> list[Row]:
         return rows(list(self.cells), self.configs, self.rounds)
 
     def show(self, settings: Mapping[str, Any]) -> None:
-        """Print coloured texts, and the tables."""
+        """Print a coloured text and a tree, the tables, and what they come to."""
         console, table = Console(highlight=False), self.rows()
         for index, shown in enumerate(self.spans[:NUM_SHOWN]):
             console.rule(f"{self.configs[-1].name}, prompt {index + 1}", align="left", style="dim")
             console.print(Text.assemble((self.setup.prompts[index], "dim"), coloured(shown)), soft_wrap=True)
             console.print()
+        if self.tree is not None:
+            console.rule("one step: its tree, and the draft's probability of each branch", align="left", style="dim")
+            console.print(drawn(*self.tree), "")
         console.rule(style="dim")
         console.print(legend(colours=console.color_system is not None and not console.no_color), "\n")
         tables.show(console, settings, tables.speed(list(self.cells), table, COLUMNS), self.notes(table))
+        console.print("", *self.conclusion(table), sep="\n", soft_wrap=True)
 
     def notes(self, table: Sequence[Row]) -> list[str]:
         found = [SPEED_NOTE, tables.TOKENS_NOTE, *tables.warnings(table)]
-        if slower := dict.fromkeys(row.config for row in table if row.to_base and row.to_base.median < 1):
-            found.append(
-                f"Slower than no speculation under some load: {'; '.join(slower)}. Drafting and verifying cost more "
-                "than the steps that they save: on a CPU every verified node is extra work."
-            )
         if ties := [str(one) for one in self.differences if one.near_tie]:
             found.append(
                 f"Not identical at near ties: {'; '.join(ties)}. There two tokens are equally likely up to rounding in "
@@ -193,6 +237,32 @@ class Demo:
                 "text may change with the batch size."
             )
         return found
+
+    def conclusion(self, table: Sequence[Row]) -> list[str]:
+        """What the method gained in each cell, how many texts are the same, and what to type next."""
+        chain, tree = self.configs[1:]
+        found = []
+        for cell in self.cells:
+            of = {row.config: row for row in table if row.cell == cell.name}
+            ours, theirs = of[tree.name], of[chain.name]
+            assert ours.to_base is not None
+            line = f"{cell.title}: {ours.to_base.median:.2f} times the speed of no speculation"
+            if ours.to_best_chain is not None:
+                line += f" and {ours.to_best_chain.median:.2f} times that of vLLM's {chain.name}"
+            line += f"; {ours.tokens_per_step:.2f} tokens per step, chain {theirs.tokens_per_step:.2f}"
+            rests = "; nodes do not pay here, so the draft mostly rests" if ours.nodes_per_step < RESTING else ""
+            found.append(f"{line}{rests}.")
+        texts = [steps for cell in self.cells if not cell.sampled for steps in self.steps(cell, tree.name).values()]
+        compared = sum(map(len, texts))
+        differing = len([one for one in self.differences if one.config == tree.name])
+        same = f"The {compared} greedy texts are those of vLLM without speculation"
+        found.append(f"{same}, but for near ties of {differing} prompts." if differing else f"{same}.")
+        serve = json.dumps({**tree.speculation, "model": "DRAFT"})  # type: ignore[dict-item]
+        return [
+            *found,
+            "Next: vllm-adaptive-tree demo --model TARGET --draft DRAFT, and in a server",
+            f"vllm-adaptive-tree serve TARGET --speculative-config '{serve}'",
+        ]
 
     def to_json(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Figures and texts of the demo."""

@@ -171,7 +171,10 @@ class Offline:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        params = self.llm.get_default_sampling_params().clone() if cell.sampled else SamplingParams(temperature=0.0)
+        if cell.sampled and cell.temperature is None:
+            params = self.llm.get_default_sampling_params().clone()
+        else:
+            params = SamplingParams(temperature=cell.temperature if cell.sampled else 0.0)
         tokens = self.prompts[prompt]
         params.max_tokens, params.ignore_eos = self.setup.max_tokens, True
         if cell.place == "first":

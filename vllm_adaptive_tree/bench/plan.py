@@ -33,19 +33,24 @@ class Config:
 class Cell:
     place: Place
     concurrency: int  # of a bursty load: the highest
-    sampled: bool = False  # with the model's own sampling; else greedy
+    sampled: bool = False  # else greedy
     requests: int | None = None  # of a round; None: the default of `workloads`
+    temperature: float | None = None  # of sampled requests; None: the model's own sampling
 
     @property
     def name(self) -> str:
         load = f"1-{self.concurrency}" if self.place == "bursty" else str(self.concurrency)
-        return f"{self.place} {load} {'sampled' if self.sampled else 'T=0'}"
+        return f"{self.place} {load} {self._sampling.replace(' ', '')}"
 
     @property
     def title(self) -> str:
         who = "request at a time" if self.concurrency == 1 else "requests at a time"
         served = " through the server" if self.place == "server" else ""
-        return f"{self.concurrency} {who}{served}, {'sampled' if self.sampled else 'T = 0'}"
+        return f"{self.concurrency} {who}{served}, {self._sampling}"
+
+    @property
+    def _sampling(self) -> str:
+        return "sampled" if self.sampled and self.temperature is None else f"T = {self.temperature or 0:g}"
 
     def runs(self, config: Config) -> bool:
         return config.role != "stress draft" or (self.place == "offline" and not self.sampled)

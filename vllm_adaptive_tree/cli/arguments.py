@@ -9,8 +9,8 @@ from vllm_adaptive_tree.bench.prompts import parse
 from vllm_adaptive_tree.version import pip_install
 
 
-def add_pair(parser: argparse.ArgumentParser) -> None:
-    for name, bundled in (("model", TARGET), ("draft", DRAFT)):
+def add_pair(parser: argparse.ArgumentParser, draft: str = DRAFT) -> None:
+    for name, bundled in (("model", TARGET), ("draft", draft)):
         which = f"a folder or hub name (default: the bundled {Path(bundled).name})"
         parser.add_argument(f"--{name}", type=model, default=bundled, help=which)
     parser.add_argument("--dtype", default="auto", help="as vLLM's (default: the target's own)")

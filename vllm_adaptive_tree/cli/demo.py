@@ -1,4 +1,5 @@
-"""Decode the same prompts without speculation, with vLLM's chains and with OPT-Tree; compare texts, steps and speed."""
+"""Decode the same prompts without speculation, with vLLM's chain and with adaptive trees, greedy and sampled; compare
+texts, steps and speed."""
 
 import argparse
 import json
@@ -13,17 +14,12 @@ from vllm_adaptive_tree.cli.arguments import add_pair, new_file, parameters, pos
 from vllm_adaptive_tree.version import __version__
 
 SIZE = 500_000_000  # parameters of the bundled target, enlarged
-CHAIN = 3  # tokens of vLLM's
+CHAIN = 3  # tokens of vLLM's: its best with the bundled head
 CACHE = 256 << 20  # bytes: plenty for the bundled pair, and three engines are alive at once
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_pair(parser)
-    parser.add_argument(
-        "--head",
-        metavar="HEAD",
-        help="an EAGLE, EAGLE-3 or MTP head of the target, or none (default: the bundled one for the bundled target)",
-    )
+    add_pair(parser, draft=HEAD)
     parser.add_argument(
         "--enlarge-to",
         type=_size,
@@ -32,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "cost of a larger model; or none (default: 0.5B for the bundled target, none for another)",
     )
     parser.add_argument("--nodes", type=positive, default=16, help="nodes of the tree (default: %(default)s)")
-    parser.add_argument("--max-tokens", type=positive, default=48, help="new tokens of a prompt (default: %(default)s)")
+    parser.add_argument("--max-tokens", type=positive, default=32, help="new tokens of a prompt (default: %(default)s)")
     parser.add_argument(
         "--prompts",
         type=prompts_file,
@@ -65,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
             except (ValueError, OSError) as error:
                 print(f"error: the target cannot be enlarged: {error}", file=sys.stderr)
                 return 2
-        configs = demo.configs(target, options.draft, head_of(options), chain=CHAIN, nodes=options.nodes)
+        configs = demo.configs(target, options.draft, chain=CHAIN, nodes=options.nodes)
         engine = {"logprobs_mode": "raw_logits", **({"kv_cache_memory_bytes": CACHE} if bundled else {})}
         setup = Setup.of(
             configs,
@@ -89,10 +85,9 @@ def run(options: argparse.Namespace) -> int:
         "vllm": vllm.__version__,
         "model": shown(options.model),
         "draft": shown(options.draft),
-        "head": shown(head) if (head := head_of(options)) else None,
         "enlarged": {"parameters": size} if size else None,
         "max_tokens": options.max_tokens,
-        "temperature": 0,
+        "temperatures": [0, demo.TEMPERATURE],
         "eager": True,
         "configs": {one.name: one.speculation for one in configs},
         **found.about,
@@ -107,12 +102,6 @@ def run(options: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     return 1 if wrong else 0
-
-
-def head_of(options: argparse.Namespace) -> str | None:
-    if options.head is None:
-        return HEAD if options.model == TARGET else None
-    return None if options.head == "none" else str(options.head)
 
 
 def target_size(options: argparse.Namespace) -> int:
