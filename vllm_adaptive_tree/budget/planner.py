@@ -29,6 +29,8 @@ EVERY = 16
 """Drafting steps of which one drafts a level more than the plan: a level that is never drafted is never measured."""
 MARGIN = 0.05
 """Least gain of drafting over plain steps, as log tokens per second: costs are no more accurate."""
+SURE = 1.3
+"""Gain of drafting over plain steps, by the costs of the start, at which the first look at a plain step can wait."""
 RETRY_AFTER, PROBE_EVERY, MAX_BACKOFF = 64, 512, 2048
 """Steps before an alternative is tried, doubled each time up to the last number: drafts in a batch that rests (first
 number); a step without drafts in one that drafts (second), which costs tokens."""
@@ -145,7 +147,7 @@ class Planner(Budget):
     def __init__(self, costs: Costs, *, sampled: bool):
         super().__init__(sampled=sampled)
         self.costs = costs
-        self.probe = 3
+        self.probe = 2
         """Steps without drafts in a row that measure the time of one."""
         self.overheads = {drafted: deque[float](maxlen=LAST) for drafted in NAMES}
         """Seconds of a step besides its verification and draft levels, of steps that drafted and of those that did
@@ -190,9 +192,11 @@ class Planner(Budget):
             plan = self._planned(requests, greedy)
             return Plan(1 + max(1, plan.levels), plan.price, deep=True)
         if min(self.known[kind] for kind in kinds) < 1:
-            return Plan(1 + plan.levels, plan.price, deep=True)
+            return plan._replace(deep=True)
         self.resting.pop(size, None)
-        if self.warm_sizes and self.drafting.setdefault(size, Backoff(2, PROBE_EVERY)).due(self.probe):
+        sure = plan.price > SURE * requests / self.plain_step_seconds(requests)
+        first = RETRY_AFTER if sure else 2
+        if self.warm_sizes and self.drafting.setdefault(size, Backoff(first, PROBE_EVERY)).due(self.probe):
             return plan._replace(levels=0)
         if self.steps % EVERY == 0:
             return Plan(1 + plan.levels, plan.price, deep=True)
