@@ -25,6 +25,7 @@ from collections.abc import Iterator
 
 import pytest
 import vllm
+from vllm.model_executor.models import registry
 from vllm.platforms.cpu import CpuPlatform
 
 from tests.engine.engines import Engines
@@ -36,6 +37,8 @@ assert vllm.__version__ == os.environ.get("TESTED_VLLM", vllm.__version__), f"th
 CpuPlatform.register_triton_kernel_overrides = staticmethod(
     functools.cache(CpuPlatform.register_triton_kernel_overrides)
 )
+# vLLM looks at each class of a model in a process of its own, ten seconds each.
+registry._run_in_subprocess = lambda look: look()
 
 
 @pytest.fixture(scope="module")
