@@ -3,8 +3,14 @@ family or server. They are marked `slow`: `pytest -n 2 -m slow` runs them, befor
 """
 
 EXTENDED: dict[str, tuple[str, ...]] = {
-    "engine/test_batch_budget.py": ("test_a_fixed_budget[static_tree]", "test_a_fixed_budget[dyspec]"),
-    "engine/test_dead_rows.py": ("[eagle2]", "[static_tree]", "[mcsd]"),
+    "cuda/test_start.py": ("[8.0-qwen3-FA2]",),
+    "engine/test_batch_budget.py": (
+        "test_a_fixed_budget[static_tree]",
+        "test_a_fixed_budget[dyspec]",
+        "test_fewer_nodes_with_prompts",
+    ),
+    "engine/test_bench.py": ("test_",),
+    "engine/test_dead_rows.py": ("[eagle2]", "[static_tree]", "[mcsd]", "[dyspec]", "[opt_tree]"),
     "engine/test_draft_memory.py": ("test_a_text_has_float32_rows", "[10700-10700-False]"),
     "engine/test_drafts.py": (
         "test_greedy[ngram-dyspec-rrsw]",
@@ -19,8 +25,12 @@ EXTENDED: dict[str, tuple[str, ...]] = {
         "test_budget[eagle3-always]",
         "test_budget[eagle3-never]",
         "test_budget[ngram-always]",
+        "test_a_chain_of_a_head_is_that_of_vllm",
     ),
-    "engine/test_every_process.py": ("test_a_front_end_that_is_given_the_configuration",),
+    "engine/test_every_process.py": (
+        "test_a_front_end_that_is_given_the_configuration",
+        "test_loading_changes_one_function_and_never_raises",
+    ),
     "engine/test_families.py": (
         "test_identity[phi]",
         "test_identity[gpt-oss]",
@@ -32,12 +42,15 @@ EXTENDED: dict[str, tuple[str, ...]] = {
         "test_random_configurations[4]",
         "test_random_configurations[5]",
         "test_random_configurations[7]",
+        "test_a_window_of_every_layer_is_its_drafts_too",
+        "test_identity[qwen3-moe]",
     ),
     "engine/test_grammar_law.py": (
         "test_every_kind_of_children[top_k_plus_one]",
         "test_every_kind_of_children[without_replacement]",
         "test_every_kind_of_children[iid]",
         "test_every_kind_of_children[hub_pair]",
+        "test_every_kind_of_children[one_hot]",
     ),
     "engine/test_head_cache.py": (
         "test_preemption[dflash]",
@@ -45,9 +58,10 @@ EXTENDED: dict[str, tuple[str, ...]] = {
         "test_a_budget_that_rests[dflash]",
         "test_accepted_branches[dflash]",
     ),
-    "engine/test_head_chains.py": ("[eagle]", "[eagle3 reduced]", "[lilicorr]"),
+    "engine/test_head_chains.py": ("[eagle]", "[eagle3 reduced]", "[lilicorr]", "[peagle]"),
+    "engine/test_initial.py": ("test_one_initial_token_is_plain_decoding",),
     "engine/test_killed.py": ("test_a_killed_rank[1]",),
-    "engine/test_llm_calls.py": ("test_a_pause[1]", "test_other_weights[eagle3]"),
+    "engine/test_llm_calls.py": ("test_a_pause[1]", "test_other_weights[eagle3]", "test_other_weights[model]"),
     "engine/test_methods.py": (
         "test_greedy_and_seeded[dyspec heap]",
         "test_greedy_and_seeded[c2t chain]",
@@ -55,6 +69,7 @@ EXTENDED: dict[str, tuple[str, ...]] = {
         "test_greedy_and_seeded[static_tree eagle1]",
         "test_greedy_and_seeded[mcsd stop 1]",
         "test_greedy_and_seeded[mcsd stop 2]",
+        "test_every_parameter_under_a_rule[rrsw]",
     ),
     "engine/test_one_forward.py": (
         "[dflash-dyspec-rrsw]",
@@ -62,14 +77,15 @@ EXTENDED: dict[str, tuple[str, ...]] = {
         "[peagle-dyspec-rrsw]",
         "[lilicorr-",
     ),
-    "engine/test_pairs.py": ("test_families[mistral]", "test_families[qwen2]"),
+    "engine/test_pairs.py": ("test_families[mistral]", "test_families[qwen2]", "test_families[qwen3]"),
     "engine/test_parser_streams.py": (
         "test_a_stream_is_vllm_s_without_speculation[ernie45]",
         "test_a_stream_is_what_is_not_streamed[hidden]",
         "test_a_stream_is_what_is_not_streamed[no choice]",
         "test_a_stream_is_what_is_not_streamed[no parser]",
+        "test_a_stream_is_vllm_s_without_speculation[deepseek_r1]",
     ),
-    "engine/test_precision.py": ("test_sixteen_bits[float16]", "test_float32_compiled"),
+    "engine/test_precision.py": ("test_sixteen_bits", "test_float32_compiled"),
     "engine/test_public_reports.py": (
         "[stops and grammars, in a server]",
         "[grammars of preempted requests]",
@@ -81,15 +97,38 @@ EXTENDED: dict[str, tuple[str, ...]] = {
         "[aborted names come again at once, in a server]",
         "[parameters crossed at random, in a server]",
     ),
-    "engine/test_reference.py": ("[dyspec-rrsw-", "[static_tree-k_seq-", "[mcsd-greedy_multi_draft-"),
+    "engine/test_reference.py": (
+        "[dyspec-rrsw-",
+        "[static_tree-k_seq-",
+        "[mcsd-greedy_multi_draft-",
+        "[dyspec-traversal-",
+        "[static_tree-spechub-",
+    ),
+    "engine/test_registry.py": ("[static_tree-registered-", "[registered-auto-again-"),
     "engine/test_request_kinds.py": ("test_adapters_and_a_head[dflash]", "test_embeddings[ngram]"),
+    "engine/test_requests_leave.py": ("test_one_by_one_through_a_server_s_engine",),
     "engine/test_sampling.py": ("test_vllm_s_own_chain_still_refuses",),
+    "engine/test_scheduling.py": ("test_draft_laws_survive_what_happens_between_steps[static_tree]",),
     "engine/test_server.py": ("test_async_llm",),
     "engine/test_sessions.py": ("test_answers[model-dyspec]", "test_answers[suffix]"),
+    "engine/test_soak.py": ("test_",),
     "engine/test_tensor_parallel.py": ("test_two_ranks[head]",),
-    "engine/test_scheduling.py": ("test_draft_laws_survive_what_happens_between_steps[static_tree]",),
-    "test_papers.py": ("test_quick_run",),
-    "pure/test_vllm_diff.py": ("test_the_command",),
     "engine/test_training.py": ("test_a_killed_run_of_type_1_goes_on", "[spechub-2]"),
+    "examples/test_drafts.py": ("test_",),
+    "package/test_doctor.py": ("test_without_a_device",),
+    "package/test_wheel.py": (
+        "test_the_command_starts",
+        "test_no_requirement_is_missing",
+        "test_one_completion",
+        "test_the_gpu_command_resolves",
+    ),
+    "pure/test_vllm_diff.py": ("test_the_command",),
+    "test_papers.py": ("test_quick_run", "test_decodes_as_the_reference[opt_tree-target_only]"),
+    "test_patches.py": (
+        "test_flags_of_a_tree_method",
+        "test_generates_without_the_plugin",
+        "test_vllm_own_methods_stay",
+        "test_without_the_package",
+    ),
 }
 """File below `tests` -> ends of the names of its rows, or parts of them."""

@@ -1,6 +1,6 @@
 """Version of this package, and how it is installed."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 
 def pip_install(extra: str) -> str:

@@ -1,7 +1,7 @@
 """The tests on the newest supported vLLM release, where it is not the installed one (`overlay.py`).
 
 python -m tests.next            all engine tests, the laws too, on both model runners
-python -m tests.next --short    identity, a law, scheduling, the server, the diff for source builds, both model runners
+python -m tests.next --short    identity, a law, scheduling, sessions, the server, both model runners
 python -m tests.next v2 SET     a set of `tests.v2`
 python -m tests.next ARGUMENT.. what pytest makes of the arguments
 """
@@ -21,7 +21,6 @@ SHORT = [
     "tests/engine/test_scheduling.py",
     "tests/engine/test_sessions.py::test_answers[head]",
     "tests/engine/test_server.py",
-    "tests/test_patches.py",
 ]
 EVERY = ["-m", "slow or not slow"]
 WHOLE = ["tests/engine", "tests/config", "tests/test_patches.py"]
