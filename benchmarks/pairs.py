@@ -3,7 +3,7 @@
     python -m benchmarks.pairs --out benchmarks/results/pairs.json
     python -m benchmarks.pairs --methods --nodes 24 --temperatures 0 0.3 0.6 0.8 1 --out benchmarks/results/methods.json
 
-The second form compares methods, each with the rule of `auto`.
+The second form compares methods, each with the rule of `auto`; `--draft` names another draft of the bundled target.
 
 Float32, on the bundled pair and the modules held out from its training, without seeds (a seeded request is walked with
 `target_only`). It measures acceptance, not speed. Rows are saved as they come; a run resumes where the last one ended.
@@ -56,6 +56,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--methods", action="store_true", help="each method with its own rule")
+    parser.add_argument("--draft", default=str(PAIR / "draft"), metavar="FOLDER", help="default: the bundled model")
     parser.add_argument("--temperatures", type=float, nargs="+", default=TEMPERATURES)
     options = parser.parse_args()
     texts = prompts(options.prompts)
@@ -68,7 +69,7 @@ def main() -> None:
         }
         if any({name: row[name] for name in key} == key for row in rows):
             continue
-        spec = {"model": str(PAIR / "draft"), "num_speculative_tokens": options.nodes, "rejection_sample_method": rule}
+        spec = {"model": options.draft, "num_speculative_tokens": options.nodes, "rejection_sample_method": rule}
         llm = start({**spec, "method": method, "tree": {**key["tree"], "budget": None}})
         for temperature in options.temperatures:
             rows.append({**key, "temperature": temperature, **measure(llm, texts, temperature)})

@@ -15,7 +15,7 @@ models = Path(vllm_adaptive_tree.__file__).parent / "demo_pair"
 if __name__ == "__main__":
     llm = LLM(
         str(models / "target"),
-        speculative_config={"method": "opt_tree", "model": str(models / "head"), "num_speculative_tokens": 25},
+        speculative_config={"method": "adaptive_tree", "model": str(models / "head"), "num_speculative_tokens": 25},
         dtype="float32",
         max_model_len=512,
         enforce_eager=True,

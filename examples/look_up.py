@@ -25,7 +25,7 @@ if __name__ == "__main__":
     llm = LLM(
         TARGET,
         speculative_config={
-            "method": "opt_tree",
+            "method": "adaptive_tree",
             "model": (sys.argv[1:] or ["ngram"])[0],
             "num_speculative_tokens": 16,
         },

@@ -19,7 +19,7 @@ if __name__ == "__main__":
     llm = LLM(
         str(models / "target"),
         speculative_config={
-            "method": "opt_tree",
+            "method": "adaptive_tree",
             "model": str(models / "draft"),
             "num_speculative_tokens": 16,
             "tree": {"lookup": "ngram"},  # or "suffix"

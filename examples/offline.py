@@ -1,4 +1,4 @@
-"""Generate with OPT-Tree on the bundled pair: `python examples/offline.py`."""
+"""Generate with adaptive trees on the bundled pair: `python examples/offline.py`."""
 
 import os
 from pathlib import Path
@@ -15,7 +15,7 @@ pair = Path(vllm_adaptive_tree.__file__).parent / "demo_pair"
 if __name__ == "__main__":
     llm = LLM(
         str(pair / "target"),
-        speculative_config={"method": "opt_tree", "model": str(pair / "draft"), "num_speculative_tokens": 25},
+        speculative_config={"method": "adaptive_tree", "model": str(pair / "draft"), "num_speculative_tokens": 25},
         dtype="float32",
         max_model_len=512,
         enforce_eager=True,

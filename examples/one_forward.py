@@ -19,7 +19,7 @@ if __name__ == "__main__":
     head = sys.argv[1] if len(sys.argv) > 1 else str(models / "lattice_head")
     llm = LLM(
         str(models / "target"),
-        speculative_config={"method": "opt_tree", "model": head, "num_speculative_tokens": 25},
+        speculative_config={"method": "adaptive_tree", "model": head, "num_speculative_tokens": 25},
         dtype="float32",
         max_model_len=512,
         enforce_eager=True,

@@ -1,4 +1,4 @@
-"""Batch inference with Ray Data: replicas with OPT-Tree, one on each of two nodes.
+"""Batch inference with Ray Data: replicas with adaptive trees, one on each of two nodes.
 
     python examples/ray_data.py [ROWS.jsonl]                    # a cluster of two nodes on this machine
     RAY_ADDRESS=HEAD:6379 python examples/ray_data.py           # a cluster of yours, of CPUs or of GPUs
@@ -29,7 +29,7 @@ REPLICAS = 2
 TARGET, DRAFT = str(PAIR / "target"), str(PAIR / "draft")
 
 SPECULATION = {
-    "method": "opt_tree",
+    "method": "adaptive_tree",
     "model": DRAFT,
     "num_speculative_tokens": 12,
     # Change: leave "tree" out. Then nodes are drafted as far as they pay, which is not far beside a target this small.

@@ -1,4 +1,4 @@
-"""An OpenAI server with Ray Serve: replicas with OPT-Tree on two nodes, behind one address.
+"""An OpenAI server with Ray Serve: replicas with adaptive trees on two nodes, behind one address.
 
     python examples/ray_serve.py                                # a cluster of two nodes on this machine
     RAY_ADDRESS=HEAD:6379 python examples/ray_serve.py          # a cluster of yours, of CPUs or of GPUs
@@ -33,7 +33,7 @@ NAME = "demo"  # of the model, for clients
 TARGET, DRAFT = str(PAIR / "target"), str(PAIR / "draft")
 
 SPECULATION = {
-    "method": "opt_tree",
+    "method": "adaptive_tree",
     "model": DRAFT,
     "num_speculative_tokens": 12,
     # Change: leave "tree" out. Then nodes are drafted as far as they pay, which is not far beside a target this small.

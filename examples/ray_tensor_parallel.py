@@ -1,4 +1,4 @@
-"""One engine with OPT-Tree over several machines of a Ray cluster, a tensor-parallel rank on every GPU.
+"""One engine with adaptive trees over several machines of a Ray cluster, a tensor-parallel rank on every GPU.
 
     ray start --head                                  # on the first machine
     ray start --address FIRST:6379                    # on every other one
@@ -27,7 +27,7 @@ def main() -> None:
     asked = parser.parse_args()
     llm = LLM(
         asked.target,
-        speculative_config={"method": "opt_tree", "model": asked.draft, "num_speculative_tokens": asked.nodes},
+        speculative_config={"method": "adaptive_tree", "model": asked.draft, "num_speculative_tokens": asked.nodes},
         disable_log_stats=False,
         tensor_parallel_size=asked.tensor_parallel_size,
         **{"distributed_executor_backend": "ray", **asked.engine},

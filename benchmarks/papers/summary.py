@@ -63,13 +63,13 @@ def page(sections: Sequence[Section], scale: Scale) -> str:
         heads = ("source", "the paper's", "line", "ours", "verdict")
         note = [fill(NOTES[paper], 120, break_on_hyphens=False)] if paper in NOTES else []
         parts += [f"## {paper}", *note, table(heads, rows)]
-    parts += ["## Not measured", table(("paper", "what", "why"), UNMEASURED)]
     return "\n\n".join(parts) + "\n"
 
 
 def tables(sections: Sequence[Section]) -> str:
     """benchmarks/results/papers/tables.md"""
-    return "\n\n".join([TABLES, *(section.markdown() for section in sections)]) + "\n"
+    missing = ("## Not measured", table(("paper", "what", "why"), UNMEASURED))
+    return "\n\n".join([TABLES, *(section.markdown() for section in sections), *missing]) + "\n"
 
 
 def _split(text: str) -> tuple[str, str]:
@@ -103,7 +103,8 @@ def _counted(claims: Sequence[Claim]) -> str:
 INTRO = """# The papers' claims on the bundled pair
 
 What five papers claim, and whether it holds here. `python -m benchmarks.papers` measures it (about an hour on one
-core); `--render` writes this page and [the tables](../benchmarks/results/papers/tables.md), which have every line.
+core); `--render` writes this page and [the tables](../benchmarks/results/papers/tables.md), which have every line and
+what was not measured.
 
 The bundled pair, float32, {scale.prompts} prompts of 15 held-out files, {scale.tokens} tokens each. The papers' models
 differ, so compare orders and ratios, not absolute figures. A "modelled" speed is tokens / (1 + mu * draft forwards),

@@ -73,7 +73,7 @@ def memory_table(plans: Sequence[Plan], servers: Sequence[int]) -> list[tuple[st
         "tree: the draft's contexts": lambda plan: gib(plan.buffers.contexts),
         "tree: a draft level": lambda plan: gib(max(plan.buffers.attention, plan.buffers.logits)),
         "tree: logits of a verification": lambda plan: gib(plan.buffers.verified),
-        "tree: masks, trees, K/V of verified rows": lambda plan: gib(plan.buffers.masks + plan.buffers.kept),
+        "tree: masks, draft's logits, K/V of verified rows": lambda plan: gib(plan.buffers.masks + plan.buffers.kept),
         "tree: at most at a time": lambda plan: gib(plan.buffers.peak),
         "`--gpu-memory-utilization`, at most": lambda plan: f"{plan.utilization:.2f}",
         "tokens that the K/V cache then holds": lambda plan: f"{plan.tokens:,}" if plan.tokens else "none",
@@ -124,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, default=4, help="vLLM's max_num_seqs")
     parser.add_argument("--context", type=int, default=16_384, help="vLLM's max_model_len")
     parser.add_argument("--nodes", type=int, default=63, help="num_speculative_tokens")
-    parser.add_argument("--depth", type=int, default=10, help="max_depth of OPT-Tree")
+    parser.add_argument("--depth", type=int, default=10, help="max_depth of the trees")
     parser.add_argument("--batched-tokens", type=int, default=8192, help="vLLM's max_num_batched_tokens")
     asked = parser.parse_args(arguments)
     try:

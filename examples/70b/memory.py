@@ -1,4 +1,4 @@
-"""Memory of one GPU that a tree of OPT-Tree takes in a step, beside what vLLM itself allocates: an upper bound.
+"""Memory of one GPU that `adaptive_tree` takes in a step, beside what vLLM itself allocates: an upper bound.
 
 The formulas follow `vllm_adaptive_tree/engine/v2` and what it calls, buffer by buffer, as this release has them.
 """
@@ -27,7 +27,7 @@ class Load:
     nodes: int
     """Of each tree: `num_speculative_tokens`."""
     depth: int
-    """Levels of a tree, at most: OPT-Tree's `max_depth`."""
+    """Levels of a tree, at most: `max_depth`."""
 
     def __post_init__(self) -> None:
         for name in ("requests", "context", "nodes", "depth"):
@@ -84,7 +84,8 @@ class TreeBuffers:
     verified: int
     """Logits of a verification, and what a sampler makes of them."""
     kept: int
-    """Finished trees; the target's K/V of verified rows, until the accepted ones are at home."""
+    """Finished trees, and the draft's logits that the rule reads; the target's K/V of verified rows, until the accepted
+    ones are at home."""
 
     @classmethod
     def of(cls, target: Shard, draft: Shard, load: Load) -> "TreeBuffers":
@@ -103,7 +104,7 @@ class TreeBuffers:
             logits=level * (3 * HALF) + level * HALF // draft.ranks + level * FULL // 16 + _candidates(load),
             masks=2 * seen + load.level_rows * load.columns + bias + growth,
             verified=_verified(target, load) + _partial(target) + _bits(load),
-            kept=load.rows * target.kv + 3 * growth + requests * draft.model.vocabulary * HALF,
+            kept=load.rows * target.kv + 3 * growth + requests * (1 + load.columns) * draft.model.vocabulary * HALF,
         )
 
     @property

@@ -2,7 +2,7 @@
 
 A new report is a new `Report`: it is served with trees and without, and judged by identity, token by token, in float32.
 Rows with the same `engine` and `spec` share an engine; a row that starts its own is `slow`. Reports that other
-tests hold are in docs/support-matrix.md.
+tests hold are in reports.md.
 """
 
 from collections.abc import Iterator

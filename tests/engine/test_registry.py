@@ -1,7 +1,8 @@
-"""Proposers, rules and drafts of third parties, in an engine that runs in a process of its own."""
+"""Proposers, rules, drafts and heads of third parties, in an engine that runs in a process of its own."""
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -10,9 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
 
-from tests.engine.engines import DRAFT, PROMPTS, TARGET, Engines, assert_identical, generate
+from tests.engine.engines import DRAFT, PAIR, PROMPTS, TARGET, Engines, assert_identical, generate
 from vllm_adaptive_tree.cli import new_method
 
 GREEDY, ALL = 4, 6  # the first prompts are decoded greedily, the others sampled
@@ -65,7 +68,7 @@ def plain(engines: Engines) -> list[Any]:
     return outputs[:GREEDY]
 
 
-TEMPLATES = {"fan": new_method.PROPOSER, "plain": new_method.RULE, "again": new_method.DRAFT}
+TEMPLATES = {"fan": new_method.PROPOSER, "plain": new_method.RULE, "again": new_method.DRAFT, "scaled": new_method.HEAD}
 
 
 @pytest.fixture(scope="module")
@@ -83,12 +86,22 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def scaled(folder: Path) -> str:
+    """The bundled head as a checkpoint of the template's class."""
+    shutil.copytree(PAIR / "head", folder)
+    config, weights = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["Eagle3Scaled"]}))
+    save_file({**weights, "scale": torch.ones(weights["fc.weight"].shape[1])}, folder / "model.safetensors")
+    return str(folder)
+
+
 @pytest.mark.parametrize(
     ("method", "rule", "draft", "tree", "nodes"),
     [
         ("fan", "auto", DRAFT, {"width": 3}, (10, 12)),  # by its entry point
         ("static_tree", "registered", DRAFT, {"shape": [3, 2]}, (7, 9)),  # by `register`
         ("registered", "auto", "again", {"period": 6}, (4, 6)),
+        ("adaptive_tree", "auto", "scaled", {}, (10, 12)),  # told by its config.json
     ],
 )
 def test_third_parties_decode_in_a_spawned_engine(
@@ -101,6 +114,8 @@ def test_third_parties_decode_in_a_spawned_engine(
     nodes: tuple[int, int],
     tmp_path: Path,
 ) -> None:
+    if draft == "scaled":
+        draft = scaled(tmp_path / "head")
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     result = subprocess.run(

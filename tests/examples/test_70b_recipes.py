@@ -109,7 +109,7 @@ def test_engines_of_all_recipes_are_configured(engine_arguments: dict[str, dict[
         assert (target.get_head_size(), draft.get_head_size()) == (128, 64), name
         assert (target.max_model_len, target.get_vocab_size()) == (arguments["max_model_len"], 128_256), name
         options = tree_options(config)
-        assert (options.method, options.tree.budget) == ("opt_tree", "auto"), name
+        assert (options.method, options.tree.budget) == ("adaptive_tree", "auto"), name
         assert options.num_speculative_tokens == (10 if name == "replica" else 63), name
 
 

@@ -24,6 +24,7 @@ IMPORTS = {  # room -> the extra with which its modules import; the longest name
     "attention.triton_tree": "cuda",
     "bench": "bench",
     "bench.demo": "demo",
+    "cli.templates.head": VLLM,
     "engine": VLLM,
     "engine.v2": "cuda",
     "kernels": "cuda",

@@ -13,7 +13,7 @@ from vllm_adaptive_tree.cli.main import main
 from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.registry import REGISTRIES, register
 
-KINDS = {"my_trees": [], "my_rule": ["--rule"], "my_draft": ["--draft"]}
+KINDS = {"my_trees": [], "my_rule": ["--rule"], "my_draft": ["--draft"], "my_head": ["--head"]}
 
 
 def test_what_is_written_passes_its_own_tests(tmp_path: Path) -> None:
@@ -24,7 +24,7 @@ def test_what_is_written_passes_its_own_tests(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", tmp_path]
     tested = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert tested.returncode == 0, tested.stdout
-    assert re.search(r"\b6 passed", tested.stdout)  # trees and two rules, two kinds, a draft
+    assert re.search(r"\b8 passed", tested.stdout)  # trees and two rules, two kinds, a draft, two checkpoints
 
 
 def test_what_is_written_can_be_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,6 +51,7 @@ def test_what_is_written_can_be_asked_for(tmp_path: Path, monkeypatch: pytest.Mo
         ("opt_tree", [], "'opt_tree' is taken; choose another name for your proposer"),
         ("block", ["--rule"], "'block' is taken"),
         ("eagle3", ["--draft"], "'eagle3' is taken"),
+        ("ngram", ["--head"], "'ngram' is taken; choose another name for your kind of draft"),
         ("json", [], "'json' is the name of an installed module"),
         ("there", [], "there exists already; choose another name, or another folder with --dir"),
     ],

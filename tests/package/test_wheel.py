@@ -112,7 +112,7 @@ def test_no_requirement_is_missing(installed: Installed) -> None:
 
 
 def test_one_completion(installed: Installed) -> None:
-    """Greedy, with OPT-Tree on the bundled pair: the text of the target alone, as docs/index.md shows it."""
+    """Greedy, with trees on the bundled pair: the text of the target alone, as docs/index.md shows it."""
     pair = json.loads(
         installed.run(
             "python",
@@ -144,7 +144,7 @@ def serving(installed: Installed, pair: str) -> Iterator[str]:
     [_, serve] = documented("On a CPU")
     command = shlex.split(serve.replace("TARGET", f"{pair}/target").replace("DRAFT", f"{pair}/draft"))
     assert command[0] == "vllm-adaptive-tree"
-    assert json.loads(command[-1])["method"] == "opt_tree"
+    assert json.loads(command[-1])["method"] == "adaptive_tree"
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"]
     command += ["--served-model-name", "demo", "--max-model-len", "512"]
     log = installed.elsewhere / "server.log"

@@ -1,4 +1,4 @@
-"""docs/support-matrix.md and docs/operation.md: the tests that they name exist; what is allowed or refused has one."""
+"""Pages that name tests: these exist, and what the support matrix allows or refuses has one."""
 
 import ast
 import re
@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TEXTS = {name: (ROOT / "docs" / name).read_text() for name in ("support-matrix.md", "operation.md")}
+PAGES = "docs/support-matrix.md", "docs/operation.md", "tests/engine/reports.md"
+TEXTS = {page: (ROOT / page).read_text() for page in PAGES}
 FOLDERS = "tests/engine/", "tests/config/"
 """Folders of files without one, and of tests without a file."""
 TESTS = {
@@ -69,7 +70,7 @@ def test_what_is_missing(line: str, names: list[str]) -> None:
     assert missing(line) == names
 
 
-ROWS = [line.split("|")[1:-1] for line in TEXTS["support-matrix.md"].splitlines() if re.match(r"\| (?!---)", line)]
+ROWS = [line.split("|")[1:-1] for line in TEXTS[PAGES[0]].splitlines() if re.match(r"\| (?!---)", line)]
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if len(row) == 3], ids=lambda row: row[0].strip()[:40])

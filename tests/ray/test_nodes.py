@@ -65,6 +65,6 @@ def test_a_node_without_the_package(tmp_path: Path) -> None:
     assert "vllm-adaptive-tree is not installed" in found["asked"]["message"]
     assert "node-1" not in found["asked"]["message"]
     assert found["asked"]["seconds"] < 30
-    assert "opt_tree" in found["not asked"]["message"]
+    assert "adaptive_tree" in found["not asked"]["message"]
     assert "SpeculativeConfig" in found["not asked"]["message"]
     assert found["not asked"]["seconds"] < 120

@@ -1,4 +1,4 @@
-"""Write a package with a small working proposer, rule or draft, and a test of it, to start from."""
+"""Write a package with a small working proposer, rule, draft or head, and a test of it, to start from."""
 
 import argparse
 import keyword
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from vllm_adaptive_tree.acceptance import RULES
-from vllm_adaptive_tree.drafters import DRAFTERS
+from vllm_adaptive_tree.drafters import DRAFT_KINDS, DRAFTERS
 from vllm_adaptive_tree.proposers import PROPOSERS
 from vllm_adaptive_tree.registry import Registry
 
@@ -87,6 +87,26 @@ def test_continuations():
     assert draft.continuations(TEXTS).tokens.tolist() == [[[1, 2, 3]], [[-1, -1, 5]]]
 '''
 
+HEAD_TEST = '''\
+"""A checkpoint says by its config.json that it is this head; that of an EAGLE-3 head does not."""
+
+import pytest
+from new_method import NewMethod
+from vllm import ModelRegistry
+
+from vllm_adaptive_tree import register
+from vllm_adaptive_tree.engine.checkpoint import Checkpoint
+from vllm_adaptive_tree.engine.drafts.registry import kind_of
+
+
+@pytest.mark.parametrize(("cls", "kind"), [("Eagle3NewMethod", "new_method"), ("LlamaForCausalLMEagle3", "eagle3")])
+def test_its_checkpoints(cls, kind):
+    register("new_method", NewMethod)
+    draft = Checkpoint("HEAD", {"architectures": [cls]}, {"fc.weight": (8, 24), "midlayer.mlp.up_proj.weight": (8, 8)})
+    assert kind_of(draft, said=None, target="TARGET").name == kind
+    assert cls in ModelRegistry.get_supported_archs()
+'''
+
 
 class Template(NamedTuple):
     module: str
@@ -101,7 +121,10 @@ PROPOSER = Template("proposer", PROPOSERS, '"method": "new_method", "model": "DR
 RULE = Template(
     "rule", RULES, '"method": "static_tree", "model": "DRAFT", "rejection_sample_method": "new_method"', RULE_TEST
 )
-DRAFT = Template("draft", DRAFTERS, '"method": "opt_tree", "model": "new_method"', DRAFT_TEST)
+HEAD = Template(
+    "head", DRAFT_KINDS, '"method": "adaptive_tree", "model": "HEAD", "tree": {"draft": "new_method"}', HEAD_TEST
+)
+DRAFT = Template("draft", DRAFTERS, '"method": "adaptive_tree", "model": "new_method"', DRAFT_TEST)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -113,6 +136,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kind.add_argument("--rule", dest="template", action="store_const", const=RULE, help="an acceptance rule")
     kind.add_argument(
         "--draft", dest="template", action="store_const", const=DRAFT, help="a draft without a checkpoint"
+    )
+    kind.add_argument(
+        "--head", dest="template", action="store_const", const=HEAD, help="a head that reads the target's states"
     )
     parser.set_defaults(template=PROPOSER)
 

@@ -156,9 +156,9 @@ class AuxiliaryHead(Head):
 class Eagle3(AuxiliaryHead):
     title = "an EAGLE-3 head"
     method = "eagle3"
-    speculators = "eagle3"
+    speculators: ClassVar[str | None] = "eagle3"
     architecture = "(?i)eagle3"
-    keys = ("draft_vocab_size", auxiliary.IDS, auxiliary.SECTION)
+    keys: ClassVar[tuple[str, ...]] = ("draft_vocab_size", auxiliary.IDS, auxiliary.SECTION)
     tensors = (r"midlayer\.|layers\.\d+\.hidden_norm\.", r"d2t$|t2d$")
     causes = LAYERS, NORM, VOCABULARY, TARGET, PRECISION, LENGTH
 

@@ -1,4 +1,4 @@
-"""A kind of draft in one file of a third party: recognised, checked and served."""
+"""A kind of draft in one file of a third party: recognised and checked. test_registry.py serves one."""
 
 import json
 import shutil
@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm import SamplingParams
 
 from tests.config.checkpoints import build
-from tests.engine.distilled import Distilled
-from tests.engine.engines import DRAFT, PROMPTS, Engines, assert_identical, generate, metric, runner_of, tree
+from tests.config.distilled import Distilled
+from tests.engine.engines import DRAFT
 from vllm_adaptive_tree import register
 from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.drafters import DRAFT_KINDS
@@ -43,7 +42,7 @@ def test_it_recognises_and_checks_its_checkpoints(said: str | None, tmp_path: Pa
 
 
 def test_another_process_knows_it_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    register("distilled", "tests.engine.distilled:Distilled")
+    register("distilled", "tests.config.distilled:Distilled")
     options = tree_options(build(distilled(tmp_path / "draft"), "distilled"))
     monkeypatch.setattr(DRAFT_KINDS, "registered", {})
     kind = kind_in(TreeOptions.from_json(json.loads(json.dumps(options.to_json()))))
@@ -70,7 +69,7 @@ class Idle(Distilled):
 
 
 class Elsewhere(Distilled):
-    proposer = "tests.engine.distilled:Nothing"
+    proposer = "tests.config.distilled:Nothing"
 
 
 class Deep(Distilled):
@@ -82,7 +81,7 @@ class Deep(Distilled):
     ("kind", "error"),
     [
         (Idle, "has neither 'proposer' nor 'speculator'"),
-        (Elsewhere, "'tests.engine.distilled:Nothing' cannot be imported here"),
+        (Elsewhere, "'tests.config.distilled:Nothing' cannot be imported here"),
         (Deep, "whose kind gives it 'three' levels"),
     ],
 )
@@ -103,13 +102,3 @@ def test_a_key_that_is_false_is_no_sign(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "distilled_from": False}))
     assert tree_options(build(str(folder))).draft == "model"
-
-
-def test_its_tokens_are_those_of_the_target(engines: Engines, tmp_path: Path) -> None:
-    register("distilled", Distilled)
-    params = [SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=2)] * 4
-    plain = generate(engines.start(), PROMPTS[:4], params)
-    llm = engines.start({**tree(8, threshold=0), "model": distilled(tmp_path / "draft")})
-    assert_identical(plain, generate(llm, PROMPTS[:4], params))
-    assert isinstance(kind_in(runner_of(llm).options), Distilled)
-    assert metric(llm, "spec_decode_num_accepted_tokens") > 0
