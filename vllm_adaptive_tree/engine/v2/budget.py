@@ -1,7 +1,8 @@
 """Budget on Model Runner V2: decided on the host from figures of past steps, without a device sync."""
 
-import time
+from collections import deque
 from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,42 +12,52 @@ from vllm_adaptive_tree.acceptance import Accepted
 from vllm_adaptive_tree.budget import Budget, DraftTemperature, Plan, Planner
 from vllm_adaptive_tree.engine.common.batch_budget import BatchBudget
 from vllm_adaptive_tree.engine.common.threshold_controller import ThresholdController
+from vllm_adaptive_tree.engine.v2.phase_times import PhaseTimes, passed, seconds
 from vllm_adaptive_tree.engine.v2.readback import AsyncReadback
 from vllm_adaptive_tree.trees import TreeBatch
 
-SETTLED = 2
-"""Steps in a row without drafts before a step's time counts as that of one without drafts: the device lags the host."""
+LAG = 2
+"""Steps by which a step's times are read late: the device lags the host."""
+
+
+class StepCost(NamedTuple):
+    """A step, between the begin of its verification and that of the next."""
+
+    requests: int
+    rows: int  # of its verification
+    context: int  # tokens in the cache of all requests
+    levels: int  # draft levels, the roots' among them
+    begin: Any  # marks of `PhaseTimes`
+    end: Any = None
+    draft: tuple[Any, Any] | None = None  # begin and end
 
 
 class DeviceBudget(BatchBudget):
     """Number of nodes of the next verification, and number of levels that this step drafts.
 
     The device selects the nodes (`node_selection.py`). Their number is chosen from the trees of an earlier step, so it
-    does not depend on a token that it would cut. The time of a step is that between two steps on the host, which in the
-    long run is the device's.
+    does not depend on a token that it would cut. Costs follow the device's own times: of a step, and of its draft.
     """
 
-    def __init__(self, budget: Budget, steering: ThresholdController, *, learns: bool):
+    def __init__(self, budget: Budget, steering: ThresholdController, times: PhaseTimes, *, learns: bool):
         """`learns`: True if the budget is not fixed; its decisions then follow from past steps."""
         super().__init__(budget, steering)
+        self.times = times
         self.learns, self.nodes = learns, budget.most
         self.live = True
         """True if costs follow the steps; ranks that must agree on every number keep to those of the start."""
         self.readback = AsyncReadback()
         self.value = self.depth = torch.zeros(0, 1)  # [R, N] of an earlier step
         self.greedy = torch.zeros(0, dtype=torch.bool)  # [R]: greedy requests among those of these trees
-        self.started = self.spent = 0.0
-        self.drafting = 0, 0
-        """Requests and draft forwards of the last step."""
-        self.rested = 0
-        """Steps in a row that have drafted nothing."""
+        self.last: StepCost | None = None
+        """The last step, if its times say what one costs."""
+        self.timed = deque[StepCost]()
 
     def begin_learning(self, planner: Planner, temperature: DraftTemperature | None, *, alone: bool) -> None:
         """Begin to plan. Ranks that must agree on every number, not `alone`, keep to the costs and the temperature of
         the start."""
         self.budget, self.learns, self.live = planner, True, alone
         self.temperature = temperature if alone else None
-        planner.probe += SETTLED
 
     @property
     def verifying(self) -> int | None:
@@ -55,6 +66,8 @@ class DeviceBudget(BatchBudget):
     def begin_step(self, greedy: np.ndarray) -> int:
         """Most levels of the trees of requests that are `greedy` [R] or not; 0: nothing is drafted."""
         self.readback.next_step()
+        while len(self.timed) > LAG and passed(self.timed[0].end):
+            self._follow(self.timed.popleft())
         return self.begin(greedy.tolist()).levels
 
     def drafted(self, tree: TreeBatch, greedy: np.ndarray, level: Tensor | None) -> None:
@@ -83,25 +96,25 @@ class DeviceBudget(BatchBudget):
             figures = temperature.measured(roots, token, selected)
             self.readback.send(figures, lambda values: temperature.learn(*values.tolist()))
 
-    def end_step(self, requests: int, rows: int, context: int, forwards: int, *, usual: bool, trees: bool) -> None:
+    def end_step(
+        self, requests: int, rows: int, context: int, forwards: int, *, prefills: bool, missed: bool, trees: bool
+    ) -> None:
         """Choose the number of nodes of the next verification.
 
         Args:
             rows, context: of this step's verification; tokens in the cache of all requests.
             forwards: of the draft after the roots'.
-            usual: True if it read no prompts, and no tokens that the draft had skipped.
+            prefills: True if it read prompts.
+            missed: True if the draft read tokens that it had skipped.
             trees: True if it has left some, of the draft or of a look-up.
         """
         if not self.learns:
             return
-        now, rests = time.perf_counter(), self.budget.plan.levels == 0
-        levels = 0 if rests else 1 + forwards
-        if self.live and usual and self.started:
-            self._follow(requests, rows, context, now - self.started, rests=rests)
-        self.started = now if usual else 0.0
-        self.spent = levels * self.budget.level(requests)
-        self.drafting = requests, levels
-        self.rested = self.rested + 1 if rests and usual else 0
+        rests, begun = self.budget.plan.levels == 0, self.times.begun
+        if self.last is not None and begun is not None and not prefills:  # else the engine may have been idle before
+            self.timed.append(self.last._replace(end=begun, draft=self.times.draft))
+        usual = self.live and begun is not None and not prefills and not missed
+        self.last = StepCost(requests, rows, context, 0 if rests else 1 + forwards, begun) if usual else None
         if not trees or (rests and not len(self.value)):
             self.nodes = 0
         elif len(self.value):
@@ -109,16 +122,13 @@ class DeviceBudget(BatchBudget):
             kept = self.budget.share(self.value[:requests], self.depth[:requests], greedy, rows=requests - len(greedy))
             self.nodes = int(kept.sum())
 
-    def _follow(self, requests: int, rows: int, context: int, seconds: float, *, rests: bool) -> None:
-        """Learn from the time since the last step, divided between its drafting and this verification in proportion to
-        their expected costs."""
-        batch, levels = self.drafting
-        verify = self.budget.costs.verify.cost(rows) + context * self.budget.costs.context
-        drafting = self.spent / (self.spent + verify)
-        if levels or self.rested >= SETTLED:
-            self.budget.observe_step(rows, context, seconds * (1 - drafting), 0.0, drafted=not rests)
-        if levels:
-            self.budget.observe_level(batch, seconds * drafting / levels)
+    def _follow(self, step: StepCost) -> None:
+        """Learn from the times of a step: its draft's, and all else as its verification's."""
+        drafting = seconds(*step.draft) if step.levels and step.draft is not None else 0.0
+        others = max(0.0, seconds(step.begin, step.end) - drafting)
+        self.budget.observe_step(step.rows, step.context, others, 0.0, drafted=step.levels > 0)
+        if step.levels:
+            self.budget.observe_level(step.requests, drafting / step.levels)
 
     def _on_trees(self, greedy: Tensor, plan: Plan, figures: Tensor) -> None:
         (self.value, depth, *level), self.greedy = figures, greedy

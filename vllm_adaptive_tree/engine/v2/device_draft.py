@@ -94,6 +94,7 @@ class DeviceDraft:
                 batch.num_tokens,
                 int(batch.num_computed_tokens_np.sum()),
                 speculator.forwards,
-                usual=not batch.has_prefill and not speculator.missed,
+                prefills=batch.has_prefill,
+                missed=bool(speculator.missed),
                 trees=self.tokens is not None,
             )

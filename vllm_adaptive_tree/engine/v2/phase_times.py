@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+VERIFY = "verify"
 DRAFT = "draft"
 """Phase that ends after the step's tokens are there: what is read with them is that of the step before."""
 
@@ -33,7 +34,12 @@ class PhaseTimes:
         last, self.draft = self.draft, taken.pop(DRAFT, None)
         if last is not None:
             taken[DRAFT] = last
-        return lambda: {name: _seconds(*marks) for name, marks in taken.items()}
+        return lambda: {name: seconds(*marks) for name, marks in taken.items()}
+
+    @property
+    def begun(self) -> Any:
+        """Mark of the begin of this step's verification; None: it was a dummy's."""
+        return self.marks[VERIFY][0] if VERIFY in self.marks else None
 
     def _mark(self) -> Any:
         if not self.on_gpu:
@@ -43,5 +49,10 @@ class PhaseTimes:
         return event
 
 
-def _seconds(begin: Any, end: Any) -> float:
+def seconds(begin: Any, end: Any) -> float:
+    """Seconds between two marks that the device has passed."""
     return float(end - begin) if isinstance(begin, float) else float(begin.elapsed_time(end)) / 1000
+
+
+def passed(mark: Any) -> bool:
+    return isinstance(mark, float) or bool(mark.query())

@@ -52,14 +52,14 @@ class TreeModelRunnerV2(ModelRunner):
         self.steering = ThresholdController(self.pair.proposer, self.options.tree.steered)
         most = self.options.tree.budget
         fixed = Budget(sampled=False, most=most if isinstance(most, int) else None)
-        self.budget = None if most is None else DeviceBudget(fixed, self.steering, learns=False)
+        self.stats, self.agreement = StepStats(device), RankAgreement()
+        self.budget = None if most is None else DeviceBudget(fixed, self.steering, self.stats.times, learns=False)
         self.cuts_sampled = False  # the number of nodes is chosen before the trees are sampled: any choice is lossless
         self.adaptive_verification: NodeSelection | None
         self.use_aux_hidden_state_outputs: bool
         self.profile: CostProfile | None = None
         self.engine = DeviceEngine(self)
         self.step = TreeStep(self.pair, self.engine)
-        self.stats, self.agreement = StepStats(device), RankAgreement()
         self.record = step_record(vllm_config, self.options)
         table = self.pair.proposer.acceptance
         self.acceptance = None if table is None else DeviceAcceptance(table)

@@ -3,8 +3,11 @@
 from functools import partial
 from typing import Any
 
+from vllm.v1.worker.gpu.input_batch import InputBatch
+
 from vllm_adaptive_tree.budget import Costs, Curve
 from vllm_adaptive_tree.budget.cost import profiled_rows
+from vllm_adaptive_tree.engine.patches import swapped
 from vllm_adaptive_tree.engine.startup.measuring import MAX_ROWS, POINTS, Prepare, fastest_on_rank_0, threshold
 
 ROUNDS = 5
@@ -35,7 +38,21 @@ def _fastest(runner: Any, forwards: list[Prepare], *, least: int) -> list[float]
 
 
 def _target(runner: Any, rows: int) -> Prepare:
-    return lambda: partial(runner._dummy_run, rows, randomize_inputs=True)  # else all rows have the same experts
+    """A verification without the draft that vLLM's dummy run includes, and with the logits of all rows that it does
+    not. Its rows have random tokens and count as no padding, or experts would be few, or none."""
+
+    def run() -> None:
+        dummy, speculator = InputBatch.make_dummy, runner.speculator
+        off, speculator.off = speculator.off, True
+        try:
+            with swapped(InputBatch, "make_dummy", lambda *args, **kw: dummy(*args, **{**kw, "is_padding": False})):
+                hidden_states, _ = runner._dummy_run(rows, randomize_inputs=True)
+            if hidden_states is not None:
+                runner.model.compute_logits(hidden_states[:rows])
+        finally:
+            speculator.off = off
+
+    return lambda: run
 
 
 def _level(runner: Any, rows: int) -> Prepare:
