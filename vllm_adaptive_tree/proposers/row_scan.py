@@ -25,7 +25,7 @@ LN2 = math.log(2)
 LEAST, JUMP = np.float32(-126), np.float32(60)
 """Binary logarithms of the least weight, and of one that may still be added up relative to an earlier reference."""
 NOTHING = np.float32(-1e30)
-"""Reference of a row until an entry is known."""
+"""Best entry of a row until one is known."""
 C0, C1, C2, C3, C4, C5 = map(np.float32, (1.00000008, 0.69314721, 0.24022107, 0.05550327, 0.00967604, 0.00134004))
 """2 ** f for |f| <= 1/2, to 1e-7."""
 
@@ -48,7 +48,7 @@ class Scan(NamedTuple):
 def scan(rows: Rows, temperature: Tensor, used: Tensor | None) -> tuple[Rows, Tensor]:
     """As `Proposer.check`; the rows get a `Scan`. Rows that are not `used` count as dead."""
     requests, width, vocabulary = rows.logits.shape
-    flat = rows.logits.reshape(-1, vocabulary)
+    flat = rows.logits.reshape(-1, vocabulary).contiguous()
     logits, bits = NO_LOGITS, NO_BITS
     if flat.dtype == torch.bfloat16:
         bits = flat.view(torch.uint16).numpy()
@@ -130,26 +130,28 @@ def _scan(scan, temperature, dead, broken):  # type: ignore[no-untyped-def]
         if dead[request, column]:
             continue
         scale[row] = np.float32(1 / LN2) / temperature[request]
-        factor, best, last, mass = scale[row], NOTHING, 0, 0.0
+        factor, last, mass = scale[row], 0, 0.0
+        begin = chunk_of(logits, bits, row, 0, wide)[0]
+        best = begin if begin > NOTHING else NOTHING
+        reference = best * factor
         for chunk in range(chunks):
             part = chunk_of(logits, bits, row, chunk, wide)
-            if chunk == 0 and part[0] > NOTHING:
-                best = part[0]
-            largest, one = _largest_and_sum(part, factor, best * factor)
+            largest, one = _largest_and_sum(part, factor, reference)
             if largest > best:
-                rise = (largest - best) * factor
+                higher = largest * factor
+                rise = np.float64(higher) - np.float64(reference)  # of the rounded references, which weights are of
                 if rise > JUMP:
-                    largest, one = _largest_and_sum(part, factor, largest * factor)
+                    largest, one = _largest_and_sum(part, factor, higher)
                 else:
-                    one *= np.float32(2.0 ** -np.float64(rise))
-                mass *= 2.0 ** -np.float64(rise)
-                best, last = largest, chunk
-            maxima[row, chunk], sums[row, chunk], then[chunk] = largest, one, best
+                    one *= np.float32(2.0**-rise)
+                mass *= 2.0**-rise
+                best, reference, last = largest, higher, chunk
+            maxima[row, chunk], sums[row, chunk], then[chunk] = largest, one, reference
             mass += one
         for chunk in range(last):
-            if then[chunk] != best:
-                sums[row, chunk] *= np.float32(2.0 ** np.float64((then[chunk] - best) * factor))
-        shift[row] = best * factor
+            if then[chunk] != reference:
+                sums[row, chunk] *= np.float32(2.0 ** (np.float64(then[chunk]) - np.float64(reference)))
+        shift[row] = reference
         total[row] = mass
         if not (np.isfinite(shift[row]) and np.isfinite(mass) and best > NOTHING):
             dead[request, column] = broken[request, column] = True
