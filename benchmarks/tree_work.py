@@ -8,7 +8,8 @@ included. The floor of drafting is one float32 softmax over the rows it reads, t
 Medians over rounds. The walk's rows are the target's; acceptance follows from these laws.
 
 On Model Runner V1, in CPU time of one thread, least over rounds: `--part level`, OPT-Tree's choice among the rows of
-one level beside one read of their bfloat16 logits (`amax`); `--part step`, all levels of a step of 24 nodes by method.
+one level beside one read of their bfloat16 logits (`amax`); `--part step`, all levels of a step of 24 nodes by method;
+`--part host`, what a step does with finished trees outside the forwards.
 """
 
 import argparse
@@ -23,11 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_adaptive_tree.acceptance import RULES, Children, traversal, walk
+from vllm_adaptive_tree.acceptance import RULES, Accepted, Children, traversal, walk
 from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.drafters import Frontier, Rows
 from vllm_adaptive_tree.methods import resolve
-from vllm_adaptive_tree.proposers import Proposal, Proposer, Request, draft_tree
+from vllm_adaptive_tree.proposers import Proposal, Proposer, Request, Steered, draft_tree
 from vllm_adaptive_tree.proposers.base import softmax_at
 from vllm_adaptive_tree.rng import CounterRNG
 
@@ -208,18 +209,51 @@ def step_work(
     return {**place, "seconds": min(seconds)}
 
 
+def host_work(requests: int, nodes: int) -> dict[str, Any]:
+    """From a proposal to drafts, rows, positions and the budget's observation."""
+    from vllm_adaptive_tree.budget import Budget
+    from vllm_adaptive_tree.engine.common.threshold_controller import ThresholdController
+    from vllm_adaptive_tree.engine.v1.budget import HostBudget
+    from vllm_adaptive_tree.engine.v1.clock import PhaseClock
+    from vllm_adaptive_tree.engine.v1.drafts import to_drafts
+    from vllm_adaptive_tree.engine.v1.verification import Verification
+
+    generator, proposer = torch.Generator().manual_seed(0), on_v1("opt_tree", nodes)
+    drafter = Laws(4 * torch.randn(requests, nodes, 512, generator=generator))
+    temperature, flags = torch.full((requests,), 0.6), torch.ones(requests, dtype=torch.bool)
+    zeros = torch.zeros(requests, dtype=torch.int64)
+    request = Request(temperature, flags, CounterRNG(zeros, zeros, 0))
+    rows, state = drafter.catch_up(None, None)
+    proposal = draft_tree(proposer, drafter, rows, state, nodes=nodes, request=request, agree=cut)
+    value, count = proposal.tree.log_weight.exp().numpy(), 1 + nodes
+    budget = HostBudget(Budget(sampled=False), ThresholdController(proposer, Steered()), PhaseClock())
+    accepted = Accepted(torch.ones(requests, 2).long(), torch.tensor([[0, -1]]).expand(requests, 2))
+    positions = torch.zeros(requests * count, dtype=torch.int64)
+    starts, counts, computed = list(range(0, requests * count, count)), [count] * requests, [500] * requests
+
+    def step() -> None:
+        drafts = to_drafts(proposal, [], temperature)
+        drafts = [draft._replace(value=own, greedy=True) for draft, own in zip(drafts, value, strict=True)]
+        verification = Verification(dict(enumerate(drafts)), starts, counts, computed, 512)
+        verification.write_positions(positions)
+        assert verification.tree.valid.all()
+        budget.verified(verification, accepted)
+
+    return {"requests": requests, "nodes": nodes, "seconds": min(cpu_seconds(step) for _ in range(ROUNDS))}
+
+
 def any_active(active: Tensor) -> bool:
     return bool(active.any())
 
 
 def cpu_rows(part: str) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
-    rows: list[dict[str, Any]] = []
-    for requests, vocabulary in LEVELS if part == "level" else [place for place in LEVELS if place[0] < 64]:
-        if part == "level":
-            rows.append(level_work(requests, vocabulary))
-        else:
-            rows += [step_work(*case, requests, vocabulary) for case in STEPS]
+    if part == "host":
+        rows = [host_work(*size) for size in ((64, 24), (128, 128))]
+    elif part == "level":
+        rows = [level_work(*place) for place in LEVELS]
+    else:
+        rows = [step_work(*case, *place) for place in LEVELS if place[0] < 64 for case in STEPS]
     for row in rows:
         shown = {"read", "choice", "seconds"}
         print({key: round(1000 * value, 2) if key in shown else value for key, value in row.items()}, flush=True)
@@ -228,7 +262,7 @@ def cpu_rows(part: str) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=["tree", "level", "step"], default="tree")
+    parser.add_argument("--part", choices=["tree", "level", "step", "host"], default="tree")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     rows = [] if options.part == "tree" else cpu_rows(options.part)
