@@ -6,6 +6,10 @@ Batch 8, 60 nodes, a vocabulary of 32,000, laws drawn at random (as peaked as a 
 softmax of every row the method reads. `selection`: the rest of drafting. `walk`: acceptance, the target's own softmax
 included. The floor of drafting is one float32 softmax over the rows it reads, the walk's one over the rows it visits.
 Medians over rounds. The walk's rows are the target's; acceptance follows from these laws.
+
+On Model Runner V1, in CPU time of one thread, least over rounds: `--part level`, OPT-Tree's choice among the rows of
+one level beside one read of their bfloat16 logits (`amax`); `--part step`, all levels of a step of 24 nodes by method;
+`--part host`, what a step does with finished trees outside the forwards.
 """
 
 import argparse
@@ -20,11 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_adaptive_tree.acceptance import RULES, Children, traversal, walk
+from vllm_adaptive_tree.acceptance import RULES, Accepted, Children, traversal, walk
 from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.drafters import Frontier, Rows
 from vllm_adaptive_tree.methods import resolve
-from vllm_adaptive_tree.proposers import Proposal, Request, draft_tree
+from vllm_adaptive_tree.proposers import Proposal, Proposer, Request, Steered, draft_tree
 from vllm_adaptive_tree.proposers.base import softmax_at
 from vllm_adaptive_tree.rng import CounterRNG
 
@@ -54,19 +58,19 @@ def pool() -> Tensor:
 class Laws:
     """A drafter without a model: rows are taken from a pool; its own time is measured separately."""
 
-    def __init__(self) -> None:
-        self.pool = pool()
+    def __init__(self, logits: Tensor, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.pool, self.clock = logits, clock
         self.seconds, self.rows, self.widths = 0.0, 0, [1]
 
     def catch_up(self, accepted: Any, target_hidden: Tensor | None) -> tuple[Rows, Any]:
         return Rows(self.pool[:, :1]), None
 
     def grow(self, tokens: Tensor, parent: Tensor, state: Any) -> tuple[Rows, Any]:
-        started = time.perf_counter()
+        started = self.clock()
         width = tokens.shape[1]
         logits = self.pool[:, :width].clone()
         self.widths.append(width)
-        self.seconds += time.perf_counter() - started
+        self.seconds += self.clock() - started
         return Rows(logits), state
 
 
@@ -101,7 +105,7 @@ def once(method: str, rule: str, tree_options: dict[str, Any], number: int) -> d
             "tree": tree_options,
         }
     )
-    pair, drafter = resolve(options), Laws()
+    pair, drafter = resolve(options), Laws(pool())
     seed, position = torch.arange(REQUESTS), torch.full((REQUESTS,), number)
     rng = [CounterRNG(seed, position, purpose) for purpose in (0, 1)]
     request = Request(torch.full((REQUESTS,), 0.8), torch.zeros(REQUESTS, dtype=torch.bool), rng[0])
@@ -149,16 +153,123 @@ def _walk(pair: Any, rule: str, proposal: Proposal, pool: Tensor, rng: CounterRN
         walk(tree, draw, levels=levels, proceed=any_active)
 
 
+LEVELS = [(requests, vocabulary) for vocabulary in (8_192, 32_768, 131_072) for requests in (1, 8, 64)]
+STEPS = [("opt_tree", 0.6, True), ("adaptive_tree", 0.6, True), ("adaptive_tree", 1.0, False)]
+
+
+def cpu_seconds(run: Callable[[], Any]) -> float:
+    started = time.thread_time()
+    run()
+    return time.thread_time() - started
+
+
+def on_v1(method: str, nodes: int) -> Proposer:
+    options, _ = TreeOptions.parse({"method": method, "model": "none", "num_speculative_tokens": nodes})
+    return resolve(options).proposer.for_cpu()
+
+
+def level_work(requests: int, vocabulary: int, *, width: int = 24) -> dict[str, float]:
+    """Choice among the rows of one level of `width` nodes per request, 8 for many requests."""
+    width = width if requests < 64 else 8
+    generator = torch.Generator().manual_seed(0)
+    logits = (2.5 * torch.randn(requests, width, vocabulary, generator=generator)).bfloat16()
+    proposer, chosen = on_v1("opt_tree", 24), torch.ones(requests, dtype=torch.bool)
+    zeros = torch.zeros(requests, dtype=torch.int64)
+    request = Request(torch.full((requests,), 0.8), chosen, CounterRNG(zeros, zeros, 0), None, chosen)
+    roots, _ = proposer.check(Rows(logits[:, :1].clone()), request.temperature)
+    growth = proposer.begin(roots, nodes=24, request=request)
+
+    def choose() -> None:
+        rows, _ = proposer.check(Rows(logits), request.temperature)
+        proposer.extend(growth, rows)
+
+    rounds = range(ROUNDS)
+    read, chosen_in = (min(cpu_seconds(run) for _ in rounds) for run in (lambda: logits.amax(-1), choose))
+    return {"requests": requests, "vocabulary": vocabulary, "read": read, "choice": chosen_in}
+
+
+def step_work(
+    method: str, temperature: float, greedy: bool, requests: int, vocabulary: int, *, nodes: int = 24
+) -> dict[str, Any]:
+    """All levels of a step."""
+    proposer, seconds = on_v1(method, nodes), []
+    generator = torch.Generator().manual_seed(0)
+    logits = (4 * torch.randn(requests, nodes, vocabulary, generator=generator)).bfloat16()
+    flags = torch.full((requests,), greedy)
+    for number in range(ROUNDS):
+        drafter = Laws(logits, time.thread_time)
+        rng = CounterRNG(torch.arange(requests), torch.full((requests,), number), 0)
+        request = Request(torch.full((requests,), temperature), flags, rng, None, flags)
+        rows, state = drafter.catch_up(None, None)
+        rows = Rows(rows.logits.clone())
+        started = time.thread_time()
+        draft_tree(proposer, drafter, rows, state, nodes=nodes, request=request, agree=cut)
+        seconds.append(time.thread_time() - started - drafter.seconds)
+    place = {"method": method, "temperature": temperature, "requests": requests, "vocabulary": vocabulary}
+    return {**place, "seconds": min(seconds)}
+
+
+def host_work(requests: int, nodes: int) -> dict[str, Any]:
+    """From a proposal to drafts, rows, positions and the budget's observation."""
+    from vllm_adaptive_tree.budget import Budget
+    from vllm_adaptive_tree.engine.common.threshold_controller import ThresholdController
+    from vllm_adaptive_tree.engine.v1.budget import HostBudget
+    from vllm_adaptive_tree.engine.v1.clock import PhaseClock
+    from vllm_adaptive_tree.engine.v1.drafts import to_drafts
+    from vllm_adaptive_tree.engine.v1.verification import Verification
+
+    generator, proposer = torch.Generator().manual_seed(0), on_v1("opt_tree", nodes)
+    drafter = Laws(4 * torch.randn(requests, nodes, 512, generator=generator))
+    temperature, flags = torch.full((requests,), 0.6), torch.ones(requests, dtype=torch.bool)
+    zeros = torch.zeros(requests, dtype=torch.int64)
+    request = Request(temperature, flags, CounterRNG(zeros, zeros, 0))
+    rows, state = drafter.catch_up(None, None)
+    proposal = draft_tree(proposer, drafter, rows, state, nodes=nodes, request=request, agree=cut)
+    value, count = proposal.tree.log_weight.exp().numpy(), 1 + nodes
+    budget = HostBudget(Budget(sampled=False), ThresholdController(proposer, Steered()), PhaseClock())
+    accepted = Accepted(torch.ones(requests, 2).long(), torch.tensor([[0, -1]]).expand(requests, 2))
+    positions = torch.zeros(requests * count, dtype=torch.int64)
+    starts, counts, computed = list(range(0, requests * count, count)), [count] * requests, [500] * requests
+
+    valued = zip(to_drafts(proposal, [], temperature), value, strict=True)
+    drafts = {row: draft._replace(value=own, greedy=True) for row, (draft, own) in enumerate(valued)}
+    assert proposal.tree.valid.all()
+
+    def step() -> Tensor:
+        to_drafts(proposal, [], temperature)
+        verification = Verification(drafts, starts, counts, computed, 512)
+        verification.write_positions(positions)
+        budget.verified(verification, accepted)
+        return verification.tree.tokens
+
+    return {"requests": requests, "nodes": nodes, "seconds": min(cpu_seconds(step) for _ in range(5 * ROUNDS))}
+
+
 def any_active(active: Tensor) -> bool:
     return bool(active.any())
 
 
+def cpu_rows(part: str) -> list[dict[str, Any]]:
+    torch.set_num_threads(1)
+    if part == "host":
+        rows = [host_work(*size) for size in ((64, 24), (128, 128))]
+    elif part == "level":
+        rows = [level_work(*place) for place in LEVELS]
+    else:
+        rows = [step_work(*case, *place) for place in LEVELS if place[0] < 64 for case in STEPS]
+    for row in rows:
+        shown = {"read", "choice", "seconds"}
+        print({key: round(1000 * value, 2) if key in shown else value for key, value in row.items()}, flush=True)
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=["tree", "level", "step", "host"], default="tree")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    rows = []
-    for method, rule, tree in CASES:
+    rows = [] if options.part == "tree" else cpu_rows(options.part)
+    for method, rule, tree in CASES if options.part == "tree" else ():
         once(method, rule, tree, 0)
         found = [once(method, rule, tree, number) for number in range(1, ROUNDS + 1)]
         row: dict[str, Any] = {"method": method, "rule": rule, "tree": tree}

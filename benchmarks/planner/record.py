@@ -73,11 +73,13 @@ def record(options: argparse.Namespace, folder: Path) -> None:
     seen: dict[str, list[tuple[Any, list[float], int]]] = {}
     verified = runner.budget.verified
 
-    def see(drafts: dict[int, Any], tokens: Any, nodes: Any) -> None:
-        for row, draft in drafts.items():
-            last = max(nodes[row].tolist())  # a node comes after its parent
-            seen.setdefault(runner.input_batch.req_ids[row], []).append((draft.tree.parents, list(draft.value), last))
-        verified(drafts, tokens, nodes)
+    def see(step: Any, accepted: Any) -> None:
+        for row, draft in step.drafts.items():
+            last = max(accepted.nodes[row].tolist())  # a node comes after its parent
+            seen.setdefault(runner.input_batch.req_ids[row], []).append(
+                (draft.tree.parents, draft.value.tolist(), last)
+            )
+        verified(step, accepted)
 
     runner.budget.verified = see
     streams, kinds = [], []

@@ -25,11 +25,16 @@ IMPORTS = {  # room -> the extra with which its modules import; the longest name
     "bench": "bench",
     "bench.demo": "demo",
     "cli.templates.head": VLLM,
+    "compiled": "cpu",
     "engine": VLLM,
     "engine.v2": "cuda",
     "kernels": "cuda",
     "models.convert": "model",
+    "proposers.adaptive_tree_cpu": "cpu",
+    "proposers.cpu_growth": "cpu",
+    "proposers.draw_scan": "cpu",
     "proposers.opt_tree_cpu": "cpu",
+    "proposers.row_scan": "cpu",
     "report": "demo",
 }
 RUNS = {  # room -> the extras with which all of it works, where it imports something later

@@ -41,6 +41,14 @@ def test_a_skipped_token_inside_a_covered_block_uncovers_it():
     assert coverage.reach(FIRST, 8) == 2
 
 
+def test_a_second_rest_in_a_block_leaves_the_gap_of_the_first():
+    coverage = Coverage(6, 4)
+    coverage.read(FIRST, 0, 5)
+    coverage.skipped(FIRST, 5, 6)
+    coverage.skipped(FIRST, 6, 7)
+    assert coverage.reach(FIRST, 8) == 5
+
+
 def test_another_request_finds_what_was_read_in_the_blocks_that_it_shares():
     coverage = Coverage(6, 4)
     coverage.read(FIRST, 0, 12)

@@ -1,7 +1,9 @@
+import numpy as np
 import pytest
 import torch
 
 from tests.oracles.trees import on_device, on_host, paths, random_tree
+from vllm_adaptive_tree.engine.v1.branches import Branches
 from vllm_adaptive_tree.trees import TokenTree
 from vllm_adaptive_tree.trees.masks import ancestor_mask
 
@@ -99,6 +101,16 @@ def test_branches_are_the_ends_of_the_paths_to_the_leaves(seed):
 def test_branches_of_a_chain():
     assert TokenTree.chain([3, 1, 2]).branches() == [[0, 1, 2]]
     assert BRANCHED.branches() == [[0, 2, 6], [3, 5], [1, 4]]
+
+
+def test_branches_of_a_batch():
+    trees = [BRANCHED, TokenTree((), ()), TokenTree.chain([3, 1]), *(random_tree(9, 3, seed) for seed in range(40))]
+    parents = np.array([parent for tree in trees for parent in tree.parents])
+    found = Branches.of(parents, [len(tree) for tree in trees])
+    assert found.lists() == [tree.branches() for tree in trees]
+    assert found.depth.tolist() == [depth for tree in trees for depth in tree.depths]
+    assert found.chain.tolist() == [tree.is_chain for tree in trees]
+    assert Branches.of(parents[:0], []).lists() == []
 
 
 def test_ancestor_mask():

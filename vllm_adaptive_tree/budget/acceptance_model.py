@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from vllm_adaptive_tree.json_numbers import MAX_NUMBER, member, number, numbers, short
@@ -58,23 +58,22 @@ class Calibration:
         chance = low + (self.chance[row, left + 1] - low) * (place - left)
         return np.where(value > 0, chance, 0.0)
 
-    def observe(self, value: Sequence[float], depth: Sequence[int], accepted: Sequence[bool]) -> None:
+    def observe(self, value: ArrayLike, depth: ArrayLike, accepted: ArrayLike) -> None:
         """Record M verified nodes, with `accepted` of each."""
-        values, hits, row = np.array(value), np.array(accepted, dtype=bool), np.minimum(depth, DEPTHS)
+        values, row, hits = np.asarray(value, np.float64), np.minimum(depth, DEPTHS), np.asarray(accepted, bool)
         if not len(values):
             return
         self.predicted += float(self.chances(values, row).sum())
         self.observed += float(hits.sum())
-        cells = row, np.minimum((_place(values) + 0.5).astype(np.int64), BINS)
-        trials, accepted_counts = np.zeros_like(self.trials), np.zeros_like(self.hits)
-        np.add.at(trials, cells, 1)
-        np.add.at(accepted_counts, cells, hits)
+        cell = row * self.trials.shape[1] + np.minimum((_place(values) + 0.5).astype(np.int64), BINS)
+        trials = np.bincount(cell, minlength=self.trials.size).reshape(self.trials.shape)
+        accepted_counts = np.bincount(cell, hits, self.trials.size).reshape(self.trials.shape)
         # empty bins fade too, more slowly, or their priors would be averaged in for ever
         fade = np.exp(-(trials + trials.sum(1, keepdims=True) / 4) / MEMORY)
         fade = np.maximum(fade, LEAST / self.trials)
         self.trials = self.trials * fade + trials
         self.hits = self.hits * fade + accepted_counts
-        self._settle(sorted(set(row.tolist())))
+        self._settle(np.unique(row).tolist())
 
     def to_json(self) -> dict[str, Any]:
         return {"hits": short(self.hits.ravel().tolist()), "trials": short(self.trials.ravel().tolist())}

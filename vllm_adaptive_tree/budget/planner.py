@@ -102,7 +102,7 @@ class Budget:
     def verified(self, value: Tensor, depth: Tensor, accepted: Tensor, greedy: Tensor) -> None:
         """Record the nodes [M] of a verification, with `accepted` of each, of requests that are `greedy` [M] or not."""
         for calibration, selected in zip(self.calibrations, (~greedy, greedy), strict=True):
-            calibration.observe(value[selected].tolist(), depth[selected].tolist(), accepted[selected].tolist())
+            calibration.observe(*(part[selected].numpy() for part in (value, depth, accepted)))
 
     def observe_step(
         self, rows: int, context: int, forward: float, rest: float, *, drafted: bool | None, reading: float = 0

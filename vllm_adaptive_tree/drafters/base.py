@@ -49,6 +49,7 @@ class Rows(NamedTuple):
     dead: Tensor | None = (
         None  # [R, W] bool; always set when a proposer gets it, and the logits of dead rows are 0 then
     )
+    scan: Any = None  # what the proposer's own `check` has found in them
 
 
 class Drafter(Protocol):

@@ -15,6 +15,8 @@ from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE, Metho
 
 SPREAD = 8
 """Tokens over which a distribution is taken to spread, but for its best."""
+LEAST_LEFT = 1e-6
+"""Least share of a distribution that earlier siblings are taken to leave."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +48,7 @@ class AdaptiveTree(BestFirst):
     """
 
     Options = AdaptiveTreeOptions
+    compiled = "vllm_adaptive_tree.proposers.adaptive_tree_cpu:AdaptiveTreeCPU"
     kinds = ("without_replacement",)
 
     def __init__(self, *, max_depth: int, max_children: int, drawn_from: float):
@@ -74,7 +77,7 @@ class AdaptiveTree(BestFirst):
         tokens = draw_children(self.kind, q, planned, self.max_children, rng, chosen)  # [R, W, K]
         chance = q.gather(2, tokens.clamp(min=0)).masked_fill(tokens < 0, 0.0)
         left = torch.ones_like(chance)  # of a sum without the token itself: rounding would let a value see its draw
-        left[..., 1:].sub_(chance[..., :-1].cumsum(2)).clamp_(min=1e-6)
+        left[..., 1:].sub_(chance[..., :-1].cumsum(2)).clamp_(min=LEAST_LEFT)
         row = table.row(request.temperature, request.greedy, chosen, growth.level + 1)
         cell, accepted = table.look_up(row, chance / left)
         accepted = accepted.to(path.dtype)

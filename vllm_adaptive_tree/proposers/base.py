@@ -137,6 +137,26 @@ class Proposer(ABC):
         their budget."""
         raise AssertionError(f"{type(self).__name__} has no threshold to steer")
 
+    def check(self, rows: Rows, temperature: Tensor, used: Tensor | None = None) -> tuple[Rows, Tensor]:
+        """Find the dead rows of a level, and set their logits to 0 in place; called before `begin` and `extend`.
+
+        Args:
+            temperature: [R].
+            used: [R, W] bool: columns with a node; None: all.
+
+        Returns:
+            The rows, and the dead ones that the drafter had not marked [R, W].
+        """
+        logits = rows.logits
+        broken = (logits.amax(-1) / temperature[:, None]).isfinite().logical_not_()  # amax propagates NaN
+        dead = broken
+        if rows.dead is not None:
+            dead, broken = broken | rows.dead, broken & ~rows.dead
+        # On a CPU the test is free, and an empty masked_fill costs as much as a softmax over all rows.
+        if dead.device.type != "cpu" or dead.numpy().any():
+            logits.masked_fill_(dead[..., None], 0.0)
+        return rows._replace(dead=dead), broken
+
     @abstractmethod
     def begin(self, rows: Rows, *, nodes: int, request: Request) -> Any:
         """Grow depth 1 from the roots' rows (W = 1), at most `nodes` nodes per tree. Dead rows never get children."""
@@ -177,7 +197,7 @@ def draft_tree(
         keep: called with the logits [R, W, V] of every level, the root's first; 0 in dead rows.
         lost: called with the nodes [R, W] bool whose row was dead though the drafter had not marked it.
     """
-    rows, broken = _mask_dead(rows, request.temperature)
+    rows, broken = proposer.check(rows, request.temperature)
     lost(broken)
     keep(rows.logits)
     growth = proposer.begin(rows, nodes=nodes, request=request)
@@ -186,28 +206,12 @@ def draft_tree(
         if not more or frontier.tokens.shape[1] == 0:
             break
         rows, state = drafter.grow(frontier.tokens, frontier.parent, state)
-        rows, broken = _mask_dead(rows, request.temperature)
-        lost(broken & (frontier.tokens != EMPTY))
+        used = frontier.tokens != EMPTY
+        rows, broken = proposer.check(rows, request.temperature, used)
+        lost(broken & used)
         keep(rows.logits)
         growth = proposer.extend(growth, rows)
     return proposer.finish(growth)
-
-
-def _mask_dead(rows: Rows, temperature: Tensor) -> tuple[Rows, Tensor]:
-    """Set the logits of dead rows to 0 in place. Returns the rows, and the dead ones that the drafter had not marked
-    [R, W].
-
-    `temperature`: [R].
-    """
-    logits = rows.logits
-    broken = (logits.amax(-1) / temperature[:, None]).isfinite().logical_not_()  # amax propagates NaN
-    dead = broken
-    if rows.dead is not None:
-        dead, broken = broken | rows.dead, broken & ~rows.dead
-    # On a CPU the test is free, and an empty masked_fill costs as much as a softmax over all rows.
-    if dead.device.type != "cpu" or dead.numpy().any():
-        logits.masked_fill_(dead[..., None], 0.0)
-    return rows._replace(dead=dead), broken
 
 
 def rng_keys(level: int, logits: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vllm_adaptive_tree.budget import Calibration, DraftTemperature
-from vllm_adaptive_tree.budget.acceptance_model import ROWS
+from vllm_adaptive_tree.budget.acceptance_model import DEVIATION, INFORMATION, ROWS
 
 
 def observed(calibration: Calibration, seed: int, steps: int, chance: float) -> None:
@@ -73,6 +73,35 @@ def test_it_follows_a_change():
     observed(calibration, 1, 2000, 0.5)
     value, depth = torch.tensor([0.25]), torch.tensor([1])
     assert float(calibration(value, depth)) == pytest.approx(0.45, abs=0.06)
+
+
+def test_bins_that_nothing_falls_into_fade_but_more_slowly():
+    """They are averaged with the others, so the prior of such a bin must go (without fading: .061), and a lesson must
+    stay while other values are seen (fading as fast as the others: .30)."""
+    proud, lesson, rng = Calibration(), Calibration(), torch.Generator().manual_seed(0)
+    for _ in range(400):
+        proud.observe([0.99] * 4, [1] * 4, torch.rand(4, generator=rng).numpy() < 0.02)
+    assert float(proud(torch.tensor([0.99]), torch.tensor([1]))) < 0.045
+    for _ in range(100):
+        lesson.observe([0.3] * 10, [1] * 10, [True] * 9 + [False])
+    for _ in range(60):
+        lesson.observe([0.9] * 10, [1] * 10, [True] * 10)
+    lesson.observe([0.3] * 40, [1] * 40, [False] * 40)
+    assert float(lesson(torch.tensor([0.3]), torch.tensor([1]))) > 0.6
+
+
+def test_a_bin_is_never_forgotten_altogether():
+    calibration = Calibration()
+    for _ in range(1000):
+        calibration.observe([0.9] * 1000, [1] * 1000, [True] * 1000)
+    assert float(calibration(torch.tensor([0.3]), torch.tensor([1]))) == pytest.approx(0.3, abs=0.05)
+
+
+def test_a_token_that_the_draft_thinks_impossible_says_no_more_than_an_unlikely_one():
+    fitted, logits = DraftTemperature(0.6), torch.zeros(50)
+    logits[0], logits[1] = 3.0, -1000.0
+    fitted.observe([logits], [1])
+    assert fitted.inverse == pytest.approx(1 / 0.6 - DEVIATION / INFORMATION, rel=0.02)
 
 
 @pytest.mark.parametrize(("true", "first"), [(0.5, 0.6), (0.6, 1.0), (1.2, 0.6)])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.pure.budget import curve
-from vllm_adaptive_tree.budget import Budget, Costs, Curve, Plan, Planner
+from vllm_adaptive_tree.budget import Budget, Calibration, Costs, Curve, Plan, Planner
 from vllm_adaptive_tree.budget.planner import (
     EVERY,
     MAX_BACKOFF,
@@ -83,6 +83,15 @@ def test_drafts_that_do_not_pay_rest_longer_and_longer():
     rests = [b - a - 1 for a, b in pairwise(steps) if b > a + 1]
     assert [steps[0], *rests] == [64, 128, 256, 512, 1024]
     assert len(steps) < 5 * MIN_TREES
+
+
+@pytest.mark.parametrize(("gain", "pays"), [(0.03, False), (0.07, True)])
+def test_drafts_must_gain_more_than_costs_are_accurate(gain: float, pays: bool):
+    """Of trees of one node, whose rows cost nothing."""
+    chance = float(Calibration()(torch.tensor([0.8]), torch.tensor([1])))
+    budget = planner((1, 1.0), (1000, 1.0), level=(1 + chance) / math.exp(gain) - 1)
+    steps = drafted(budget, 0.8, 60, deepest=1)
+    assert steps == list(range(60)) if pays else len(steps) < MIN_TREES
 
 
 def test_the_longest_rest():

@@ -3,10 +3,12 @@
 import time
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from vllm_adaptive_tree.acceptance import Accepted
 from vllm_adaptive_tree.budget import Budget
 from vllm_adaptive_tree.drafters import Frontier
 from vllm_adaptive_tree.engine.common.batch_budget import BatchBudget
@@ -58,24 +60,20 @@ class HostBudget(BatchBudget):
         counts: list[int] = from_rank_0(torch.where(waited, (depth > 0).sum(1), kept)).tolist()
         return counts
 
-    def verified(self, drafts: dict[int, Draft], tokens: Tensor, nodes: Tensor) -> None:
-        """Learn from a verification: its drafts by batch row, and the emitted `tokens` [R, L] with the accepted `nodes`
-        [R, L] that carried them, -1 after them."""
-        value: list[float] = []
-        depth: list[int] = []
-        accepted: list[bool] = []
-        greedy: list[bool] = []
-        paths, first = nodes.tolist(), tokens[:, 0].tolist()
-        for row, draft in drafts.items():
-            value += draft.value
-            depth += draft.tree.depths
-            accepted += [node in paths[row] for node in range(len(draft.tree))]
-            greedy += [draft.greedy] * len(draft.tree)
-        hit, certain = (torch.tensor(flags, dtype=torch.bool) for flags in (accepted, greedy))
-        self.budget.verified(torch.tensor(value), torch.tensor(depth), hit, certain)
+    def verified(self, step: Verification, accepted: Accepted) -> None:
+        """Learn from a verification: [R, L] tokens that were emitted, and the nodes that carried them."""
+        drafts = step.drafts
+        if not drafts:
+            return
+        on_path = np.zeros((len(step.row_start), 1 + max(step.sizes)), dtype=bool)
+        on_path[np.arange(len(on_path))[:, None], 1 + accepted.nodes.numpy()] = True  # -1, and the root: the first
+        value = np.concatenate([draft.value for draft in drafts.values()])
+        greedy = np.array([draft.greedy for draft in drafts.values()]).repeat(np.diff(step.branches.start))
+        hit = on_path[step.row, 1 + step.node]
+        self.budget.verified(*map(torch.from_numpy, (value, step.branches.depth, hit, greedy)))
         if self.temperature is not None:
             roots = {row: draft.root for row, draft in drafts.items() if draft.root is not None}
-            self.temperature.observe(list(roots.values()), [first[row] for row in roots])
+            self.temperature.observe(list(roots.values()), accepted.tokens[list(roots), 0].tolist())
 
     def begin_levels(self, greedy: Sequence[bool]) -> int:
         """Most levels of the trees of these requests; 0: the draft rests."""
@@ -142,7 +140,7 @@ class HostBudget(BatchBudget):
                 min(count, len(draft.tree))
             )
             for draft, count, values, certain, root in zip(
-                drafts, kept, value.tolist(), greedy.tolist(), roots, strict=True
+                drafts, kept, value.numpy(), greedy.tolist(), roots, strict=True
             )
         ]
 

@@ -3,8 +3,11 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
 from vllm_adaptive_tree.proposers import Proposal
 from vllm_adaptive_tree.proposers.base import softmax_at
@@ -12,20 +15,20 @@ from vllm_adaptive_tree.trees import TokenTree
 
 
 class Draft(NamedTuple):
-    """Tree of one request. Entry 0 of the lists is the root, entry 1 + i node i."""
+    """Tree of one request. Entry 0 of `row` and `num_planned` is the root, entry 1 + i node i."""
 
     tree: TokenTree
     logits: Tensor | None  # [inner nodes, V] of the draft model, if a rule reads them
-    row: list[int]  # of `logits`, -1 for a node that was never read
-    num_planned: list[int]  # children planned for it
+    row: NDArray[np.int64]  # of `logits`, -1 for a node that was never read
+    num_planned: NDArray[np.int64]  # children planned for it
     temperature: float
     initial: int = 0  # leading nodes that the target has sampled
     hidden: Tensor | None = None  # [inner nodes, H] of the draft model, if a recorder reads them
-    value: Sequence[float] = ()  # of each node, if there is a budget
+    value: Sequence[float] | NDArray[np.float32] = ()  # of each node, if there is a budget
     greedy: bool = False  # its request, if there is a budget
     root: Tensor | None = None  # [V] logits at the root of a greedy request, if a budget has them
     price: float = 0.0  # at which a budget has cut it
-    cell: Sequence[int] = ()  # of each node, if its proposer learns acceptance
+    cell: Sequence[int] | NDArray[np.int64] = ()  # of each node, if its proposer learns acceptance
     from_lookup: bool = False  # True if a look-up alone has made it while the draft rested
 
     def prefix(self, length: int) -> "Draft":
@@ -55,24 +58,24 @@ def to_drafts(
     """Move R trees to the host; `levels`: the logits [R, W, V] of every level read, if a rule reads them; `initial`: as
     in `Request`; `hidden`: [R, W, H] of every level, if a recorder reads them."""
     tree, read, planned, cell = proposal
-    cells = [()] * len(tree.tokens) if cell is None else cell.tolist()
     rows = torch.cat(levels, 1) if levels else None  # [R, slots, V]
     states = torch.cat(tuple(hidden), 1) if hidden else None  # [R, slots, H]
-    temperatures = temperature.tolist()
+    sizes, was_read = (tree.tokens >= 0).sum(1).tolist(), (read > 0) & (tree.tokens >= 0)
+    row = pad(was_read.cumsum(1).masked_fill_(~was_read, -1), (1, 0)).numpy()  # in the order of the nodes
+    cells = [()] * len(sizes) if cell is None else cell.numpy()
+    given = [0] * len(sizes) if initial is None else (initial >= 0).sum(1).tolist()
+    columns = tree.tokens.tolist(), tree.parent.tolist(), row, planned.numpy(), cells, temperature.tolist(), given
     drafts = []
-    columns = (tree.tokens.tolist(), tree.parent.tolist(), read.tolist(), planned.tolist(), cells)
-    for r, (tokens, parents, numbers, counts, learnt) in enumerate(zip(*columns, strict=True)):
-        size = sum(token >= 0 for token in tokens)
-        inner = [0, *(number for number in numbers[:size] if number > 0)]
-        place = {number: row for row, number in enumerate(inner)}
+    for r, (size, tokens, parents, place, counts, learnt, own, sampled) in enumerate(zip(sizes, *columns, strict=True)):
+        inner = pad(read[r, was_read[r]], (1, 0)) if rows is not None or states is not None else None
         drafts.append(
             Draft(
                 TokenTree(tuple(tokens[:size]), tuple(parents[:size])),
                 None if rows is None else rows[r, inner],
-                [0, *(place.get(number, -1) for number in numbers[:size])],
+                place[: 1 + size],
                 counts[: 1 + size],
-                temperatures[r],
-                0 if initial is None else min(size, int((initial[r] >= 0).sum())),
+                own,
+                min(size, sampled),
                 None if states is None else states[r, inner],
                 cell=learnt[:size],
             )

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -109,7 +108,7 @@ class HostEngine:
         runner, (tokens, nodes) = self.runner, accepted
         names = runner.input_batch.req_ids
         if runner.budget is not None:
-            runner.budget.verified(verification.drafts, tokens, nodes)
+            runner.budget.verified(verification, accepted)
         if runner.proposer.acceptance is not None:
             learn(runner.proposer.acceptance, verification.drafts, nodes)
         if runner.recorder is not None:
@@ -129,7 +128,7 @@ class HostEngine:
         return replace(
             StepFigures.begun(self.runner.budget, dead=dead),
             seconds=self.runner.clock.take(),
-            nodes=by_depth(chain.from_iterable(verification.depths.values())),
+            nodes=by_depth(verification.branches.depth.tolist()) if verification.trees else {},
             drafted=drafted,
             has_lookup_trees=any(draft.from_lookup for draft in verification.drafts.values()),
             rows=verification.sizes,
@@ -139,7 +138,7 @@ class HostEngine:
 
 def learn(table: AcceptanceTable, drafts: Mapping[int, Draft], nodes: Tensor) -> None:
     """Record verified `drafts` by row, and the accepted `nodes` [rows, L]."""
-    trees = {row: draft for row, draft in drafts.items() if draft.cell}
+    trees = {row: draft for row, draft in drafts.items() if len(draft.cell)}
     if trees:
         width = max(len(draft.cell) for draft in trees.values())
         cell, parent = np.full((2, len(trees), width), -1)

@@ -1,13 +1,17 @@
 """One verification: the tree of each request, its rows in the batch, its attention metadata, and the commit of K/V."""
 
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm_adaptive_tree.acceptance import Accepted
 from vllm_adaptive_tree.engine.v1.attention import VerifyMetadata
+from vllm_adaptive_tree.engine.v1.branches import Branches
 from vllm_adaptive_tree.engine.v1.drafts import Draft, draft_probs
 from vllm_adaptive_tree.engine.v1.scratch import ScratchBlocks
 from vllm_adaptive_tree.engine.v1.sequences import Sequences
@@ -32,16 +36,48 @@ class Verification:
         trees = {request: draft.tree for request, draft in drafts.items()}
         self.drafts, self.trees, self.vocabulary = drafts, trees, vocabulary
         self.row_start, self.row_count, self.computed = row_start, row_count, computed
-        self.depths = {request: tree.depths for request, tree in trees.items()}
-        self.levels = max((max(depths) for depths in self.depths.values() if depths), default=0)
-        self.branching = {request: tree.branches() for request, tree in trees.items() if not tree.is_chain}
-        assert all(row_count[request] == 1 + len(trees[request]) for request in self.branching), "root and nodes"
         self.groups: list[tuple[VerifyMetadata, list[str], Tensor]] = []  # per attention group: layers, slot mapping
 
-    @property
+    @cached_property
+    def branches(self) -> Branches:
+        """The trees, one after the other."""
+        return Branches.of(self.parent, [len(tree) for tree in self.trees.values()])
+
+    @cached_property
+    def levels(self) -> int:
+        return int(self.branches.depth.max(initial=0)) if self.trees else 0
+
+    @cached_property
+    def branching(self) -> dict[int, list[list[int]]]:
+        """Branches of each tree with more than one."""
+        if not self.trees:
+            return {}
+        branches = zip(self.trees, self.branches.lists(), strict=True)
+        branching = {request: own for request, own in branches if len(own) > 1}
+        assert all(self.row_count[request] == 1 + len(self.trees[request]) for request in branching), "root and nodes"
+        return branching
+
+    @cached_property
+    def parent(self) -> NDArray[np.int64]:
+        """[M]: parent of every node of all trees, one after the other, in its tree."""
+        parents = chain.from_iterable(tree.parents for tree in self.trees.values())
+        return np.fromiter(parents, np.int64, sum(map(len, self.trees.values())))
+
+    @cached_property
+    def row(self) -> NDArray[np.int64]:
+        """[M]: row of each node's request."""
+        return np.repeat(np.fromiter(self.trees, np.int64, len(self.trees)), np.diff(self.branches.start))
+
+    @cached_property
     def sizes(self) -> list[int]:
         """[R]: nodes of each request."""
         return [len(self.trees.get(request, NO_TREE)) for request in range(len(self.row_start))]
+
+    @cached_property
+    def node(self) -> NDArray[np.int64]:
+        """[M]: number of each node in its tree."""
+        start = self.branches.start
+        return np.arange(len(self.row)) - np.repeat(start[:-1], np.diff(start))
 
     @property
     def decodes(self) -> list[bool]:
@@ -52,15 +88,13 @@ class Verification:
     def tree(self) -> TreeBatch:
         """The trees as tensors, one row for every request of the batch."""
         width = max((len(tree) for tree in self.trees.values()), default=1)
-        tokens, parent, depth = [], [], []
-        for request in range(len(self.row_start)):
-            tree = self.trees.get(request, NO_TREE)
-            missing = width - len(tree)
-            tokens.append([*tree.tokens, *[EMPTY] * missing])
-            parent.append([*tree.parents, *[-1] * missing])
-            depth.append([*self.depths.get(request, ()), *[0] * missing])
-        whole = torch.tensor([tokens, parent, depth], dtype=torch.int64)  # also where width is 0
-        return TreeBatch(whole[0], whole[1], whole[2], torch.zeros(len(tokens), width))
+        at, shape = (self.row, self.node), (len(self.row_start), width)
+        tokens, parent, depth = np.full(shape, EMPTY), np.full(shape, -1), np.zeros(shape, np.int64)
+        drafted = chain.from_iterable(tree.tokens for tree in self.trees.values())
+        tokens[at] = np.fromiter(drafted, np.int64, len(self.row))
+        parent[at], depth[at] = self.parent, self.branches.depth
+        columns = map(torch.from_numpy, (tokens, parent, depth, np.zeros(shape, np.float32)))
+        return TreeBatch(*columns)
 
     @property
     def max_children(self) -> int:
@@ -97,14 +131,12 @@ class Verification:
 
     def write_positions(self, positions: Tensor) -> None:
         """Write root position + depth of each node to vLLM's flat buffer; slots stay linear."""
-        rows: list[int] = []
-        values: list[int] = []
-        for request in self.branching:
-            first, root = self.row_start[request] + 1, self.computed[request]
-            rows += range(first, first + len(self.depths[request]))
-            values += [root + depth for depth in self.depths[request]]
-        if rows:
-            positions[rows] = torch.tensor(values, dtype=positions.dtype)
+        if not self.branching:
+            return
+        branching = np.repeat(~self.branches.chain, np.diff(self.branches.start))
+        row, node, depth = self.row[branching], self.node[branching], self.branches.depth[branching]
+        at, value = np.array(self.row_start)[row] + 1 + node, np.array(self.computed)[row] + depth
+        positions[torch.from_numpy(at)] = torch.from_numpy(value).to(positions.dtype)
 
     def row_of(self, request: int, node: int) -> int:
         """Row of a node in the flat batch; -1 is the root."""
