@@ -1,13 +1,11 @@
 """Packages installed on this node, and a comparison with those of another node."""
 
-import hashlib
 import importlib
 import socket
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 
-from vllm_adaptive_tree.version import __version__
+from vllm_adaptive_tree.version import __version__, source_digest
 
 NODE = "node"
 """Key of the node's name in an installation."""
@@ -18,7 +16,7 @@ def here() -> dict[str, str]:
     import torch
     import vllm
 
-    ours = f"{__version__} (source {_source()})"
+    ours = f"{__version__} (source {source_digest()})"
     return {NODE: node(), "vllm-adaptive-tree": ours, "vllm": vllm.__version__, "torch": str(torch.__version__)}
 
 
@@ -56,11 +54,3 @@ def check(wanted: Mapping[str, str]) -> None:
             "configured the engine; install on the first node what the second has, or remove the tree method from "
             "speculative_config"
         )
-
-
-def _source() -> str:
-    """A digest of this package's files: a checkout keeps its version from commit to commit."""
-    folder, digest = Path(__file__).parents[1], hashlib.sha256()
-    for file in sorted(folder.rglob("*.py")):
-        digest.update(f"{file.relative_to(folder)} ".encode() + file.read_bytes())
-    return digest.hexdigest()[:8]

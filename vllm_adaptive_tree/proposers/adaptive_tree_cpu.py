@@ -64,7 +64,7 @@ class AdaptiveTreeCPU(CPUBestFirst, AdaptiveTree):
         _grow(tuple(level.scan), *level[1:], growth.key, chance, fanout)
 
 
-@njit
+@njit()
 def _look_up(chance, row, rank, conditional):  # type: ignore[no-untyped-def]
     """`AcceptanceTable.look_up` of one node."""
     place = 0
@@ -79,7 +79,7 @@ def _look_up(chance, row, rank, conditional):  # type: ignore[no-untyped-def]
     return first + place, min(max(found, np.float32(LEAST)), np.float32(MOST))
 
 
-@njit
+@njit()
 def _expected(chance, row, rank, share):  # type: ignore[no-untyped-def]
     """`AdaptiveTree._expected` of one slot; `share` of the best token in what is left."""
     _, of_best = _look_up(chance, row, rank, share)

@@ -9,7 +9,7 @@ from vllm_adaptive_tree.rng import EXHAUSTED
 WORD = (1 << 53) - 1
 
 
-@njit
+@njit()
 def _mix(x):  # type: ignore[no-untyped-def]
     """As `rng._mix`."""
     x = x + np.int64(-7046029254386353131)
@@ -18,20 +18,20 @@ def _mix(x):  # type: ignore[no-untyped-def]
     return x ^ (x >> 31 & (1 << 33) - 1)
 
 
-@njit
+@njit()
 def key_of(seed, place):  # type: ignore[no-untyped-def]
     """As `CounterRNG.key`; `place`: position and purpose in one number."""
     return _mix(_mix(seed) + place)
 
 
-@njit
+@njit()
 def _uniform(key, place, number):  # type: ignore[no-untyped-def]
     """The uniform number of the `number`-th sample, from 1, of the stream `key` folded with `place`."""
     bits = _mix(_mix(key + _mix(place)) + 2 * number + 1) >> 11 & WORD
     return bits * 2.0**-53
 
 
-@njit
+@njit()
 def _inverted(masses, target):  # type: ignore[no-untyped-def]
     """First index with a cumulated mass above `target`, else the last one with any; and the mass before it."""
     before, last, reached = 0.0, 0, 0.0
