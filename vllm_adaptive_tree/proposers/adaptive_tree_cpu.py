@@ -23,9 +23,10 @@ from vllm_adaptive_tree.proposers.cpu_growth import (
     insert,
     merge,
 )
-from vllm_adaptive_tree.proposers.draw_scan import draw, key_of
+from vllm_adaptive_tree.proposers.draw_scan import draw
 from vllm_adaptive_tree.proposers.row_scan import CHUNK, SCAN, next_best, probability
 from vllm_adaptive_tree.rng import CounterRNG
+from vllm_adaptive_tree.rng_compiled import key_of
 
 BINS, GROUP = SHAPE[3], SHAPE[2] * SHAPE[3]
 BIN_EDGES, BIN_CENTRES, GROUP_OF_RANK, GROUP_OF_DEPTH = (

@@ -5,30 +5,7 @@ import numpy as np
 from vllm_adaptive_tree.compiled import njit
 from vllm_adaptive_tree.proposers.row_scan import CHUNK, SCAN, chunk_of, weights_of
 from vllm_adaptive_tree.rng import EXHAUSTED
-
-WORD = (1 << 53) - 1
-
-
-@njit()
-def _mix(x):  # type: ignore[no-untyped-def]
-    """As `rng._mix`."""
-    x = x + np.int64(-7046029254386353131)
-    x = (x ^ (x >> 30 & (1 << 34) - 1)) * np.int64(-4658895280553007687)
-    x = (x ^ (x >> 27 & (1 << 37) - 1)) * np.int64(-7723592293110705685)
-    return x ^ (x >> 31 & (1 << 33) - 1)
-
-
-@njit()
-def key_of(seed, place):  # type: ignore[no-untyped-def]
-    """As `CounterRNG.key`; `place`: position and purpose in one number."""
-    return _mix(_mix(seed) + place)
-
-
-@njit()
-def _uniform(key, place, number):  # type: ignore[no-untyped-def]
-    """The uniform number of the `number`-th sample, from 1, of the stream `key` folded with `place`."""
-    bits = _mix(_mix(key + _mix(place)) + 2 * number + 1) >> 11 & WORD
-    return bits * 2.0**-53
+from vllm_adaptive_tree.rng_compiled import uniform
 
 
 @njit()
@@ -57,7 +34,7 @@ def draw(scan, row, sums, key, place, drawn, wide, weights):  # type: ignore[no-
     mass = sums.sum()
     if not mass > EXHAUSTED * total[row]:
         return -1, np.float32(0)
-    target = mass * _uniform(key, place, len(drawn) + 1)
+    target = mass * uniform(key, place, 2 * len(drawn) + 3)
     chunk, before = _inverted(sums, target)
     part = chunk_of(logits, bits, row, chunk, wide)
     weights = weights[: len(part)]

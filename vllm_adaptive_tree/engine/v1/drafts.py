@@ -47,6 +47,11 @@ class Draft(NamedTuple):
         assert self.logits is not None
         return softmax_at(self.logits[self.row[1 + node]], torch.tensor(self.temperature))
 
+    def all_probs(self) -> Tensor:
+        """[inner nodes, V]: all of these, by `row`."""
+        assert self.logits is not None
+        return softmax_at(self.logits, torch.full_like(self.logits[:, 0], self.temperature))
+
 
 def to_drafts(
     proposal: Proposal,

@@ -3,7 +3,12 @@
 import copy
 from typing import Any
 
-from vllm.v1.sample.logits_processor import LogitBiasLogitsProcessor, MinTokensLogitsProcessor, build_logitsprocs
+from vllm.v1.sample.logits_processor import (
+    LogitBiasLogitsProcessor,
+    MinPLogitsProcessor,
+    MinTokensLogitsProcessor,
+    build_logitsprocs,
+)
 
 
 def all_processors(vllm_config: Any, *args: Any) -> Any:
@@ -17,4 +22,6 @@ def may_act(processor: Any) -> bool:
     """Return whether a processor may change this batch's logits; True for processors that are not vLLM's."""
     if isinstance(processor, LogitBiasLogitsProcessor):
         return bool(processor.biases)
+    if isinstance(processor, MinPLogitsProcessor):
+        return bool(processor.min_p_count)
     return bool(processor.min_toks) if isinstance(processor, MinTokensLogitsProcessor) else True

@@ -1,22 +1,26 @@
 """Target's distributions and draws at the nodes of the trees, through vLLM's own sampler."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from vllm_adaptive_tree.acceptance import Accepted, Draw
+from vllm_adaptive_tree.acceptance.traversal import Traversal
+from vllm_adaptive_tree.acceptance.traversal_cpu import Rows, traversal_of_rows
 from vllm_adaptive_tree.engine.common.request_flags import GREEDY
 from vllm_adaptive_tree.engine.v1.limits import Limits
 from vllm_adaptive_tree.engine.v1.processors import may_act
 from vllm_adaptive_tree.engine.v1.verification import Verification
 from vllm_adaptive_tree.methods import Pair
-from vllm_adaptive_tree.rng import RandomSource
+from vllm_adaptive_tree.rng import CounterRNG, RandomSource
 from vllm_adaptive_tree.step import walked
 from vllm_adaptive_tree.step.ports import Choose
 
@@ -87,7 +91,22 @@ class Target:
     def rule_at_once(
         self, pair: Pair, verification: Verification, rng: RandomSource, active: Tensor | None
     ) -> Accepted | None:
-        return None
+        if pair.rule is not Traversal or pair.proposer.kind != "without_replacement" or not isinstance(rng, CounterRNG):
+            return None
+        if self.forces_greedy or not self._is_history_free():
+            return None
+        walking = range(len(self.first)) if active is None else active.nonzero().flatten().tolist()
+        rows = [self._rows(request, *verification.rows_of(request)) for request in walking]
+        return traversal_of_rows(verification.tree, rows, rng, levels=verification.levels) if rows else None
+
+    def _rows(self, request: int, size: int, q: Tensor, row: NDArray[np.int64]) -> Rows:
+        """Distributions of a random request, as vLLM's sampler makes them of temperature, top-k and top-p."""
+        first, sampling = int(self.first[request]), self.sampling
+        logits = self.logits[first : first + 1 + size].float() / sampling.temperature[request]
+        top_k, top_p = (
+            None if limit is None else limit[request].expand(1 + size) for limit in (sampling.top_k, sampling.top_p)
+        )
+        return Rows(request, apply_top_k_top_p(logits, top_k, top_p).softmax(-1, dtype=torch.float32), q, row)
 
     def emit(self, verification: Verification, paths: Accepted, from_target: Tensor | None) -> Accepted:
         """Draw the tokens of `paths` once more, so that vLLM's sampler sees each, with its logprobs."""
@@ -121,16 +140,27 @@ class Target:
         """Return whether every sample is the argmax of its row: a greedy batch without logprobs, penalties, bans,
         biases and budgets."""
         sampling = self.sampling
-        thinking = sampling.thinking_budget_state_holder
         return (
             sampling.all_greedy
             and sampling.max_num_logprobs is None
             and not sampling.logprob_token_ids
-            and sampling.no_penalties
+            and self._is_unchanged(sampling.logitsprocs.non_argmax_invariant)
+        )
+
+    def _is_history_free(self) -> bool:
+        """Return whether temperature, top-k and top-p make every distribution, whatever came before."""
+        return self._is_unchanged(self.sampling.logitsprocs.all)
+
+    def _is_unchanged(self, processors: Iterable[Any]) -> bool:
+        """Return whether there are no penalties, bans, budgets, or `processors` that act."""
+        sampling = self.sampling
+        thinking = sampling.thinking_budget_state_holder
+        return (
+            sampling.no_penalties
             and not sampling.bad_words_token_ids
             and sampling.allowed_token_ids_mask is None
             and (thinking is None or not thinking.has_tracked_requests())
-            and not any(may_act(processor) for processor in sampling.logitsprocs.non_argmax_invariant)
+            and not any(may_act(processor) for processor in processors)
         )
 
     def _emitted(self, output: Any) -> tuple[Tensor, Tensor]:

@@ -105,6 +105,14 @@ class Verification:
         drafts = (self.drafts.get(request) for request in range(len(self.row_start)))
         return torch.tensor([0 if draft is None else draft.initial for draft in drafts])
 
+    def rows_of(self, request: int) -> tuple[int, Tensor, NDArray[np.int64]]:
+        """Nodes of a request's tree; the distributions q [I, V] that its children were drawn from; and the row of q
+        of its root, then of each node, -1 for one that was never read."""
+        draft = self.drafts.get(request)
+        if draft is None or draft.logits is None:
+            return 0, torch.zeros(1, self.vocabulary), np.full(1, -1)
+        return len(draft.tree), draft.all_probs(), draft.row
+
     def draft_probs(self, node: Tensor) -> tuple[Tensor, Tensor]:
         """See `step.Verification`."""
         return draft_probs(self.drafts, node, self.vocabulary)
