@@ -15,7 +15,7 @@ from vllm_adaptive_tree.cli.arguments import add_pair, new_file, parameters, pos
 from vllm_adaptive_tree.version import __version__
 
 SIZE = 500_000_000  # parameters of the bundled target, enlarged
-CHAIN = 3  # tokens of vLLM's: its best with the bundled head
+CHAIN = 3  # tokens of vLLM's
 CACHE = 256 << 20  # bytes: plenty for the bundled pair, and three engines are alive at once
 
 
