@@ -116,6 +116,7 @@ EXTENDED: dict[str, tuple[str, ...]] = {
         "test_one_completion",
         "test_the_gpu_command_resolves",
     ),
+    "pure/test_compiled_kernels.py": ("test_kernels_compile[80]", "test_kernels_compile[100]"),
     "pure/test_vllm_diff.py": ("test_the_command",),
     "test_papers.py": ("test_quick_run", "test_decodes_as_the_reference[opt_tree-target_only]"),
     "test_patches.py": (
