@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from vllm_adaptive_tree.acceptance import Accepted
+
 
 class Limits(NamedTuple):
     most: Tensor
@@ -19,6 +21,12 @@ class Limits(NamedTuple):
         for row, stops in self.stops.items():
             goes_on[row] &= int(tokens[row]) not in stops
         return goes_on
+
+    def cut(self, paths: Accepted) -> Accepted:
+        """`paths` as a walk emits them whose requests end after so many tokens."""
+        level = torch.arange(paths.tokens.shape[1])
+        tokens = torch.where(level < self.most[:, None], paths.tokens, -1)
+        return Accepted(tokens, torch.where(level + 1 < self.most[:, None], paths.nodes, -1))
 
     @classmethod
     def of(cls, batch: Any, requests: Mapping[str, Any], acceptable: Mapping[str, int], levels: int) -> "Limits":

@@ -109,7 +109,9 @@ class Target:
         return Rows(request, apply_top_k_top_p(logits, top_k, top_p).softmax(-1, dtype=torch.float32), q, row)
 
     def emit(self, verification: Verification, paths: Accepted, from_target: Tensor | None) -> Accepted:
-        """Draw the tokens of `paths` once more, so that vLLM's sampler sees each, with its logprobs."""
+        """Draw the tokens of `paths` once more where vLLM's sampler draws itself, or gives logprobs of each."""
+        if from_target is None and not self.limits.stops and not self._has_logprobs() and self._is_history_free():
+            return self.limits.cut(paths)
         self.drawn, self.levels = 0, []
 
         def draw(node: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
@@ -142,10 +144,12 @@ class Target:
         sampling = self.sampling
         return (
             sampling.all_greedy
-            and sampling.max_num_logprobs is None
-            and not sampling.logprob_token_ids
+            and not self._has_logprobs()
             and self._is_unchanged(sampling.logitsprocs.non_argmax_invariant)
         )
+
+    def _has_logprobs(self) -> bool:
+        return self.sampling.max_num_logprobs is not None or bool(self.sampling.logprob_token_ids)
 
     def _is_history_free(self) -> bool:
         """Return whether temperature, top-k and top-p make every distribution, whatever came before."""
