@@ -20,6 +20,7 @@ VLLM = "vllm"  # stands for the extra with the vLLM that is installed here
 
 IMPORTS = {  # room -> the extra with which its modules import; the longest name counts
     "": BASE,
+    "acceptance.traversal_cpu": "cpu",
     "attention.plan": "cuda",
     "attention.triton_tree": "cuda",
     "bench": "bench",
@@ -36,6 +37,7 @@ IMPORTS = {  # room -> the extra with which its modules import; the longest name
     "proposers.opt_tree_cpu": "cpu",
     "proposers.row_scan": "cpu",
     "report": "demo",
+    "rng_compiled": "cpu",
 }
 RUNS = {  # room -> the extras with which all of it works, where it imports something later
     "bench": ("bench", VLLM),
