@@ -7,6 +7,7 @@ import torch
 
 from tests.oracles.growth import as_the_engine, grow
 from vllm_adaptive_tree.proposers import opt_tree_cpu
+from vllm_adaptive_tree.proposers.adaptive_tree import AdaptiveTree
 from vllm_adaptive_tree.proposers.eagle2 import Eagle2
 from vllm_adaptive_tree.proposers.opt_tree import OptTree
 from vllm_adaptive_tree.testing.models import ToyDrafter, ToyLM
@@ -100,3 +101,24 @@ def test_of_equal_siblings_the_smaller_token_comes_first():
 def test_others_are_left_as_they_are():
     proposer = Eagle2(max_depth=3, top_k=2)
     assert proposer.for_cpu() is proposer
+
+
+@pytest.mark.parametrize("scale", [16.0, 40.0])
+@pytest.mark.parametrize("chooses", ["opt_tree", "adaptive_tree"])
+def test_no_child_is_worth_more_than_its_parent(chooses, scale):
+    """A token that is nearly certain: its probability must not round above 1."""
+    generator = torch.Generator().manual_seed(0)
+    adaptive = AdaptiveTree(max_depth=8, max_children=16, drawn_from=0.4)
+    made = (OptTree(max_depth=8, threshold=0.0) if chooses == "opt_tree" else adaptive).for_cpu()
+    for vocabulary in (3, 100):
+        models = []
+        for seed in range(16):
+            model = ToyLM.random(vocabulary, 2, seed=seed, scale=1.0, dtype=torch.float32)
+            best = torch.randint(vocabulary, (len(model.logits), 1), generator=generator)
+            model.logits.scatter_add_(1, best, scale * torch.rand(len(best), 1, generator=generator))
+            models.append(model)
+        tree = grow(made, models, nodes=12, drafter=Wide(models), agree=as_the_engine).tree
+        assert (tree.parent < torch.arange(12)).all(), "parents come first"
+        above = tree.log_weight.gather(1, tree.parent.clamp(min=0)).where(tree.parent >= 0, torch.zeros(()))
+        assert (tree.log_weight <= above)[tree.valid].all()
+        assert tree.depth.max() > 4

@@ -55,6 +55,7 @@ def _grow(scan, known, trees, grown, step):  # type: ignore[no-untyped-def]
             slope, log_total = LN2 * scale[row], LN2 * (shift[row] + np.log2(total[row]))
             least = (max(values[VALUE, n - 1], trees[1][r, n - 1]) - path + log_total) / slope
             for at in range(best_entries(scan, row, least, tokens, logits)):
-                value = path + np.float32(logits[at] * slope - log_total)  # float32: equal paths stay equal
+                # float32: equal paths stay equal; a probability that rounds above 1 would stand before its parent
+                value = path + np.float32(min(logits[at] * slope - log_total, 0.0))
                 found = insert(found, values, columns, value, value, tokens[at], w, -1)
         merge(r, found, values, columns, known[PATH, r], trees, grown, step)

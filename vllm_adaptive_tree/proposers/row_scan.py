@@ -235,4 +235,4 @@ def next_best(scan, row, maxima, token, logit, wide):  # type: ignore[no-untyped
 @njit(f"float32({SCAN}, int64, float32)")
 def probability(scan, row, logit):  # type: ignore[no-untyped-def]
     """Probability of a token."""
-    return np.float32(2.0 ** (np.float64(logit) * scan[2][row] - scan[3][row]) / scan[6][row])
+    return np.float32(min(2.0 ** (np.float64(logit) * scan[2][row] - scan[3][row]) / scan[6][row], 1.0))
