@@ -3,7 +3,7 @@ family or server. They are marked `slow`: `pytest -n 2 -m slow` runs them, befor
 """
 
 EXTENDED: dict[str, tuple[str, ...]] = {
-    "cuda/test_start.py": ("[8.0-qwen3-FA2]",),
+    "cuda/test_start.py": ("test_start[8.0-qwen3-FA2]", "test_start[9.0-llama-FA3]"),
     "engine/test_batch_budget.py": (
         "test_a_fixed_budget[static_tree]",
         "test_a_fixed_budget[dyspec]",
