@@ -118,6 +118,14 @@ EXTENDED: dict[str, tuple[str, ...]] = {
     ),
     "pure/test_compiled_kernels.py": ("test_kernels_compile[80]", "test_kernels_compile[100]"),
     "pure/test_vllm_diff.py": ("test_the_command",),
+    "ray/test_data.py": ("test_a_killed_engine_loses_no_row", "test_a_replica_that_is_given_its_configuration"),
+    "ray/test_serve.py": ("test_figures_of_every_replica", "test_a_killed_engine"),
+    "ray/test_tensor_parallel.py": (
+        "[OldRayCPUExecutor]",
+        "test_a_killed_rank_ends_the_engine",
+        "test_a_node_with_something_else_is_named",
+        "test_the_example",
+    ),
     "test_papers.py": ("test_quick_run", "test_decodes_as_the_reference[opt_tree-target_only]"),
     "test_patches.py": (
         "test_flags_of_a_tree_method",
