@@ -38,7 +38,7 @@ def njit(*signature: str, **options: Any) -> Callable[[Callable[..., Any]], Any]
 def _cache() -> Path | None:
     """Folder for this source; None: nothing can be kept there."""
     root = Path(os.environ.get("VLLM_CACHE_ROOT", Path.home() / ".cache" / "vllm"))
-    folder = root / "adaptive_tree" / "compiled" / source_digest()
+    folder = root / "adaptive_tree_compiled" / source_digest()
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
