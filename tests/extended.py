@@ -1,5 +1,5 @@
-"""Rows that CI leaves out, for its time: those that repeat what another row of their file proves, with another head, rule,
-family or server, and those that install, train, serve, compile or measure for minutes. They are marked `slow`:
+"""Rows that CI leaves out, for its time: those that repeat what another row of their file proves, with another head,
+rule, family or server, and those that install, train, serve, compile or measure for minutes. They are marked `slow`:
 `pytest -n 2 -m slow` runs them, before a release at least.
 """
 
