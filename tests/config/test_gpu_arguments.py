@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.config.compilation import CompilationConfig, CUDAGraphMode
+from vllm.config.vllm import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms.interface import CpuArchEnum, DeviceCapability, Platform, PlatformEnum
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -148,6 +149,8 @@ def test_graphs(given: str | None, level: int, mode: str | None, warned: bool, m
     ("given", "most"),
     [
         ({"max_num_seqs": 4}, 4 * 64),
+        ({"max_num_seqs": 5}, 5 * 64),
+        ({"max_num_seqs": 1}, 64),
         ({"max_num_seqs": 1000}, 2048),
         ({}, 2048),
         ({"max_cudagraph_capture_size": 16}, None),
@@ -155,10 +158,43 @@ def test_graphs(given: str | None, level: int, mode: str | None, warned: bool, m
         ({"compilation_config": {"cudagraph_capture_sizes": [1, 2]}}, None),
     ],
 )
-def test_graphs_reach_as_many_rows_as_trees_have(given: dict[str, Any], most: int | None) -> None:
+def test_graphs_up_to(given: dict[str, Any], most: int | None) -> None:
     args = EngineArgs(model=TARGET, **given)
     before = CompilationConfig() if "compilation_config" not in given else args.compilation_config
     gpu_arguments.set_graphs(args, nodes=63)
     after = args.compilation_config
     assert after.max_cudagraph_capture_size == (most or before.max_cudagraph_capture_size)
     assert after.cudagraph_capture_sizes == before.cudagraph_capture_sizes
+
+
+def capture_sizes(most: int, requests: int, tokens: int) -> list[int]:
+    """Sizes that vLLM's own function makes of a maximum."""
+    compilation = SimpleNamespace(
+        cudagraph_mode=CUDAGraphMode.PIECEWISE,
+        max_cudagraph_capture_size=most,
+        cudagraph_capture_sizes=None,
+        post_init_cudagraph_sizes=lambda: None,
+    )
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(enforce_eager=False),
+        compilation_config=compilation,
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=tokens, max_num_seqs=requests),
+        performance_mode="balanced",
+    )
+    VllmConfig._set_cudagraph_sizes(config)
+    sizes: list[int] = compilation.cudagraph_capture_sizes
+    return sizes
+
+
+@pytest.mark.parametrize("tokens", [8192, 2049])
+def test_the_fullest_batch_of_trees_has_a_graph(tokens: int) -> None:
+    found: dict[int, list[int]] = {}
+    for nodes in range(1, 129):
+        for requests in range(1, 65):
+            rows = min(requests * (1 + nodes), gpu_arguments.ROWS)
+            most = gpu_arguments.captured(rows)
+            if most not in found:
+                found[most] = capture_sizes(most, requests, tokens)
+            assert found[most][-1] == most, "vLLM truncates another with a warning"
+            assert rows <= most < rows + 16
+    assert capture_sizes(25, 1, tokens)[-1] < 25, "without rounding"

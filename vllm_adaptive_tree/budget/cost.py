@@ -3,7 +3,7 @@
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Self
 
@@ -43,8 +43,10 @@ class Curve:
     Live forwards correct the points near them; a point that has seen none is corrected as its neighbours are.
     """
 
-    def __init__(self, rows: ArrayLike, seconds: ArrayLike):
-        """`rows` [P] increasing, P >= 2; `seconds` [P]."""
+    def __init__(self, rows: ArrayLike, seconds: ArrayLike, sizes: Sequence[int] = ()):
+        """`rows` [P] increasing, P >= 2; `seconds` [P]; `sizes` increasing: a forward of up to the last of them runs,
+        and costs, as many rows as the next one has."""
+        self.sizes = np.asarray(sizes, dtype=np.float64)
         self._rows = np.asarray(rows, dtype=np.float64)
         self._start = np.asarray(seconds, dtype=np.float64)
         self._off = np.zeros(len(self._rows))  # log of the correction
@@ -74,20 +76,29 @@ class Curve:
 
     def at(self, rows: Sequence[float] | NDArray[Any]) -> NDArray[np.float64]:
         """Seconds for an array of row counts, of any shape."""
-        return np.interp(rows, self._x, self._y)
+        return np.interp(self.padded(rows), self._x, self._y)
 
     def cost(self, rows: float) -> float:
         """Seconds for one row count."""
+        rows = float(self.padded(rows))
         right = self._right(rows)
         (x0, x1), (y0, y1) = self._x[right - 1 : right + 1], self._y[right - 1 : right + 1]
         return y0 + (y1 - y0) / (x1 - x0) * max(0.0, rows - x0)
+
+    def padded(self, rows: ArrayLike) -> NDArray[np.float64]:
+        """Row counts that forwards of so many rows run with, of any shape."""
+        rows = np.asarray(rows, dtype=np.float64)
+        if not len(self.sizes):
+            return rows
+        size = self.sizes[np.searchsorted(self.sizes[:-1], rows)]
+        return np.maximum(rows, size)
 
     def _right(self, rows: float) -> int:
         """Right end of the segment that contains `rows` or is nearest to it."""
         return min(max(bisect_left(self._x, rows), 1), len(self._x) - 1)
 
     def hull(self) -> "Curve":
-        """Convex lower hull: each row costs at least as much as the one before."""
+        """Convex lower hull of the points: each row costs at least as much as the one before."""
         if self._hull is None:
             kept: list[tuple[float, float]] = []
             for x, y in zip(self._x[:-1], self._y[:-1], strict=True):
@@ -102,6 +113,7 @@ class Curve:
 
     def observe(self, rows: int, seconds: float) -> None:
         """Record a forward of `rows` rows in `seconds`: the two nearest points follow, less the more they have seen."""
+        rows = int(self.padded(rows))
         right = min(self._right(rows), len(self._rows) - 1)
         near, ends = slice(right - 1, right + 1), self._rows[right - 1 : right + 1]
         share = min(max((rows - ends[0]) / (ends[1] - ends[0]), 0.0), 1.0)
@@ -116,7 +128,8 @@ class Curve:
 
     def knows(self, rows: int) -> bool:
         """Return whether live forwards of about so many rows were seen."""
-        return bool(self._seen[self._right(rows) - 1 : self._right(rows) + 1].sum() >= SEEN)
+        right = self._right(float(self.padded(rows)))
+        return bool(self._seen[right - 1 : right + 1].sum() >= SEEN)
 
     def to_json(self) -> dict[str, Any]:
         return {"rows": self._rows.astype(int).tolist(), "seconds": self._y[:-1]}
@@ -148,6 +161,11 @@ class Costs:
     """Seconds of a draft level by rows."""
     context: float = 0.0
     """Additional seconds of a verification per token of its requests' contexts."""
+
+    def in_graphs(self, sizes: Sequence[int]) -> "Costs":
+        """Costs of verifications that CUDA graphs of so many rows run."""
+        verify = self.verify
+        return replace(self, verify=Curve(verify.rows, verify.seconds, sizes)) if sizes else self
 
     def to_json(self) -> dict[str, Any]:
         return {"verify": self.verify.to_json(), "draft": self.draft.to_json(), "context": self.context}

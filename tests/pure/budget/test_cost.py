@@ -6,9 +6,10 @@ import random
 
 import numpy as np
 import pytest
+import torch
 
 from tests.pure.budget import PLATEAUS, curve
-from vllm_adaptive_tree.budget import Costs, Curve
+from vllm_adaptive_tree.budget import Costs, Curve, allocate
 from vllm_adaptive_tree.budget.cost import profiled_rows
 
 
@@ -109,6 +110,30 @@ def test_a_machine_that_has_changed_is_soon_believed():
     for _ in range(12):
         made.observe(1, 4.0)
     assert made.cost(1) == pytest.approx(4.0, rel=0.1)
+
+
+def test_forwards_in_graphs_cost_what_the_next_size_does():
+    measured = curve((1, 1.0), (8, 1.7), (16, 2.5), (17, 4.0), (32, 7.0))
+    made = Costs(measured, measured).in_graphs([1, 8, 16]).verify
+    rows = [1, 2, 8, 9, 15.5, 16, 17, 20]
+    padded = [1, 8, 8, 16, 16, 16, 17, 20]
+    assert made.padded(rows).tolist() == padded
+    assert made.at(rows).tolist() == measured.at(padded).tolist() == [made.cost(count) for count in rows]
+    made.observe(9, 5.0)
+    assert made.knows(12)
+    assert made.cost(9) == made.cost(16) > 2.5
+
+
+def test_a_step_verifies_up_to_the_size_that_it_pays_for():
+    sizes = [1, 2, 4, *range(8, 33, 8)]
+    measured = curve(*((rows, 1 + rows / 20) for rows in range(1, 40)))
+    values = torch.tensor([[0.9, 0.6, 0.2, *[0.15 * 0.8**place for place in range(20)]]])
+    alone, padded = (
+        int(allocate(values, verify=one, price=0.9, sampled=False).sum())
+        for one in (measured, Costs(measured, measured).in_graphs(sizes).verify)
+    )
+    assert 1 + alone not in sizes
+    assert 1 + padded in sizes
 
 
 @pytest.mark.parametrize("most", [1, 2, 5, 17, 40, 256])

@@ -80,7 +80,7 @@ def key_of(config: Any, options: TreeOptions) -> dict[str, Any]:
         "ranks": [parallel.tensor_parallel_size, parallel.pipeline_parallel_size],
         "model runner": "V2" if config.use_v2_model_runner else "V1",
         "eager": config.model_config.enforce_eager,
-        "compilation": [str(compilation.mode), str(compilation.cudagraph_mode)],
+        "compilation": [str(compilation.mode), str(compilation.cudagraph_mode), compilation.cudagraph_capture_sizes],
         "cache": [str(config.cache_config.cache_dtype), config.cache_config.block_size],
         "rows": config.scheduler_config.max_num_batched_tokens,
     }

@@ -167,6 +167,7 @@ def save_profile(worker: Any) -> None:
 
 
 def _new(runner: Any, costs: Costs) -> Learning:
+    costs = costs.in_graphs(runner.compilation_config.cudagraph_capture_sizes)
     temperature = DraftTemperature(GREEDY_DRAFT_TEMPERATURE) if runner.steering.steered.temperature else None
     return Learning(Planner(costs, sampled=runner.cuts_sampled), temperature, runner.steering)
 

@@ -93,5 +93,12 @@ def set_graphs(args: Any, nodes: int) -> None:
     sizes = (config.cudagraph_capture_sizes, args.cudagraph_capture_sizes)
     most = (config.max_cudagraph_capture_size, args.max_cudagraph_capture_size)
     if (*sizes, *most) == (None,) * 4:
-        config.max_cudagraph_capture_size = min(ROWS, (args.max_num_seqs or REQUESTS) * (1 + nodes))
+        config.max_cudagraph_capture_size = captured(min(ROWS, (args.max_num_seqs or REQUESTS) * (1 + nodes)))
     args.compilation_config = config
+
+
+def captured(rows: int) -> int:
+    """The first size of vLLM's CUDA graphs that holds so many rows; it captures none above the last one up to the
+    maximum that it is given."""
+    step = 1 if rows <= 2 else 2 if rows <= 4 else 8 if rows <= 256 else 16
+    return -(-rows // step) * step

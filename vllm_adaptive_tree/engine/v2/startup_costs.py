@@ -1,5 +1,6 @@
 """Costs of forwards on Model Runner V2, measured when the engine starts."""
 
+from bisect import bisect_left
 from functools import partial
 from typing import Any
 
@@ -20,11 +21,21 @@ def measured_costs(runner: Any, nodes: int) -> Costs:
     to `nodes` rows. The cost of contexts is in neither, and is learnt from live steps."""
     # vLLM's dummy run takes no more: it keeps a token free for each of its requests.
     most = max(POINTS, runner.max_num_tokens - runner.max_num_reqs, runner.max_num_tokens // 2)
-    rows, levels = profiled_rows(min(MAX_ROWS, most)), sorted({1, max(2, nodes)})
+    rows, levels = _rows(most, runner.compilation_config.cudagraph_capture_sizes), sorted({1, max(2, nodes)})
     forwards = [*(_level(runner, count) for count in levels), *(_target(runner, count) for count in rows)]
     seconds = _fastest(runner, forwards, least=len(levels) + POINTS)
     draft, verify = seconds[: len(levels)], seconds[len(levels) :]
     return Costs(Curve(rows[: len(verify)], verify), Curve(levels, draft))
+
+
+def _rows(most: int, sizes: list[int]) -> list[int]:
+    """Rows of the verifications that are measured, at most so many. Those in CUDA graphs of these `sizes` run as many
+    as the next size has; one more than the last has no graph."""
+    if not sizes:
+        return profiled_rows(min(MAX_ROWS, most))
+    last = sizes[-1]
+    rows = [*profiled_rows(min(max(MAX_ROWS, last), most)), last, 1 + last]
+    return sorted({min(sizes[bisect_left(sizes, count)] if count <= last else count, most) for count in rows})
 
 
 def measured_threshold(runner: Any, nodes: int) -> float:
