@@ -63,7 +63,7 @@ $(READY): requirements/cpu.txt requirements/dev.txt requirements/ray.txt pyproje
 	$(BIN)/pip install --quiet -r requirements/dev.txt -r requirements/ray.txt
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation -e .
 	# arctic-inference has no wheel, and its build would fetch a PyTorch of its own for two files of C++.
-	$(BIN)/pip install --quiet --target .venv/build -r requirements/suffix-build.txt && \
+	$(BIN)/pip install --quiet --no-warn-conflicts --target .venv/build -r requirements/suffix-build.txt && \
 	PYTHONPATH="$(CURDIR)/.venv/build" PATH="$(CURDIR)/.venv/build/bin:$$PATH" \
 		$(BIN)/pip install --quiet --no-deps --no-build-isolation arctic-inference==0.1.1 || \
 		echo "arctic-inference could not be built here: tests of suffix trees are skipped, unless SUFFIX_TREES_REQUIRED is set"

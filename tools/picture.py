@@ -160,7 +160,7 @@ PICTURES = {"steps.svg": steps, "budget.svg": budget}
 
 def record(file: Path) -> None:
     """Decode `PROMPT` on the bundled pair, in float32, and record the steps in `file`."""
-    os.environ.update(VLLM_ADAPTIVE_TREE_RECORD=str(file), OMP_NUM_THREADS="1", VLLM_CPU_KVCACHE_SPACE="1")
+    os.environ.update(ADAPTIVE_TREE_RECORD=str(file), OMP_NUM_THREADS="1", VLLM_CPU_KVCACHE_SPACE="1")
     from vllm import LLM, SamplingParams
 
     from vllm_adaptive_tree.bench.environment import DRAFT, TARGET

@@ -155,7 +155,7 @@ def test_every_method_brings_the_children_that_its_rule_needs(spec: Any, rule: s
     [
         (asked("c2t", gate="/no/such/file"), ["'gate'", "/no/such/file"]),
         (asked("c2t", gate=f"{DRAFT}/model.safetensors"), ["gate", "3 features"]),
-        (asked("c2t", gate=f"{DRAFT}/config.json"), ["gate", "cannot read"]),
+        (asked("c2t", gate=f"{DRAFT}/config.json"), ["speculative_config['tree']['gate']", "cannot read"]),
         (asked("c2t", beta=2), ["beta", "between 0 and 1"]),
         (
             asked("opt_tree", budget="auto", cost_profile="/no/such/costs.json"),
@@ -164,7 +164,7 @@ def test_every_method_brings_the_children_that_its_rule_needs(spec: Any, rule: s
         (asked("sequoia", vector="/no/such/file"), ["'vector'", "/no/such/file"]),
         (asked("sequoia", vector=f"{DRAFT}/config.json"), ["'vector'", '{"vector": [numbers between 0 and 1]}']),
         (asked("mcsd", init_width=2), ["init_width", "changes the output", "allow_lossy"]),
-        (asked("mcsd", stop="type1", gate=f"{DRAFT}/config.json"), ["gate", "cannot read"]),
+        (asked("mcsd", stop="type1", gate=f"{DRAFT}/config.json"), ["['gate']", "cannot read"]),
         (asked("mcsd", shape="binary"), ["shape", "k-config"]),
         (asked("static_tree", shape="quaternary"), ["shape", "'ternary'"]),
         (asked("static_tree", shape=[]), ["shape", "k-config"]),

@@ -161,6 +161,9 @@ def test_the_responses_api_keeps_the_order_of_a_step(parallel: bool) -> None:
 
 def test_off(monkeypatch: pytest.MonkeyPatch) -> None:
     assert wanted()
+    monkeypatch.setenv(f"VLLM_{SWITCH}", "off")  # its name in 0.1, and the one that Ray copies
+    assert not wanted()
+    monkeypatch.delenv(f"VLLM_{SWITCH}")
     monkeypatch.setenv(SWITCH, "off")
     assert not wanted()
     monkeypatch.setenv(SWITCH, "no")

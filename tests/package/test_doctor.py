@@ -28,6 +28,7 @@ def test_what_is_installed(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["versions"]["vllm-adaptive-tree"] == __version__
     assert found["versions"]["torch"] == torch.__version__
     assert found["vLLM is supported"]
+    assert found["ok"]
     assert [one["what"] for one in found["patches"] if one["now"]] == ["EngineArgs.create_engine_config"]
     ledger = (Path(__file__).parents[2] / "patches" / "README.md").read_text()
     assert all(f"`{one['what']}" in ledger for one in found["patches"])
@@ -42,6 +43,7 @@ def test_what_is_installed(capsys: pytest.CaptureFixture[str]) -> None:
                 resolve(options)
     assert main(["doctor", "--no-self-test"]) == 0
     text = capsys.readouterr().out
+    assert text.splitlines()[-1] == "OK"
     assert f"supports vLLM {window()}, which is supported" in text
     assert "  EngineArgs.create_engine_config: vLLM has a closed list" in text
     assert "  SamplingParams._validate_spec_decode (for a tree method): " in text
@@ -50,13 +52,19 @@ def test_what_is_installed(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_self_test(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["doctor", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["self-test"]
+    said = capsys.readouterr()
+    report = json.loads(said.out)
+    found = report["self-test"]
+    assert report["ok"]
+    assert "about twenty seconds" in said.err
     assert found["passed"]
     assert found["equal texts"] == found["texts"] == 4
     assert found["tokens per step"] > 1.3
+    assert self_test.described(found).startswith("4 of 4 texts are equal with and without trees, ")
     monkeypatch.setattr(self_test, "LONGEST", 0.01)
     assert main(["doctor"]) == 1
-    assert "self-test on the bundled pair FAILED: error it has not ended within" in capsys.readouterr().out
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("NOT OK: self-test on the bundled pair: it has not ended within")
 
 
 def test_acceptance_of_drafts(
@@ -82,6 +90,12 @@ def test_acceptance_of_drafts(
         "acceptance of draft E for T (opt_tree, engine 0, 2026-01-02 03:04:05): a node at depth 1 in 50.0 % of 512 "
         "drafted steps, no alarm",
     ]
+
+
+def test_another_vllm_is_not_ok(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_adaptive_tree.cli.doctor.is_supported", lambda _: False)
+    assert main(["doctor"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"NOT OK: install vLLM {window()}"
 
 
 def test_what_is_slow() -> None:
@@ -110,6 +124,8 @@ def test_without_a_device(tmp_path: Path) -> None:
     assert "no CUDA device" in run.stderr
     report = json.loads(file.read_text())
     assert report["code"] == NO_DEVICE
+    assert not report["ok"]
+    assert "NOT OK: nothing has run on a GPU" in run.stdout
     (found,) = report["checks"].values()
     assert [one["check"] for one in found] == ["attention", "attention", "draws"]
     assert all(one["passed"] for one in found), found

@@ -21,13 +21,13 @@ from vllm_adaptive_tree.bench.results import Row, rows, to_json
 from vllm_adaptive_tree.bench.rounds import Measurement, Round
 from vllm_adaptive_tree.bench.statistics import MIN_ROUNDS
 from vllm_adaptive_tree.bench.workloads import prompt_indices
+from vllm_adaptive_tree.proposers import RECOMMENDED
 from vllm_adaptive_tree.report import viewer
 from vllm_adaptive_tree.report.drawing import drawn
 from vllm_adaptive_tree.report.tokens import Span, coloured, legend, spans
 
 FLOAT32_TIE = 1e-5
 """Largest distance of two logits that counts as a tie in any dtype."""
-METHOD = "adaptive_tree"
 TEMPERATURE = 0.8
 """Of the sampled requests."""
 NUM_SHOWN = 1
@@ -129,11 +129,11 @@ def _record(worker: Any) -> None:
 
 def configs(target: str, draft: str, *, chain: int, nodes: int) -> list[Config]:
     """Configurations: no speculation; vLLM's chain and an adaptive tree with the same `draft`, a model or a head."""
-    tree = {"method": METHOD, "model": draft, "num_speculative_tokens": nodes}
+    tree = {"method": RECOMMENDED, "model": draft, "num_speculative_tokens": nodes}
     return [
         Config(BASE, "base", None),
         Config(f"chain of {chain}", "chain", models.chain(target, draft, chain)),
-        Config(METHOD, "method", tree),
+        Config(RECOMMENDED, "method", tree),
     ]
 
 

@@ -20,6 +20,7 @@ from vllm_adaptive_tree.bench.rounds import Store
 from vllm_adaptive_tree.bench.schedule import Engine, Schedule
 from vllm_adaptive_tree.bench.server import Server
 from vllm_adaptive_tree.bench.workloads import checksum, standard_library
+from vllm_adaptive_tree.proposers import RECOMMENDED
 from vllm_adaptive_tree.version import __version__
 
 COLD = {"cost_profile": None}
@@ -109,7 +110,7 @@ def first_cells(options: Namespace) -> list[Cell]:
 
 
 def configs(options: Namespace, target: str) -> list[Config]:
-    def tree(name: str, role: Role, draft: str, method: str = "opt_tree") -> Config:
+    def tree(name: str, role: Role, draft: str, method: str) -> Config:
         speculation = {"method": method, "model": draft, "num_speculative_tokens": options.nodes}
         return Config(name, role, {**speculation, "tree": {"budget": "auto", **COLD}})
 
@@ -120,10 +121,11 @@ def configs(options: Namespace, target: str) -> list[Config]:
     for name, given in options.config:
         speculation = {"model": options.draft, **given, "tree": {**COLD, **given.get("tree", {})}}
         found.append(Config(name, "method", speculation))
+    first = next(iter(options.methods), RECOMMENDED)
     if options.random_draft:
-        found.append(tree("random draft", "stress draft", random_draft(options.draft, options.out / "models")))
+        found.append(tree("random draft", "stress draft", random_draft(options.draft, options.out / "models"), first))
     if options.self_draft:
-        found.append(tree("self draft", "stress draft", target))
+        found.append(tree("self draft", "stress draft", target, first))
     return found
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from vllm_adaptive_tree.bench.environment import set_environment
 from vllm_adaptive_tree.bench.statistics import MIN_ROUNDS
 from vllm_adaptive_tree.cli.arguments import add_pair, check_lengths, parameters, positive, prompts_file
-from vllm_adaptive_tree.proposers import METHODS
+from vllm_adaptive_tree.proposers import METHODS, RECOMMENDED
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,8 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--methods",
         type=_list(_method),
-        default=["opt_tree"],
-        help="tree methods, with budget auto (default: opt_tree)",
+        default=[RECOMMENDED],
+        help=f"tree methods, with budget auto (default: {RECOMMENDED})",
     )
     parser.add_argument(
         "--nodes", type=positive, default=16, help="maximum number of nodes of --methods' trees (default: %(default)s)"
@@ -44,8 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=JSON",
         help="another speculative_config and its name; the draft is filled in; repeatable",
     )
-    parser.add_argument("--random-draft", action="store_true", help="also opt_tree with a draft of random weights")
-    parser.add_argument("--self-draft", action="store_true", help="also opt_tree with the target as its own draft")
+    parser.add_argument("--random-draft", action="store_true", help="also the first method, with a random draft")
+    parser.add_argument("--self-draft", action="store_true", help="also the first method, the target as its draft")
     numbers = _list(positive)
     parser.add_argument(
         "--chains", type=numbers, default=[1, 3, 5], help="K of vLLM's chains (default: 1,3,5; none: '')"
@@ -158,6 +158,6 @@ def _config(text: str) -> tuple[str, dict[str, Any]]:
         raise argparse.ArgumentTypeError(f"{text!r} is no NAME=JSON: {error}") from error
     if not name.strip() or not isinstance(data, dict) or not isinstance(data.get("num_speculative_tokens"), int):
         raise argparse.ArgumentTypeError(
-            f'{text!r}: write NAME={{"method": "opt_tree", "num_speculative_tokens": 16, ...}}'
+            f'{text!r}: write NAME={{"method": "{RECOMMENDED}", "num_speculative_tokens": 16, ...}}'
         )
     return name.strip(), data

@@ -19,25 +19,26 @@ from typing import Any
 
 from vllm_adaptive_tree.bench.environment import DRAFT, HEAD, TARGET
 from vllm_adaptive_tree.cli.machine import slowness
-from vllm_adaptive_tree.cli.self_test import self_test
+from vllm_adaptive_tree.cli.self_test import described, self_test
 from vllm_adaptive_tree.files import atomic_write
+from vllm_adaptive_tree.proposers import METHODS, RECOMMENDED
 from vllm_adaptive_tree.version import __version__
 from vllm_adaptive_tree.versions import is_supported, window
 
 NO_DEVICE = 2
 ENGINES: tuple[dict[str, Any], ...] = (
-    {"method": "opt_tree", "num_speculative_tokens": 64},
+    {"method": RECOMMENDED, "num_speculative_tokens": 64},
     {"method": "dyspec", "num_speculative_tokens": 63, "rejection_sample_method": "rrsw"},
     {"method": "static_tree", "num_speculative_tokens": 14, "tree": {"shape": "binary"}},
 )
-OF_HEAD = {"method": "opt_tree", "num_speculative_tokens": 63}
+OF_HEAD = {"method": RECOMMENDED, "num_speculative_tokens": 63}
 SHARE = 0.3
 """Share of the device's memory for each engine."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", action="store_true", help="run the checks of a GPU, a few minutes")
-    parser.add_argument("--no-self-test", action="store_true", help="start no engine: about ten seconds less")
+    parser.add_argument("--no-self-test", action="store_true", help="start no engine: about twenty seconds less")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--out", type=Path, default=Path("adaptive-tree-report.json"), help="report (%(default)s)")
 
@@ -53,11 +54,14 @@ def run(options: argparse.Namespace) -> int:
     if not _devices():
         report["slow"] = slowness()
         if report["vLLM is supported"] and not options.gpu and not options.no_self_test:
+            print("self-test: an engine with trees and one without, about twenty seconds ...", file=sys.stderr)
             report["self-test"] = self_test()
             code = 0 if report["self-test"]["passed"] else 1
     if options.gpu:
         report["checks"], code = _gpu()
         report["code"] = code
+    report["ok"] = report["vLLM is supported"] and code == 0
+    if options.gpu:
         atomic_write(options.out, (json.dumps(report, indent=1) + "\n").encode())
     print(json.dumps(report, indent=1) if options.json else _text(report))
     if options.gpu and not options.json:
@@ -67,8 +71,6 @@ def run(options: argparse.Namespace) -> int:
 
 def installed() -> dict[str, Any]:
     """Report of versions, the platform, the supported releases, and the methods with their rules."""
-    from vllm_adaptive_tree.proposers import METHODS
-
     versions = {name: _version(name) for name in ("vllm", "torch", "triton")}
     found: dict[str, Any] = {
         "versions": {"vllm-adaptive-tree": __version__, "python": platform.python_version(), **versions},
@@ -143,12 +145,20 @@ def _text(report: dict[str, Any]) -> str:
     ]
     lines += [f"slow here: {one}" for one in report.get("slow", ())]
     lines += accepted(report.get("acceptance"))
-    if (test := report.get("self-test")) is not None:
-        figures = ", ".join(f"{name} {value}" for name, value in test.items() if name != "passed")
-        lines.append(f"self-test on the bundled pair {'passed' if test['passed'] else 'FAILED'}: {figures}")
     for engine, findings in report.get("checks", {}).items():
         lines += [f"{engine}:", *(f"  {line}" for line in _lines(findings))]
-    return "\n".join(lines)
+    return "\n".join([*lines, _verdict(report)])
+
+
+def _verdict(report: dict[str, Any]) -> str:
+    said = []
+    if not report["vLLM is supported"]:
+        said.append(f"install vLLM {report['supported vLLM']}")
+    if (test := report.get("self-test")) is not None:
+        said.append(f"self-test on the bundled pair: {described(test)}")
+    if report.get("code"):
+        said.append("nothing has run on a GPU" if report["code"] == NO_DEVICE else "a check above has failed")
+    return ": ".join(["OK" if report["ok"] else "NOT OK", *(["; ".join(said)] if said else [])])
 
 
 def accepted(records: list[dict[str, Any]] | None) -> list[str]:
@@ -182,7 +192,7 @@ def _gpu() -> tuple[dict[str, list[dict[str, Any]]], int]:
     for engine in ENGINES:
         name = f"{engine['method']}, {engine['num_speculative_tokens']} nodes"
         found[name] = engine_checks(TARGET, {"model": DRAFT, **engine})
-    found["opt_tree, EAGLE-3 head"] = engine_checks(TARGET, {"model": HEAD, **OF_HEAD})
+    found[f"{RECOMMENDED}, EAGLE-3 head"] = engine_checks(TARGET, {"model": HEAD, **OF_HEAD})
     passed = all(finding["passed"] for findings in found.values() for finding in findings)
     return found, 0 if passed else 1
 

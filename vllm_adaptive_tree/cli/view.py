@@ -1,7 +1,7 @@
 """Write one HTML file of the trees that an engine has recorded: each step's tree with probabilities, and its verified,
 accepted and cut nodes.
 
-An engine records with VLLM_ADAPTIVE_TREE_RECORD=steps.jsonl in its environment, up to 64 MiB. The file, and the page,
+An engine records with ADAPTIVE_TREE_RECORD=steps.jsonl in its environment, up to 64 MiB. The file, and the page,
 hold the text that the requests were given.
 """
 

@@ -1,4 +1,6 @@
-"""Our names in vLLM's objects."""
+"""Our names in vLLM's objects, and in the environment."""
+
+import os
 
 CONFIG_KEY = "adaptive_tree"
 """Key of our options in vLLM's `additional_config`, which reaches every process and the compilation hash."""
@@ -9,3 +11,9 @@ MARK = "_adaptive_tree"
 STREAMS = "_adaptive_tree_streams"
 """Attribute of the ModelConfig of a tree method's target, where parsers get one token per delta: the server's default
 sampling parameters."""
+
+
+def setting(variable: str) -> str:
+    """Value of an environment variable, "" if unset; also under a name with vLLM's prefix, which Ray copies to its
+    workers and of which vLLM warns."""
+    return os.environ.get(variable) or os.environ.get(f"VLLM_{variable}", "")

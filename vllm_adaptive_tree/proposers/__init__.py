@@ -24,11 +24,14 @@ PROPOSERS: Registry[type[Proposer]] = Registry(
 )
 """Proposers by the name that users write into `method`."""
 METHODS = tuple(PROPOSERS.built_in)
+RECOMMENDED = "adaptive_tree"
+"""The method to start with."""
 
 
 __all__ = [
     "METHODS",
     "PROPOSERS",
+    "RECOMMENDED",
     "BestFirst",
     "Candidates",
     "Growth",

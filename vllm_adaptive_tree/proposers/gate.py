@@ -19,6 +19,7 @@ FEATURES: Mapping[str, Callable[[Tensor], Tensor]] = {
     "log": lambda path: path.clamp(min=MIN_LOG_PATH),
 }
 """Encodings of a path's log probability for C2T's gate; "paper": the probability itself."""
+KEY = "speculative_config['tree']['gate']"
 
 
 class Gate(nn.Module):
@@ -61,7 +62,7 @@ class Gate(nn.Module):
                 features = (opened.metadata() or {}).get("features", "paper")
         except Exception as error:
             raise ValueError(
-                f"gate: cannot read {str(file)!r} ({type(error).__name__}: {error}); give the safetensors file of a "
+                f"{KEY}: cannot read {str(file)!r} ({type(error).__name__}: {error}); give the safetensors file of a "
                 "trained gate"
             ) from error
         sizes = [weight.shape for name, weight in sorted(weights.items()) if weight.dim() == 2]
@@ -69,7 +70,7 @@ class Gate(nn.Module):
             inputs = sizes[0][1] if sizes else 1
         if features not in FEATURES:
             raise ValueError(
-                f"gate: {str(file)!r} reads features {features!r}, which this version does not know (it knows "
+                f"{KEY}: {str(file)!r} reads features {features!r}, which this version does not know (it knows "
                 f"{', '.join(map(repr, FEATURES))}); train it again"
             )
         gate = cls(inputs, *(max(size[0], 1) for size in sizes[:-1]), features=features)
@@ -77,11 +78,11 @@ class Gate(nn.Module):
         shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
         if shapes != expected:
             raise ValueError(
-                f"gate: {str(file)!r} does not hold a gate of {inputs} features (expected layers {inputs}-h-..-1, "
+                f"{KEY}: {str(file)!r} does not hold a gate of {inputs} features (expected layers {inputs}-h-..-1, "
                 f"found {shapes}); give the file of a gate that was trained for this method"
             )
         if not all(weight.isfinite().all() for weight in weights.values()):
-            raise ValueError(f"gate: {str(file)!r} holds numbers that are not finite; train it again")
+            raise ValueError(f"{KEY}: {str(file)!r} holds numbers that are not finite; train it again")
         gate.load_state_dict(weights)
         return gate.eval().requires_grad_(requires_grad=False)
 

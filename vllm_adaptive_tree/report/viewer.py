@@ -26,7 +26,7 @@ def read(file: Path, most: int) -> dict[str, Any]:
         if not all(tree.keys() >= STEP for tree in trees):
             raise ValueError("a tree lacks something")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{file} is not a record of steps: set VLLM_ADAPTIVE_TREE_RECORD for an engine") from error
+        raise ValueError(f"{file} is not a record of steps: set ADAPTIVE_TREE_RECORD for an engine") from error
     if not trees:
         raise ValueError(f"{file} holds no tree: the engine has drafted none while it was recorded")
     return {"header": header, "texts": texts, "steps": trees[-most:]}

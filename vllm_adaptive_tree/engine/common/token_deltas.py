@@ -5,7 +5,6 @@ step goes through the parser alone, with its own text, and the results are joine
 before.
 """
 
-import os
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -15,11 +14,11 @@ from vllm.entrypoints.generate.base.protocol import DeltaMessage, DeltaToolCall
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.logger import init_logger
 
-from vllm_adaptive_tree.engine.names import STREAMS
+from vllm_adaptive_tree.engine.names import STREAMS, setting
 
 logger = init_logger(f"vllm.{__name__}")
 
-SWITCH = "VLLM_ADAPTIVE_TREE_TOKEN_DELTAS"
+SWITCH = "ADAPTIVE_TREE_TOKEN_DELTAS"
 
 
 def wanted() -> bool:
@@ -28,7 +27,7 @@ def wanted() -> bool:
     Raises:
         ValueError: the variable is neither "off" nor unset.
     """
-    mode = os.environ.get(SWITCH, "")
+    mode = setting(SWITCH)
     if mode not in ("", "off"):
         raise ValueError(f"{SWITCH}={mode!r}; it may be 'off' (a parser gets all tokens of a step at once), or unset")
     return not mode

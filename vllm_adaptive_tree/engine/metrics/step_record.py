@@ -1,4 +1,4 @@
-"""A record of the trees of every step, for `vllm-adaptive-tree view`; none unless `VLLM_ADAPTIVE_TREE_RECORD` names a
+"""A record of the trees of every step, for `vllm-adaptive-tree view`; none unless `ADAPTIVE_TREE_RECORD` names a
 file.
 
 A file of JSON lines: the first describes the engine, each other one is a step. It holds the text that the requests were
@@ -6,7 +6,6 @@ given. Recording waits for the device in every step: it is for looking at trees,
 """
 
 import json
-import os
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -17,11 +16,12 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 
 from vllm_adaptive_tree.config import TreeOptions
+from vllm_adaptive_tree.engine.names import setting
 from vllm_adaptive_tree.trees import TreeBatch
 
 logger = init_logger(f"vllm.{__name__}")
 
-VARIABLE = "VLLM_ADAPTIVE_TREE_RECORD"
+VARIABLE = "ADAPTIVE_TREE_RECORD"
 LIMIT = 64 << 20
 """Most bytes of a file: recording ends there."""
 
@@ -131,7 +131,7 @@ class StepRecord:
 def step_record(vllm_config: Any, options: TreeOptions) -> StepRecord | None:
     """Record that the environment asks for; rank 0 of an engine makes it. Engines of data parallelism write files of
     their own: steps.jsonl, steps-1.jsonl, .."""
-    name = os.environ.get(VARIABLE)
+    name = setting(VARIABLE)
     if not name or get_tp_group().rank_in_group:
         return None
     path, engine = Path(name), vllm_config.parallel_config.data_parallel_index

@@ -4,7 +4,6 @@ On an untested device it keeps a wrong kernel from emitting a wrong token: where
 without trees.
 """
 
-import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,13 +14,14 @@ from vllm.logger import init_logger
 
 from vllm_adaptive_tree.engine.common.attention import AttentionVariant
 from vllm_adaptive_tree.engine.common.ranks import objects_of_all
+from vllm_adaptive_tree.engine.names import setting
 from vllm_adaptive_tree.engine.self_check import attention, draws, model, ranks, waits
 from vllm_adaptive_tree.engine.self_check.certificate import Certificate
 from vllm_adaptive_tree.engine.self_check.verdict import Finding, Verdict
 
 logger = init_logger(f"vllm.{__name__}")
 
-SWITCH = "VLLM_ADAPTIVE_TREE_GPU_CHECK"
+SWITCH = "ADAPTIVE_TREE_GPU_CHECK"
 MODES = ("", "strict", "off")
 REPRODUCE = "vllm-adaptive-tree doctor --gpu"
 NODES = 64
@@ -32,13 +32,13 @@ def start(runner: Any) -> Verdict | None:
     """Check the engine of a `runner` that has loaded, captured and warmed up; on a failure switch its trees off.
 
     Returns:
-        None if `VLLM_ADAPTIVE_TREE_GPU_CHECK=off`.
+        None if `ADAPTIVE_TREE_GPU_CHECK=off`.
 
     Raises:
         RuntimeError: a part failed, and the variable is "strict".
         ValueError: the variable is none of `MODES`.
     """
-    mode = os.environ.get(SWITCH, "")
+    mode = setting(SWITCH)
     if mode not in MODES:
         raise ValueError(f"{SWITCH}={mode!r}; it may be 'strict' (a failed check is an error), 'off', or unset")
     if mode == "off":
