@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.config.vllm import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
 
 from tests.config.checkpoints import (
     DFLASH2_TENSORS,
@@ -387,17 +389,46 @@ def test_a_target_that_gives_no_auxiliary_states(tmp_path: Path) -> None:
     assert build(heads.eagle(tmp_path / "other"), **arguments).speculative_config.method == "eagle"
 
 
-@pytest.mark.parametrize(("own", "given", "longest"), [(128, None, 128), (1024, 100, 100), (1024, None, 512)])
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
+
+
+@pytest.mark.parametrize(
+    ("own", "given", "rope", "longest"),
+    [
+        (128, None, {}, 512),
+        (128, 100, {}, 100),
+        (1024, 100, {}, 100),
+        (1024, None, {}, 512),
+        (128, None, {"rope_parameters": YARN}, 128),
+    ],
+)
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 def test_a_shorter_context_than_the_target_s(
-    kind: str, own: int, given: int | None, longest: int, tmp_path: Path
+    kind: str, own: int, given: int | None, rope: dict[str, Any], longest: int, tmp_path: Path
 ) -> None:
-    """The head drafts up to its own length; its positions are the target's, so that its RoPE reaches the end."""
+    """A head drafts up to the target's length, where its RoPE can be extended to there."""
     base, tensors = (SILENT, EAGLE_TENSORS) if kind == "eagle" else (EAGLE3, EAGLE3_TENSORS)
-    draft = written(tmp_path / "draft", {**base, "max_position_embeddings": own}, tensors)
-    config = build(draft, keys={"max_model_len": given}).speculative_config.draft_model_config
+    draft = written(tmp_path / "draft", {**base, **rope, "max_position_embeddings": own}, tensors)
+    built = build(draft, keys={"max_model_len": given})
+    config = built.speculative_config.draft_model_config
     assert config.max_model_len == longest
-    assert config.hf_config.max_position_embeddings == max(own, 512)
+    assert built.model_config.max_model_len == 512
+    assert rope or config.hf_config.max_position_embeddings == max(own, 512)
+
+
+@pytest.mark.skipif(not hasattr(VllmConfig, "_limit_max_model_len_to_draft"), reason="vLLM 0.33 is the first")
+@pytest.mark.parametrize(("method", "longest"), [("opt_tree", 512), ("draft_model", 100)])
+def test_a_target_keeps_its_context_on_model_runner_v2(
+    method: str, longest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM cuts it to the draft's, where a configuration is made and wherever it is made again."""
+    draft = written(tmp_path / "draft", json.loads(Path(DRAFT, "config.json").read_text()), WHOLE)
+    spec = {"method": method, "model": draft, "num_speculative_tokens": 3, "max_model_len": 100}
+    config = EngineArgs(model=TARGET, speculative_config=spec, max_model_len=512).create_engine_config()
+    assert config.model_config.max_model_len == 512
+    monkeypatch.setattr(VllmConfig, "use_v2_model_runner", True)
+    config._limit_max_model_len_to_draft()
+    assert config.model_config.max_model_len == longest
 
 
 # -- MTP modules

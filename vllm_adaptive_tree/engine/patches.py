@@ -6,13 +6,16 @@ from functools import wraps
 from types import ModuleType
 from typing import Any
 
-from vllm_adaptive_tree.engine.names import MARK, STREAMS
+from vllm_adaptive_tree.engine.names import CONFIG_KEY, MARK, STREAMS
 from vllm_adaptive_tree.version import pip_install
 from vllm_adaptive_tree.versions import is_supported, window
 
 PATCHES = {
     "EngineArgs.create_engine_config": "vLLM has a closed list of methods; a tree method is translated before",
     "SamplingParams._validate_spec_decode": "vLLM refuses min_p and logit_bias with its own methods; trees honour them",
+    "VllmConfig._limit_max_model_len_to_draft": (
+        "on Model Runner V2, vLLM 0.33 cuts the target's context to the draft's; requests outgrow a tree's draft"
+    ),
     "PrometheusStatLogger": "the figures of a step become metrics of the logger's own classes",
     "Scheduler.update_from_output": (
         "a path ends where its request stops, and vLLM's own figures count verified nodes, not the places that are "
@@ -43,6 +46,7 @@ def install() -> None:
         )
     with missing_symbols_named():
         patch_validate_spec_decode()
+        patch_context_limit()
         patch_prometheus_logger()
         patch_scheduler()
         patch_structured_outputs()
@@ -65,6 +69,24 @@ def patch_validate_spec_decode() -> None:
 
     setattr(validate, MARK, True)
     SamplingParams._validate_spec_decode = validate
+
+
+def patch_context_limit() -> None:
+    """Wrap `VllmConfig._limit_max_model_len_to_draft`, which vLLM has from 0.33 on: with ours, a target keeps its
+    context if the draft's is shorter. A configuration has our options before it has our mark."""
+    from vllm.config.vllm import VllmConfig
+
+    original = getattr(VllmConfig, "_limit_max_model_len_to_draft", None)
+    if original is None or getattr(original, MARK, False):
+        return
+
+    @wraps(original)
+    def limit(self: Any) -> None:
+        if not (isinstance(self.additional_config, dict) and CONFIG_KEY in self.additional_config):
+            original(self)
+
+    setattr(limit, MARK, True)
+    setattr(VllmConfig, original.__name__, limit)
 
 
 def patch_prometheus_logger() -> None:

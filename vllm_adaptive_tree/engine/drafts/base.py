@@ -20,6 +20,9 @@ from vllm_adaptive_tree.registry import imported
 HEAD_NAMES = ("eagle-", "eagle3", "dflash", "dspark")
 """Substrings of a draft's path that make vLLM take it for a head, whatever `method` says."""
 
+EXTENSIBLE = frozenset({"default", "linear", "llama3", "ntk", "proportional"})
+"""Types of RoPE whose `max_position_embeddings` says no more than how many positions are tabulated."""
+
 
 class DraftKind:
     """A kind of draft. It holds no state: the checkpoint is an argument, an empty one for a draft without."""
@@ -185,6 +188,19 @@ class DraftKind:
         path = str(self.speculator if config.use_v2_model_runner else self.proposer)
         if not path.startswith("vllm_adaptive_tree."):
             imported(path)  # before a worker does
+
+
+def extend_context(config: Any) -> None:
+    """Let the head of a built VllmConfig read to the end of the target's context, as vLLM's own methods do, if its
+    positions have been extended to there and the user has named no `max_model_len` for it."""
+    from vllm.transformers_utils.config import iter_rope_parameters
+
+    spec = config.speculative_config
+    head, longest = spec.draft_model_config, spec.target_model_config.max_model_len
+    types = {parameters.get("rope_type", "default") for parameters in iter_rope_parameters(head.hf_config)}
+    positions = getattr(head.hf_config, "max_position_embeddings", 0)
+    if spec.max_model_len is None and positions >= longest and types <= EXTENSIBLE:
+        head.max_model_len = longest
 
 
 def named_like(pattern: str, config: Mapping[str, Any]) -> str | None:

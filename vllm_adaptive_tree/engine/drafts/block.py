@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from vllm_adaptive_tree.config import supported_drafts_hint
 from vllm_adaptive_tree.engine.checkpoint import Checkpoint
+from vllm_adaptive_tree.engine.drafts.base import extend_context
 from vllm_adaptive_tree.engine.drafts.causes import LAYERS, LENGTH, MASK, PRECISION, TARGET, VOCABULARY
 from vllm_adaptive_tree.engine.drafts.lattice import Marginals, Markov, Pairs, Scores
 from vllm_adaptive_tree.engine.drafts.parallel import OneForward
@@ -118,6 +119,7 @@ class BlockHead(OneForward):
             head.architectures = [self.cls]
             spec.update_arch_()
         head.max_position_embeddings = max(head.max_position_embeddings, spec.target_model_config.max_model_len)
+        extend_context(config)
         spec.method, spec.parallel_drafting = self.scheduled_as, False
 
     def _check_room(self, nodes: int, scheduler: Any, draft: Checkpoint) -> None:

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, get_args
 
 from vllm_adaptive_tree.config import supported_drafts_hint
 from vllm_adaptive_tree.engine.checkpoint import Checkpoint, Shape
-from vllm_adaptive_tree.engine.drafts.base import DraftKind
+from vllm_adaptive_tree.engine.drafts.base import DraftKind, extend_context
 from vllm_adaptive_tree.engine.drafts.causes import ADAPTERS, LAYERS, LENGTH, NORM, PRECISION, TARGET, VOCABULARY
 from vllm_adaptive_tree.engine.targets import auxiliary
 
@@ -53,6 +53,8 @@ class Head(DraftKind):
                     f"joins inputs of {shape[-1]} ({name}), and {what} of this target have {states * size}; use a head "
                     "trained for this target"
                 )
+
+        extend_context(config)
 
     def joined(self, config: Any, draft: Checkpoint) -> tuple[int, str]:
         """Number of states that its input joins, and their name; 0: it has none to check."""
