@@ -47,6 +47,17 @@ def test_asked_for_nothing_changes_nothing() -> None:
     assert config.additional_config == {}
 
 
+def test_trees_that_do_not_fit_are_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(translate.logger, "warning", lambda text, *values: said.append(text % values))
+    build(tree(60))
+    assert said == []
+    build(tree(60), max_model_len=40)
+    assert said == [
+        "max_model_len=40 is too small for trees of 60 nodes: at most 38 fit; raise it, or lower num_speculative_tokens"
+    ]
+
+
 @pytest.mark.parametrize("arguments", [EngineArgs, AsyncEngineArgs])
 def test_translation(arguments: Any) -> None:
     spec = tree(60, threshold=0, max_depth=8) | {"revision": None, "enforce_eager": True}

@@ -1,6 +1,6 @@
 import pytest
 
-from vllm_adaptive_tree.engine.common.node_quota import nodes_per_request, schedule
+from vllm_adaptive_tree.engine.common.node_quota import nodes_per_request, schedule, too_small
 
 
 @pytest.mark.parametrize("nodes", [1, 12, 60, 120])
@@ -19,6 +19,21 @@ def test_nothing_is_withheld_without_need() -> None:
     assert nodes_per_request(running=16, nodes=60, room=2048) == 60
     assert nodes_per_request(running=32, nodes=60, room=512) == 12
     assert nodes_per_request(running=40, nodes=60, room=64) == 0
+
+
+@pytest.mark.parametrize(
+    ("room", "longest", "said"),
+    [
+        (124, 62, None),
+        (122, 62, "max_num_batched_tokens=122 is too small for trees of 60 nodes: at most 59 fit"),
+        (124, 61, "max_model_len=61 is too small for trees of 60 nodes: at most 59 fit"),
+        (64, 50, "max_num_batched_tokens=64 is too small for trees of 60 nodes: at most 30 fit"),
+    ],
+)
+def test_trees_that_never_have_all_their_nodes(room: int, longest: int, said: str | None) -> None:
+    found = too_small(nodes=60, room=room, longest=longest)
+    assert (found is None) == (said is None)
+    assert found is None or found.startswith(str(said))
 
 
 def test_a_schedule_for_every_batch_size() -> None:

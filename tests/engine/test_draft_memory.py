@@ -8,8 +8,9 @@ import pytest
 from safetensors import safe_open
 
 from tests.engine import heads
-from tests.engine.engines import DRAFT, V2, Engines, runner_of, tree
+from tests.engine.engines import DRAFT, TARGET, V2, Engines, runner_of, tree
 from tests.engine.heads import CONFIG, HIDDEN, VOCABULARY
+from vllm_adaptive_tree.engine.preview import Arguments, preview
 from vllm_adaptive_tree.engine.startup import finish as startup
 from vllm_adaptive_tree.engine.startup.draft_memory import DraftMemory, LevelBuffers
 
@@ -37,6 +38,11 @@ def start(engines: Engines, monkeypatch: pytest.MonkeyPatch, draft: str) -> tupl
 def test_a_head(engines: Engines, reduced: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     draft = heads.eagle3(tmp_path / "draft", reduced=reduced)
     memory, lines = start(engines, monkeypatch, draft)
+    spec, about = {**tree(NODES, max_depth=DEPTH), "model": draft}, Arguments(TARGET, dtype="float32")
+    foreseen = preview(spec, about._replace(max_num_seqs=REQUESTS))["memory"]
+    assert foreseen["kv_per_token"] == memory.kv
+    assert foreseen["level_buffers"] == sum(memory.levels)
+    assert foreseen["weights"] == pytest.approx(memory.weights, rel=0.01)
     slots = 1 + NODES * (DEPTH - 1)
     feedback, logits = REQUESTS * slots * HIDDEN * FLOAT, REQUESTS * NODES * VOCABULARY * FLOAT
     assert memory[1:3] == (KV, (feedback, logits))

@@ -11,6 +11,7 @@ from vllm_adaptive_tree.version import __version__, pip_install
 COMMANDS = {
     "bench": "no speculation, chains and tree methods over loads, with intervals",
     "calibrate": "measure what a method needs to know of a pair",
+    "check": "what a configuration will do with a target, without an engine",
     "costs": "a cost file, for `bench --project` and `cost_profile`",
     "demo": "no speculation, vLLM's chain and OPT-Tree on the same prompts, side by side",
     "doctor": "what is installed here; with --gpu, whether trees are right on this GPU",

@@ -10,7 +10,7 @@ from vllm.platforms import current_platform
 
 from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.engine.common import token_deltas
-from vllm_adaptive_tree.engine.common.node_quota import schedule
+from vllm_adaptive_tree.engine.common.node_quota import schedule, too_small
 from vllm_adaptive_tree.engine.drafts.registry import check_target, find
 from vllm_adaptive_tree.engine.mark import installed
 from vllm_adaptive_tree.engine.names import CONFIG_KEY, MARK, STREAMS
@@ -107,4 +107,7 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
         )
     if pair.loss is not None:
         logger.warning("allow_lossy: %s", pair.loss)
+    room, longest = config.scheduler_config.max_num_batched_tokens, config.model_config.max_model_len
+    if (small := too_small(nodes=options.num_speculative_tokens, room=room, longest=longest)) is not None:
+        logger.warning(small)
     return config

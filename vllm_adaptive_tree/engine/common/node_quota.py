@@ -12,6 +12,25 @@ def nodes_per_request(*, running: int, nodes: int, room: int) -> int:
     return max(0, min(nodes, (room - newcomer) // running - 2))
 
 
+def too_small(*, nodes: int, room: int, longest: int) -> str | None:
+    """What to say where a tree never has all its nodes, not even that of one request alone; None: it has.
+
+    Args:
+        nodes: the node budget.
+        room: vLLM's `max_num_batched_tokens`.
+        longest: vLLM's `max_model_len`; a tree takes a slot for its root, each node and the next token.
+    """
+    by_step, by_context = nodes_per_request(running=1, nodes=nodes, room=room), max(0, longest - 2)
+    fits = min(by_step, by_context)
+    if fits >= nodes:
+        return None
+    name, value = ("max_num_batched_tokens", room) if by_step <= by_context else ("max_model_len", longest)
+    return (
+        f"{name}={value} is too small for trees of {nodes} nodes: at most {fits} fit; raise it, or lower "
+        "num_speculative_tokens"
+    )
+
+
 def schedule(*, requests: int, nodes: int, room: int) -> list[tuple[int, int, int]]:
     """Quotas for every batch of up to `requests`, as vLLM writes them: first batch size, last one, nodes.
 

@@ -98,16 +98,12 @@ class DraftKind:
         self.check_runner(draft, v2=envs.VLLM_USE_V2_MODEL_RUNNER)
         target = get_config(args.model, args.trust_remote_code, revision=args.revision)
         sizes = [part.get_text_config().vocab_size for part in (config, target)]
-        if sizes[0] != sizes[1]:
-            raise draft.refused(
-                f"has a vocabulary of {sizes[0]} tokens and the target one of {sizes[1]}; use a draft trained with the "
-                "target's tokenizer"
-            )
+        check_vocabulary(draft, *sizes)
         if draft.model != args.model:
             tokenizer = (args.tokenizer, args.tokenizer_revision) if args.tokenizer else (args.model, args.revision)
             vocabulary.warn_of_another(draft.model, keys.get("revision"), *tokenizer)
         self.check_config(draft, config, sizes[0])
-        _check_ranks(draft, config.get_text_config(), args.tensor_parallel_size, keys)
+        check_ranks(draft, config.get_text_config(), args.tensor_parallel_size, keys)
 
     def check_config(self, draft: Checkpoint, config: Any, vocabulary: int) -> None:
         """Refuse what only this kind can have wrong. `config`: of the draft, as vLLM reads it."""
@@ -218,7 +214,16 @@ def local_files(model: str, revision: str | None) -> Path:
     return Path(snapshot_download(model, revision=revision, allow_patterns=["*.json", "*.model", "*.txt"]))
 
 
-def _check_ranks(draft: Checkpoint, text: Any, ranks: int, keys: dict[str, Any]) -> None:
+def check_vocabulary(draft: Checkpoint, size: int | None, of_target: int | None) -> None:
+    if size != of_target:
+        raise draft.refused(
+            f"has a vocabulary of {size} tokens and the target one of {of_target}; use a draft trained with the "
+            "target's tokenizer"
+        )
+
+
+def check_ranks(draft: Checkpoint, text: Any, ranks: int, keys: dict[str, Any]) -> None:
+    """Refuse another number of ranks than the target's, and a draft that it does not divide. `text`: its config."""
     draft_ranks = keys.get("draft_tensor_parallel_size") or ranks
     if draft_ranks != ranks:
         raise ValueError(

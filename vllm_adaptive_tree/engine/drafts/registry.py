@@ -148,19 +148,24 @@ def _readable(model: str) -> Iterator[None]:
 
 
 def check_target(args: Any) -> None:
-    """Refuse a head in place of the target. From one of speculators vLLM would load its verifier, and draft with a
-    method of its own; another would fail in its loader."""
+    """Refuse a head in place of the target."""
     try:
         written = written_config(args.model, args.revision, args.trust_remote_code)
     except Exception:  # vLLM reports it
         return
+    refuse_head(args.model, written, tensor_shapes(args.model, args.revision, ask_hub=False))
+
+
+def refuse_head(model: str, written: Mapping[str, Any], shapes: Mapping[str, Shape | None] | None) -> None:
+    """Refuse a target that is a head. From one of speculators vLLM would load its verifier, and draft with a method of
+    its own; another would fail in its loader."""
     if (speculators := written.get("speculators_config")) is not None:
         verifier = (speculators.get("verifier") or {}).get("name_or_path")
         raise ValueError(
-            f"model: {args.model!r} is a head in the format of speculators, for the target {verifier!r}; give the "
-            f"target as the model, and {args.model!r} as speculative_config['model']"
+            f"model: {model!r} is a head in the format of speculators, for the target {verifier!r}; give the "
+            f"target as the model, and {model!r} as speculative_config['model']"
         )
-    tensors = by_tensors(tensor_shapes(args.model, args.revision, ask_hub=False) or {})
+    tensors = by_tensors(shapes or {})
     config = by_config(written)
     whole = tensors is not None and tensors.kind is not None and tensors.kind.independent
     if config is not None and config.weak and whole:
@@ -168,6 +173,6 @@ def check_target(args: Any) -> None:
     for fact in (config, tensors):
         if fact is not None and fact.kind is not None and not fact.kind.independent:
             raise ValueError(
-                f"model: {args.model!r} is {fact}, which drafts for a target and is none; give its target as the "
-                f"model, and {args.model!r} as speculative_config['model']"
+                f"model: {model!r} is {fact}, which drafts for a target and is none; give its target as the "
+                f"model, and {model!r} as speculative_config['model']"
             )
