@@ -1,9 +1,11 @@
 """The command line: what `serve` hands to vLLM, and what a command says where a package is missing."""
 
+import argparse
 import shlex
 import subprocess
 import sys
-from importlib import metadata
+from collections.abc import Iterator
+from importlib import import_module, metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,7 +14,7 @@ import pydantic
 import pytest
 
 from tests.package.declared import declared, project
-from vllm_adaptive_tree.cli.main import COMMANDS, EXTRAS, main, one_line
+from vllm_adaptive_tree.cli.main import COMMANDS, EXTRAS, main, one_line, parser_of
 from vllm_adaptive_tree.version import __version__
 
 
@@ -172,6 +174,48 @@ def test_the_version_loads_no_torch() -> None:
     assert found.stdout.strip() == __version__
     assert "vllm_adaptive_tree.cli.main" in found.stderr
     assert "torch" not in found.stderr
+
+
+def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for inner in action.choices.values():
+                yield from parsers(inner)
+
+
+def test_every_help_names_defaults() -> None:
+    """A text that names none gets it from the parser."""
+    for parser in parsers(parser_of(tuple(COMMANDS))):
+        shown = " ".join(parser.format_help().split())
+        for action in parser._actions:
+            if not action.option_strings:
+                continue
+            assert action.help, (parser.prog, action.dest)
+            if action.nargs != 0 and action.default not in (None, False, argparse.SUPPRESS, []):
+                assert "default" in parser._get_formatter()._expand_help(action), (parser.prog, action.dest)
+                assert f"{action.option_strings[0]}" in shown
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_examples_of_a_command_are_parsed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = import_module(f"vllm_adaptive_tree.cli.{name.replace('-', '_')}")
+    parser = parser_of([name])
+    [inner] = [one for one in parsers(parser) if one.prog == f"vllm-adaptive-tree {name}"]
+    assert inner.epilog is not None
+    for example in command.EXAMPLES:
+        assert f"vllm-adaptive-tree {name} {example}" in inner.epilog
+        words = shlex.split(example.partition(">")[0], comments=False)
+        assert parser.parse_args([name, *words]).command == name
+
+
+def test_completion(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("shtab")
+    assert main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    assert all(word in script for word in (*COMMANDS, "--max-num-seqs", "--concurrency"))
+    assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:

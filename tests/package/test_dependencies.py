@@ -41,7 +41,7 @@ IMPORTS = {  # room -> the extra with which its modules import; the longest name
 }
 RUNS = {  # room -> the extras with which all of it works, where it imports something later
     "bench": ("bench", VLLM),
-    "cli": ("bench", "demo", VLLM),
+    "cli": ("bench", "completion", "demo", VLLM),
     "cli.serve": (VLLM,),
     "drafters.suffix": ("suffix",),
 }

@@ -169,7 +169,7 @@ class Demo:
             with ExitStack() as stack:
                 engines = []
                 for config in alive:
-                    progress.write(f"{config.name}: an engine starts ...")
+                    progress.note(f"{config.name}: an engine starts ...")
                     engine = EngineProcess(config, self.setup, None, DemoEngine)
                     engines.append((config, stack.enter_context(closing(engine))))
                 for cell in self.cells:

@@ -11,9 +11,9 @@ LINE_SECONDS = 30.0
 
 
 class Progress:
-    def __init__(self) -> None:
-        self.terminal = sys.stderr.isatty()
-        self.bar = tqdm(unit="round", disable=not self.terminal, dynamic_ncols=True)
+    def __init__(self, *, quiet: bool = False) -> None:
+        self.terminal, self.quiet = sys.stderr.isatty(), quiet
+        self.bar = tqdm(unit="round", disable=quiet or not self.terminal, dynamic_ncols=True)
         self.total, self.done, self.written = 0, 0, -LINE_SECONDS
 
     def start(self, total: int) -> None:
@@ -29,7 +29,12 @@ class Progress:
         self.bar.set_description_str(text)
         if not self.terminal and time.monotonic() - self.written > LINE_SECONDS:
             self.written = time.monotonic()
-            self.write(f"{self.done}/{self.total} rounds; {text}")
+            self.note(f"{self.done}/{self.total} rounds; {text}")
+
+    def note(self, text: str) -> None:
+        """Write a line of progress."""
+        if not self.quiet:
+            self.write(text)
 
     def write(self, text: str) -> None:
         tqdm.write(text, file=sys.stderr)

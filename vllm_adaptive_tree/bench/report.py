@@ -13,12 +13,10 @@ from vllm_adaptive_tree.bench.first import first_rows
 from vllm_adaptive_tree.bench.plan import Cell, Config
 from vllm_adaptive_tree.bench.plots import draw
 from vllm_adaptive_tree.bench.projection import Hardware, project
-from vllm_adaptive_tree.bench.results import bursty_rows, rows, to_json
+from vllm_adaptive_tree.bench.results import bursty_rows, rows, to_csv, to_json
 from vllm_adaptive_tree.bench.rounds import Round
 from vllm_adaptive_tree.bench.statistics import row_to_json
 from vllm_adaptive_tree.files import atomic_write
-
-MIN_WIDTH = 140  # of the console, so that no interval is cut off
 
 
 def report(
@@ -30,8 +28,10 @@ def report(
     hardware: Sequence[Hardware],
     failures: Mapping[str, str],
     first: Sequence[Cell] = (),
+    *,
+    as_json: bool = False,
 ) -> None:
-    """Write results.json, results.md and the plots to `folder`, and the tables to the console."""
+    """Write results.json, .csv, .md and the plots to `folder`, and the tables, or the JSON, to the console."""
     steady, bursts = rows(cells, configs, rounds), bursty_rows(cells, configs, rounds)
     first_steps = first_rows(first, configs, rounds)
     projections = {one.name: project(one, cells, configs, steady) for one in hardware}
@@ -46,13 +46,18 @@ def report(
         *(tables.projection(*item) for item in projections.items()),
     ]
     notes = [tables.SPEED_NOTE, tables.TOKENS_NOTE, tables.STEP_NOTE, *tables.warnings(steady)]
-    atomic_write(folder / "results.json", (json.dumps(data, indent=2) + "\n").encode())
+    text = json.dumps(data, indent=2) + "\n"
+    atomic_write(folder / "results.json", text.encode())
+    atomic_write(folder / "results.csv", to_csv(steady).encode())
     atomic_write(folder / "results.md", tables.markdown(settings, tabled, notes, failures).encode())
-    console = Console(highlight=False, soft_wrap=True)
-    console.width = max(console.width, MIN_WIDTH)
-    tables.show(console, settings, tabled, notes)
+    if as_json:
+        print(text, end="")
+    else:
+        console = Console(highlight=False, soft_wrap=True)
+        console.width = max(console.width, tables.MIN_WIDTH)
+        tables.show(console, settings, tabled, notes)
     try:
         draw(folder, cells, configs, steady)
     except ImportError as error:
         print(error, file=sys.stderr)
-    print(f"{folder}: results.json, results.md and the plots are written", file=sys.stderr)
+    print(f"{folder}: results.json, .csv, .md and the plots are written", file=sys.stderr)

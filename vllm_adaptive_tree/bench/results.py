@@ -1,5 +1,7 @@
 """Results: one row per cell and configuration, from the rounds of a run."""
 
+import csv
+import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, product
@@ -192,3 +194,23 @@ def to_json(
 ) -> dict[str, Any]:
     phases = [row_to_json(row) for row in bursty]
     return {"settings": settings, "rows": [row_to_json(row) for row in rows], "bursty": phases, "failures": failures}
+
+
+def to_csv(rows: Sequence[Row]) -> str:
+    """Rows as text; an estimate as its median, NAME_low and NAME_high, a phase as a column of its own."""
+    lines = []
+    for row in map(row_to_json, rows):
+        line: dict[str, Any] = {}
+        for name, value in row.items():
+            if isinstance(value, dict) and "median" in value:
+                line |= {name: value["median"], f"{name}_low": value["low"], f"{name}_high": value["high"]}
+            elif isinstance(value, dict):
+                line |= {f"{name}_{key}": part for key, part in value.items()}
+            else:
+                line[name] = value
+        lines.append(line)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(dict.fromkeys(name for line in lines for name in line)), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return text.getvalue()

@@ -69,7 +69,7 @@ def run(options: Namespace) -> int:
         return start(Stage(False, (config,), ()), config)
 
     interrupted, deadline = False, time.monotonic() + 60 * options.minutes
-    with Progress() as progress:
+    with Progress(quiet=options.quiet) as progress:
         schedule = Schedule(stages(compared, found), store, options.rounds, 60 * options.minutes, start, progress)
         try:
             schedule.run()
@@ -82,7 +82,7 @@ def run(options: Namespace) -> int:
                         cell, config, store, options.rounds, start_offline, lambda: time.monotonic() < deadline
                     )
     about = {**settings, "enlarged": size and {"parameters": size}}
-    report(options.out, about, found, compared, store.rounds, hardware, schedule.failures, first)
+    report(options.out, about, found, compared, store.rounds, hardware, schedule.failures, first, as_json=options.json)
     if left := schedule.turns():
         print(f"{left} rounds of an engine are left; the same command goes on there.", file=sys.stderr)
     for stage, reason in schedule.failures.items():

@@ -80,7 +80,8 @@ PROJECTION: Columns[Projected] = {
     "tokens/s": lambda row: f"{row.tokens_per_second:,.0f}",
     "vs. no speculation": lambda row: f"{row.to_base:.2f}",
 }
-LEFT = ("method", "best fixed", "cell")
+LEFT = ("method", "best fixed", "cell", "A", "B", "verdict")
+MIN_WIDTH = 140  # of the console, so that no interval is cut off
 
 SPEED_NOTE = (
     "tokens/s: median over rounds [90 % bootstrap interval], prefill included. vs.: median of the ratios of "
@@ -165,10 +166,24 @@ def markdown(
 
 def show(console: Any, settings: Mapping[str, Any], found: Iterable[Table], notes: Iterable[str]) -> None:
     """Print to a rich console."""
+    console.print(headline(settings), "")
+    show_tables(console, found)
+    console.print(*notes, sep="\n")
+
+
+def print_tables(found: Iterable[Table]) -> None:
+    """Print to the terminal, so wide that no interval is cut."""
+    from rich.console import Console
+
+    console = Console(highlight=False, soft_wrap=True)
+    console.width = max(console.width, MIN_WIDTH)
+    show_tables(console, found)
+
+
+def show_tables(console: Any, found: Iterable[Table]) -> None:
     from rich import box
     from rich.table import Table as RichTable
 
-    console.print(headline(settings), "")
     for table in found:
         shown = RichTable(
             box=box.SIMPLE,
@@ -183,4 +198,3 @@ def show(console: Any, settings: Mapping[str, Any], found: Iterable[Table], note
         for row in table.rows:
             shown.add_row(*row)
         console.print(shown, "")
-    console.print(*notes, sep="\n")

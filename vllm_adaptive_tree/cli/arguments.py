@@ -16,6 +16,10 @@ def add_pair(parser: argparse.ArgumentParser, draft: str = DRAFT) -> None:
     parser.add_argument("--dtype", default="auto", help="as vLLM's (default: the target's own)")
 
 
+def add_quiet(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-q", "--quiet", action="store_true", help="show no progress")
+
+
 def check_lengths(options: argparse.Namespace) -> None:
     if options.max_tokens >= options.max_model_len:
         raise ValueError(f"--max-tokens {options.max_tokens} leaves no room for a prompt in --max-model-len")

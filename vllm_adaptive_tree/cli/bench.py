@@ -11,8 +11,13 @@ from typing import Any
 
 from vllm_adaptive_tree.bench.environment import set_environment
 from vllm_adaptive_tree.bench.statistics import MIN_ROUNDS
-from vllm_adaptive_tree.cli.arguments import add_pair, check_lengths, parameters, positive, prompts_file
+from vllm_adaptive_tree.cli.arguments import add_pair, add_quiet, check_lengths, parameters, positive, prompts_file
 from vllm_adaptive_tree.proposers import METHODS, RECOMMENDED
+
+EXAMPLES = (
+    "--model TARGET --draft DRAFT --out results",
+    "--enlarge-to 0.5B --chains 3 --concurrency 1,8 --server '' --out results",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -115,6 +120,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="one per line, or blocks separated by lines of three dashes (default: Python's standard library)",
     )
+    parser.add_argument("--json", action="store_true", help="print results.json in place of the tables")
+    add_quiet(parser)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -13,6 +13,7 @@ from vllm_adaptive_tree.files import atomic_write
 CHILDREN: Mapping[str, str | None] = {"rrsw": "without_replacement", "rrs": "iid", "spechub": None}
 """Rule -> the kind of children that it tests; None: the only one that it takes."""
 MOST, PAIR = 16, 2
+EXAMPLES = ("sequoia --model TARGET --draft DRAFT --out sequoia.json",)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,14 +10,18 @@ from vllm_adaptive_tree.files import atomic_write
 
 MAX_ROWS = 576
 """Most rows of a forward."""
+EXAMPLES = (
+    'measure --model TARGET --draft DRAFT --name "my machine, measured" --out mine.json',
+    "roofline --target 8B --draft 0.25B --bandwidth 3.35e12 --operations 989e12 --name H100 --out h100.json",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="kind", required=True)
     here = kinds.add_parser("measure", help="on this machine")
-    here.add_argument("--model", type=model, required=True)
-    here.add_argument("--draft", type=model, required=True)
-    here.add_argument("--dtype", default="auto")
+    here.add_argument("--model", type=model, required=True, help="the target")
+    here.add_argument("--draft", type=model, required=True, help="an independent model")
+    here.add_argument("--dtype", default="auto", help="as vLLM's")
     sheet = kinds.add_parser("roofline", help="from a data sheet")
     sheet.add_argument("--target", type=parameters, required=True, help="parameters")
     sheet.add_argument("--draft", type=parameters, required=True, help="parameters")
@@ -27,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sheet.add_argument("--step", type=_seconds, default=0.0, help="seconds of a step outside the models (default: 0)")
     for one in (here, sheet):
         one.add_argument("--name", required=True, help="machine and models, and whether measured")
-        one.add_argument("--out", type=new_file, required=True)
+        one.add_argument("--out", type=new_file, required=True, metavar="FILE", help="the cost file")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -11,12 +11,16 @@ from tempfile import TemporaryDirectory
 
 from vllm_adaptive_tree.bench.environment import HEAD, TARGET, set_environment, shown
 from vllm_adaptive_tree.bench.prompts import PROMPTS
-from vllm_adaptive_tree.cli.arguments import add_pair, new_file, parameters, positive, prompts_file
+from vllm_adaptive_tree.cli.arguments import add_pair, add_quiet, new_file, parameters, positive, prompts_file
 from vllm_adaptive_tree.version import __version__
 
 SIZE = 500_000_000  # parameters of the bundled target, enlarged
 CHAIN = 3  # tokens of vLLM's
 CACHE = 256 << 20  # bytes: plenty for the bundled pair, and three engines are alive at once
+EXAMPLES = (
+    "",
+    "--model TARGET --draft DRAFT --nodes 24 --json demo.json",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="one prompt per line, or blocks separated by lines of three dashes (default: eight bundled prompts)",
     )
+    add_quiet(parser)
     parser.add_argument("--json", type=new_file, metavar="FILE", help="write all figures and texts there as well")
 
 
@@ -76,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
         )
         found = demo.Demo(configs, setup)
         try:
-            with Progress() as progress:  # large models follow each other
+            with Progress(quiet=options.quiet) as progress:  # large models follow each other
                 found.run(together=bundled and size <= SIZE, progress=progress)
         except RuntimeError as error:
             print(f"error: {error}", file=sys.stderr)

@@ -34,13 +34,19 @@ ENGINES: tuple[dict[str, Any], ...] = (
 OF_HEAD = {"method": RECOMMENDED, "num_speculative_tokens": 63}
 SHARE = 0.3
 """Share of the device's memory for each engine."""
+EXAMPLES = (
+    "",
+    "--json --no-self-test",
+    "--gpu --out report.json",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", action="store_true", help="run the checks of a GPU, a few minutes")
     parser.add_argument("--no-self-test", action="store_true", help="start no engine: about twenty seconds less")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--out", type=Path, default=Path("adaptive-tree-report.json"), help="report (%(default)s)")
+    report = Path("adaptive-tree-report.json")
+    parser.add_argument("--out", type=Path, default=report, metavar="FILE", help="the report of --gpu")
 
 
 def run(options: argparse.Namespace) -> int:

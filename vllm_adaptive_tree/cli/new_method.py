@@ -125,6 +125,10 @@ HEAD = Template(
     "head", DRAFT_KINDS, '"method": "adaptive_tree", "model": "HEAD", "tree": {"draft": "new_method"}', HEAD_TEST
 )
 DRAFT = Template("draft", DRAFTERS, '"method": "adaptive_tree", "model": "new_method"', DRAFT_TEST)
+EXAMPLES = (
+    "my_method",
+    "my_rule --rule --dir packages",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -19,6 +19,10 @@ from vllm_adaptive_tree.proposers.mcsd import FEATURES as MCSD_FEATURES
 from vllm_adaptive_tree.trees import Shape
 
 GRID = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+EXAMPLES = (
+    "c2t --model TARGET --draft DRAFT --out gate.safetensors",
+    "mcsd --model TARGET --draft DRAFT --type type2 --out stop.safetensors",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 
 MIN_WINDOWS = 100  # to train on
 DEPTHS = {"eagle3": 4, "dspark": 7}
+EXAMPLES = (
+    "--target TARGET --text 'src/**/*.py' --minutes 60 --out head",
+    "--target TARGET --text 'src/**/*.py' --minutes 120 --out head --resume",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

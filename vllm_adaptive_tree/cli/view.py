@@ -13,6 +13,8 @@ from vllm_adaptive_tree.cli.arguments import positive
 from vllm_adaptive_tree.files import atomic_write
 from vllm_adaptive_tree.report import viewer
 
+EXAMPLES = ("steps.jsonl --out steps.html",)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, metavar="FILE", help="what the engine has recorded")
