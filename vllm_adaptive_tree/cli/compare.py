@@ -20,6 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from vllm_adaptive_tree.bench import tables
     from vllm_adaptive_tree.bench.compare import Compared, Results, compare, differing, summary
+    from vllm_adaptive_tree.bench.statistics import Estimate
 
     (folder, first), (other, second) = options.A, options.B
     if (first is None) != (second is None):
@@ -29,7 +30,7 @@ def run(options: argparse.Namespace) -> int:
     settings = differing(*runs)
     if options.json:
         rows = [
-            {name: value._asdict() if isinstance(value, tuple) else value for name, value in one._asdict().items()}
+            {name: value._asdict() if isinstance(value, Estimate) else value for name, value in one._asdict().items()}
             for one in found
         ]
         print(json.dumps({"settings": settings, "rows": rows, "summary": summary(found)}, indent=1))
