@@ -32,6 +32,7 @@ SHORT: dict[str, Cases] = {  # MODEL_RUNNER -> cases
             "test_asynchronous_scheduling_where_it_is_asked_for",
         ],
         "test_adaptive_tree.py": [],
+        "test_request_options.py": ["test_identity"],
         "test_options.py": [
             "test_dyspec_fills_its_trees",
             "test_opt_trees_price_floor_and_temperature",
@@ -109,6 +110,7 @@ REST: dict[str, Cases] = {
         "test_sessions.py": [],
         "test_public_reports.py": [],
         "test_request_kinds.py": [],
+        "test_request_options.py": [],
         "test_initial.py": ["test_model_runner_v2_refuses_it"],
         "test_self_check.py": ["test_a_broken_engine_fails_by_name", "test_the_doctors_engine"],
     },

@@ -48,6 +48,7 @@ STEP = StepFigures(
     tokens=9,
     accepted={"1": 3, "2": 2},
     fallbacks=dict.fromkeys(REASONS, 1),
+    asked={"off": 1},
 )
 
 

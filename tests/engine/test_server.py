@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import vllm
-from openai import AsyncOpenAI, OpenAI
+from openai import AsyncOpenAI, BadRequestError, OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 from vllm import SamplingParams
 
@@ -196,6 +196,23 @@ def test_min_p_and_logit_bias(client: OpenAI, plain: dict[str, Any]) -> None:
     body = {**GREEDY, "temperature": 0.9, "seed": 5, "logit_bias": {"262": 3.0}}
     answer = client.completions.create(prompt=PROMPTS[0], **body, extra_body=extra)
     assert answer.choices[0].text == plain["biased"]
+
+
+def test_options_of_a_request(server: str, client: OpenAI, texts: list[str], plain: dict[str, Any]) -> None:
+    """Through completions and chat; vLLM makes 0 of false, and refuses a mapping itself."""
+    for asked in (False, "false", '{"nodes": 2, "kind": "chosen"}'):
+        extra = {**IGNORE_EOS, "vllm_xargs": {"tree": asked}}
+        answer = client.completions.create(prompt=PROMPTS[2], **GREEDY, extra_body=extra)
+        assert answer.choices[0].text == texts[2]
+        chat = client.chat.completions.create(messages=CHAT, **GREEDY, extra_body=extra)
+        assert chat.choices[0].message.content == plain["chat"]
+    assert metric(server, "adaptive_tree_requests_total", 'asked="off"') == 4
+    assert metric(server, "adaptive_tree_requests_total", 'asked="nodes"') == 2
+    assert metric(server, "adaptive_tree_fallbacks_total", 'reason="request"') == 4 * (TOKENS - 1)
+    for asked, key in (('{"nodes": 0}', r"\['nodes'\]"), ('{"kind": "drawn"}', r"\['kind'\]"), ("off", "JSON text")):
+        with pytest.raises(BadRequestError, match=rf"vllm_xargs\['tree'\].*{key}") as error:
+            client.completions.create(prompt="x", **GREEDY, extra_body={"vllm_xargs": {"tree": asked}})
+        assert error.value.status_code == 400
 
 
 def test_sixteen_clients_and_a_disconnect(server: str, client: OpenAI, texts: list[str]) -> None:

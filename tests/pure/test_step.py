@@ -54,7 +54,7 @@ class Drafted(NamedTuple):
 class PlainEngine:
     """Decoding of one request whose state is its sequence of tokens. It is all four ports but the trees."""
 
-    nodes = NODES
+    nodes, limits = NODES, None
     rules: Any = {}  # noqa: RUF012
     all_from_target, from_target = False, None
 

@@ -12,7 +12,9 @@ from vllm_adaptive_tree.versions import is_supported, window
 
 PATCHES = {
     "EngineArgs.create_engine_config": "vLLM has a closed list of methods; a tree method is translated before",
-    "SamplingParams._validate_spec_decode": "vLLM refuses min_p and logit_bias with its own methods; trees honour them",
+    "SamplingParams._validate_spec_decode": (
+        "vLLM refuses min_p and logit_bias with its own methods, trees honour them; what a request asks is checked"
+    ),
     "VllmConfig._limit_max_model_len_to_draft": (
         "on Model Runner V2, vLLM 0.33 cuts the target's context to the draft's; requests outgrow a tree's draft"
     ),
@@ -55,7 +57,8 @@ def install() -> None:
 
 def patch_validate_spec_decode() -> None:
     """Wrap `SamplingParams._validate_spec_decode`: min_p and logit_bias stay refused with vLLM's own methods, and are
-    accepted with ours, whose walk samples every token with vLLM's whole sampler."""
+    accepted with ours, whose walk samples every token with vLLM's whole sampler. What a request asks of its trees is
+    checked."""
     from vllm.sampling_params import SamplingParams
 
     original = SamplingParams._validate_spec_decode
@@ -64,7 +67,9 @@ def patch_validate_spec_decode() -> None:
 
     @wraps(original)
     def validate(self: Any, speculative_config: Any) -> None:
-        if not getattr(speculative_config, MARK, False):
+        if mark := getattr(speculative_config, MARK, None):
+            mark.check(self)
+        else:
             original(self, speculative_config)
 
     setattr(validate, MARK, True)

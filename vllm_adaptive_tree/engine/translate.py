@@ -11,9 +11,11 @@ from vllm.platforms import current_platform
 from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.engine.common import token_deltas
 from vllm_adaptive_tree.engine.common.node_quota import schedule, too_small
+from vllm_adaptive_tree.engine.common.request_flags import varying
 from vllm_adaptive_tree.engine.drafts.registry import check_target, find
-from vllm_adaptive_tree.engine.mark import installed
+from vllm_adaptive_tree.engine.mark import Mark
 from vllm_adaptive_tree.engine.names import CONFIG_KEY, MARK, STREAMS
+from vllm_adaptive_tree.engine.patches import install
 from vllm_adaptive_tree.engine.startup.cost_profile import check_folder
 from vllm_adaptive_tree.engine.targets import checks, gpu_arguments
 from vllm_adaptive_tree.methods import clamp_budget, resolve
@@ -32,7 +34,7 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
         ValueError: for anything in the request that this release cannot serve, with the key and the remedy.
         RuntimeError: for a vLLM outside the supported window.
     """
-    mark = installed()
+    install()
     options, vllm_keys = TreeOptions.parse(args.speculative_config)
     pair = resolve(options)
     given, options = options.num_speculative_tokens, clamp_budget(options, pair.proposer)
@@ -71,7 +73,9 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
         }
         config = original(args, *rest, **kwargs)
     kind.restore(config, vllm_keys["model"])
-    setattr(config.speculative_config, MARK, mark)
+    limits = config.scheduler_config
+    why = varying(pair, options, requests=limits.max_num_seqs, room=limits.max_num_batched_tokens)
+    setattr(config.speculative_config, MARK, Mark(options, why))
     if token_deltas.wanted():
         setattr(config.model_config, STREAMS, config.model_config.get_diff_sampling_param())
     checks.check_config(config, options)
@@ -79,11 +83,10 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
         gpu_arguments.check_dtype(config)
     kind.finalize(config, draft)
     if config.use_v2_model_runner:
-        scheduler = config.scheduler_config
         config.speculative_config.num_speculative_tokens_per_batch_size = schedule(
-            requests=scheduler.max_num_seqs,
+            requests=limits.max_num_seqs,
             nodes=options.num_speculative_tokens,
-            room=scheduler.max_num_batched_tokens,
+            room=limits.max_num_batched_tokens,
         )
     logger.info(
         "Tree speculative decoding: %s with up to %d nodes per request and step, draft %s (%s), acceptance rule %s "

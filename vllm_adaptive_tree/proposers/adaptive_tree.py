@@ -50,6 +50,7 @@ class AdaptiveTree(BestFirst):
     Options = AdaptiveTreeOptions
     compiled = "vllm_adaptive_tree.proposers.adaptive_tree_cpu:AdaptiveTreeCPU"
     kinds = ("without_replacement",)
+    either = True
 
     def __init__(self, *, max_depth: int, max_children: int, drawn_from: float):
         self.max_depth, self.max_children, self.drawn_from = max_depth, max_children, drawn_from

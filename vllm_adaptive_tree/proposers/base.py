@@ -35,6 +35,10 @@ class Proposal(NamedTuple):
         cell = None if self.cell is None else pad(self.cell, more, value=-1)
         return Proposal(self.tree.padded(nodes), pad(self.read, more, value=-1), pad(self.num_planned, more), cell)
 
+    def cut(self, limit: Tensor) -> "Proposal":
+        """Proposal of the first `limit[r]` nodes of every tree ([R]), as if the scheduler had kept no others."""
+        return self._replace(tree=self.tree.cut(limit))
+
     @classmethod
     def nothing(cls, requests: int, nodes: int, device: torch.device) -> Self:
         """Trees without a node, in so many slots."""
@@ -85,6 +89,8 @@ class Proposer(ABC):
     """Model that is evaluated while a tree grows; the engine moves it to the draft's device."""
     acceptance: AcceptanceTable | None = None
     """Table of past acceptance by which it values nodes; the engine keeps it up to date."""
+    either: ClassVar[bool] = False
+    """True if the children of each request may be chosen or drawn, by `Request.chosen`."""
     capturable: ClassVar[bool] = False
     """True if the work of growing a tree follows from shapes alone, so that a CUDA graph may hold it."""
 

@@ -122,6 +122,10 @@ class Draft(Protocol):
     nodes: int
     """N: nodes of each tree."""
 
+    @property
+    def limits(self) -> Tensor | None:
+        """[R]: most nodes of each tree, as its request asks; None: no request asks for fewer."""
+
     def begin(self) -> int:
         """Return the number of levels that pay, by the budget; 0: the draft rests."""
 

@@ -63,7 +63,8 @@ class TreeStep(Generic[V]):
 
         The budget says how many levels pay in this batch; with none of them the draft rests, and look-ups alone may
         propose. The draft reads the accepted tokens up to the new roots, the trees grow level by level, continuations
-        that a look-up finds in the text are merged into them, and what the batch can afford is kept for the scheduler.
+        that a look-up finds in the text are merged into them, and what its request allows and the batch can afford is
+        kept for the scheduler.
         """
         levels = draft.begin()
         if draft.read(self.accepted, levels):
@@ -72,6 +73,8 @@ class TreeStep(Generic[V]):
             if continuations is not None:
                 depth = self.pair.proposer.max_depth
                 proposal = merge(proposal, continuations, nodes=draft.nodes, max_depth=depth)
+            if draft.limits is not None:
+                proposal = proposal.cut(draft.limits)
             draft.keep(proposal, continuations)
         draft.end()
 

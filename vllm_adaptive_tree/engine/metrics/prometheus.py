@@ -30,6 +30,10 @@ METRICS = {  # name after the prefix -> metric
         Counter, "Decode steps without a tree, by reason: " + "; ".join(map(": ".join, REASONS.items())) + ".",
         "reason",
     ),
+    "requests": Metric(
+        Counter, "Requests with options of their own (extra_args['tree']): off, nodes, chosen, drawn, reproducible.",
+        "asked",
+    ),
     "expected_tokens": Metric(
         Counter, "Verified draft nodes that the budget expected the target to accept, if there is a budget."
     ),
@@ -54,7 +58,7 @@ COUNTED = {
     "observed_tokens": "observed",
     "dead_draft_rows": "dead",
 }
-COUNTED_BY_LABEL = {"nodes": "nodes", "accepted_nodes": "accepted", "fallbacks": "fallbacks"}
+COUNTED_BY_LABEL = {"nodes": "nodes", "accepted_nodes": "accepted", "fallbacks": "fallbacks", "requests": "asked"}
 """Metric -> field of `StepFigures`."""
 BUCKETS = [0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0]
 LABELS = ["model_name", "engine"]

@@ -10,10 +10,11 @@ from typing import Any
 
 from vllm.logger import init_logger
 
+from vllm_adaptive_tree.engine.common.request_options import RequestOptions
 from vllm_adaptive_tree.engine.grammar.structured_outputs import is_lost
 from vllm_adaptive_tree.engine.metrics.acceptance_alarm import AcceptanceAlarm, is_telling
 from vllm_adaptive_tree.engine.metrics.acceptance_record import acceptance_alarm
-from vllm_adaptive_tree.engine.metrics.step_figures import GRAMMAR, SCHEDULER, StepFigures
+from vllm_adaptive_tree.engine.metrics.step_figures import GRAMMAR, REQUEST, SCHEDULER, StepFigures
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -29,7 +30,7 @@ class RequestSteps:
         number that was not verified.
         """
         figures, invalid = StepFigures.of(output.cudagraph_stats), dict(scheduled.num_invalid_spec_tokens or {})
-        lengths, fallbacks = Counter[int](), Counter[str]()
+        lengths, fallbacks, asked = Counter[int](), Counter[str](), Counter[str]()
         self.undrafted: list[Any] = []
         """Requests with places for draft tokens and no tree."""
         self.alarm = _alarm_of(scheduler)
@@ -46,11 +47,15 @@ class RequestSteps:
                 invalid[name] = places - nodes
                 if not nodes:
                     self.undrafted.append(request)
+            options = RequestOptions.of(request.sampling_params)
+            if not request.num_output_tokens:
+                asked.update(options.names)
             if count - places > 1 or not request.num_output_tokens:
                 continue  # it was still reading its prompt
             lengths[emitted] += 1
             if not nodes:
-                fallbacks[GRAMMAR if is_lost(request) else figures.fallback_reasons[row] or SCHEDULER] += 1
+                why = GRAMMAR if is_lost(request) else figures.fallback_reasons[row] or SCHEDULER
+                fallbacks[REQUEST if options.nodes == 0 else why] += 1
             elif not figures.has_lookup_trees and is_telling(request):
                 self.accepts[name] = emitted > 1
         scheduled.num_invalid_spec_tokens = invalid
@@ -59,7 +64,8 @@ class RequestSteps:
         if self.alarm is not None:
             figures.gauges["low_acceptance"] = float(self.alarm.low)
         figures.accepted = {str(depth): sum(lengths[size] for size in lengths if size > depth) for depth in depths}
-        figures.fallbacks, figures.rows, figures.fallback_reasons = dict(fallbacks), [], []
+        figures.fallbacks, figures.asked = dict(fallbacks), dict(asked)
+        figures.rows, figures.fallback_reasons = [], []
         output.cudagraph_stats = figures.stat()
 
     def correct(self, outputs: dict[int, Any]) -> None:

@@ -17,11 +17,12 @@ from vllm_adaptive_tree.engine.common.batch_budget import BatchBudget
 
 KEY = "adaptive_tree"
 
-BUDGET, DRAFT, SCHEDULER, GRAMMAR, CHECK = "budget", "draft", "scheduler", "grammar", "check"
+BUDGET, DRAFT, SCHEDULER, REQUEST, GRAMMAR, CHECK = "budget", "draft", "scheduler", "request", "grammar", "check"
 REASONS = {
     BUDGET: "the budget let the draft rest, or verified none of the nodes",
     DRAFT: "the draft proposed nothing: no continuation, no distribution, no room, or tokens left to read",
     SCHEDULER: "the scheduler kept none of the nodes",
+    REQUEST: "the request has asked for none",
     GRAMMAR: "the request's grammar has failed on a tree, and it decodes on without trees",
     CHECK: "the start-up check has switched trees off",
 }
@@ -59,6 +60,8 @@ class StepFigures:
     """Accepted nodes delivered to these requests, by depth."""
     fallbacks: dict[str, int] = field(default_factory=dict)
     """Requests that have decoded without a tree, by reason."""
+    asked: dict[str, int] = field(default_factory=dict)
+    """Requests that have begun to decode, by what they ask of their trees."""
 
     @classmethod
     def begun(cls, budget: BatchBudget | None, *, dead: int) -> Self:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from vllm_adaptive_tree.engine.common.coverage import Coverage
+from vllm_adaptive_tree.engine.common.request_flags import most_nodes
 
 
 class CatchUp(NamedTuple):
@@ -26,7 +27,7 @@ class StepView(NamedTuple):
 
     def spans(self) -> list[tuple[int, int, int, int | None]]:
         """Row of each request of the batch, its tokens read before this step, its tokens known now, and the position of
-        its root; None: it is finishing, has tokens left to read, or is too long for the draft."""
+        its root; None: it is finishing, has tokens left to read, is too long for the draft, or wants no trees."""
         runner, batch, spans = self.runner, self.runner.input_batch, []
         limit = min(runner.effective_drafter_max_model_len, runner.max_model_len)
         for row, name in enumerate(batch.req_ids):
@@ -35,7 +36,8 @@ class StepView(NamedTuple):
             end = int(batch.num_tokens_no_spec[row]) if self.sampled[row] else start + self.scheduled[name]
             max_tokens = state.sampling_params.max_tokens
             finishing = max_tokens is not None and max_tokens - len(state.output_token_ids) <= 1
-            grows = self.sampled[row] and self.nodes > 0 and not finishing and end < limit
+            wanted = min(self.nodes, most_nodes(state.sampling_params)) > 0
+            grows = self.sampled[row] and wanted and not finishing and end < limit
             spans.append((row, start, end, end - 1 if grows else None))
         return spans
 

@@ -13,7 +13,7 @@ from vllm_adaptive_tree.drafters import Continuations, Rows
 from vllm_adaptive_tree.drafters.lookup import LookupState
 from vllm_adaptive_tree.engine.common.node_quota import nodes_per_request
 from vllm_adaptive_tree.engine.common.ranks import proposal_from_rank_0, sync_frontier
-from vllm_adaptive_tree.engine.common.request_flags import is_greedy
+from vllm_adaptive_tree.engine.common.request_flags import is_greedy, most_nodes
 from vllm_adaptive_tree.engine.grammar.masked_drafter import Branch, MaskedDrafter, masked_continuations
 from vllm_adaptive_tree.engine.metrics.step_figures import BUDGET, DRAFT
 from vllm_adaptive_tree.engine.v1.budget import HostBudget
@@ -29,8 +29,8 @@ from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE
 
 
 class HostDraft:
-    """`step.Draft` of a `runner`'s batch. Requests that finish, skip drafting or have tokens left to read get no
-    tree."""
+    """`step.Draft` of a `runner`'s batch. Requests that finish, skip drafting, want no trees or have tokens left to
+    read get no tree."""
 
     def __init__(
         self,
@@ -61,6 +61,8 @@ class HostDraft:
         self.state: Any = None
         self.levels: list[Tensor] = []
         """Logits of each level, if a rule or a recorder reads them."""
+        self.most = [most_nodes(runner.requests[name].sampling_params) for name in self.names]
+        """Most nodes that each request of the batch wants."""
         self.drafting = True
         """False if the draft rests."""
         self.looking = 0.0
@@ -69,7 +71,7 @@ class HostDraft:
     def begin(self) -> int:
         greedy = [is_greedy(self.runner.requests[name].sampling_params) for name in self.names]
         levels = ALL if self.budget is None else self.budget.begin_levels(greedy)
-        self.drafting = levels > 0
+        self.drafting = levels > 0 and any(self.most)
         self.engine.fallback_reasons = dict.fromkeys(self.names, DRAFT if levels else BUDGET)
         return levels
 
@@ -152,6 +154,11 @@ class HostDraft:
         engine.fallback_reasons |= {name: BUDGET for name, size in sizes.items() if size}
         engine.drafts |= zip(self.rooted_names, drafts, strict=True)
 
+    @property
+    def limits(self) -> Tensor | None:
+        most = [self.most[item.row] for item in self.rooted]
+        return torch.tensor(most) if min(most) < self.nodes else None
+
     def end(self) -> None:
         if self.budget is not None and self.runner.step.verification is not None:
             self.budget.end_step(self.runner.step.verification)
@@ -162,8 +169,8 @@ class HostDraft:
 
     @property
     def num_without_tree(self) -> int:
-        """Number of requests that have a root and no tree."""
-        return sum(item.root is not None for item in self.pending) - len(self.rooted)
+        """Number of requests that have a root or want no tree, and have none."""
+        return sum(item.root is not None for item in self.pending) + self.most.count(0) - len(self.rooted)
 
     def _request(self) -> Request:
         """View of the requests with trees for the proposer."""

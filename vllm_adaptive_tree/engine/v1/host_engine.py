@@ -78,7 +78,9 @@ class HostEngine:
         vocabulary = runner.model_config.get_vocab_size()
         verification = Verification(scheduled, starts, batch.counts, batch.computed, vocabulary)
         verification.write_positions(runner.positions)
-        self.requests = HostRequests(runner, input_batch.req_ids, batch.computed)
+        rows = zip(batch.computed, batch.counts, verification.sizes, strict=True)
+        roots = [computed + count - 1 - size for computed, count, size in rows]
+        self.requests = HostRequests(runner, input_batch.req_ids, roots)
         return verification
 
     @contextmanager

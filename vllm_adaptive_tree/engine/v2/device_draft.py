@@ -3,6 +3,7 @@
 from typing import Any
 
 from torch import Tensor
+from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_adaptive_tree.acceptance import Accepted
 from vllm_adaptive_tree.budget.planner import ALL
@@ -21,6 +22,9 @@ class DeviceDraft:
         self.temperature, self.seeds = temperature, seeds
         self.nodes: int = speculator.num_speculative_steps
         self.greedy = speculator.flags.greedy[self.batch.idx_mapping_np]
+        most = speculator.flags.nodes[self.batch.idx_mapping_np]
+        limited = (most < self.nodes).any()
+        self.limits: Tensor | None = async_tensor_h2d(most, device=speculator.device) if limited else None
         self.drafting = True
         """False if the draft rests."""
         self.tokens: Tensor | None = None
@@ -71,7 +75,7 @@ class DeviceDraft:
 
     def keep(self, proposal: Proposal, merged: Continuations | None) -> None:
         speculator, batch = self.speculator, self.batch
-        if merged is not None:
+        if merged is not None or self.limits is not None:  # `drafts` has another tree, or a whole one
             proposal = proposal.padded(self.nodes)
             inputs, requests = speculator.inputs, batch.num_reqs
             position, temperature = inputs.position[:requests], inputs.temperature[:requests]
