@@ -1,4 +1,4 @@
-"""Traversal verification, leaves first (Weng et al. 2025), generalised to any distribution of siblings."""
+"""Traversal verification, leaves first (Weng et al., arXiv 2505.12398), generalised to any distribution of siblings."""
 
 from collections.abc import Callable
 
