@@ -54,7 +54,8 @@ STEP = StepFigures(
 
 def filled(expression: str) -> str:
     """As Grafana sends it."""
-    variables = {"${prefix}": "vllm:", "$__rate_interval": "5s", "$model_name": TARGET, "$engine": ".*"}
+    variables = {"${prefix}": "vllm:", "$__rate_interval": "5s", "$model_name": TARGET}
+    variables |= dict.fromkeys(("$job", "$instance", "$engine"), ".*")
     for variable, value in variables.items():
         expression = expression.replace(variable, value)
     return expression
@@ -70,6 +71,29 @@ def names(expression: str) -> set[str]:
 
     promql_parser.walk(promql_parser.parse(filled(expression)), visit)
     return found
+
+
+REPLICAS = "127.0.0.1", "localhost"
+BY = ["job", "instance", "ReplicaId", "WorkerId"]
+"""Labels by which replicas of one model differ: Prometheus' own, and those that Ray adds."""
+
+
+def test_no_expression_sums_replicas_that_share_a_model_name() -> None:
+    """Every aggregation keeps them apart, and every selector can be narrowed to one."""
+    for expression in EXPRESSIONS.values():
+        grouped: list[list[str]] = []
+        selected: list[set[str]] = []
+
+        def visit(node: Any, grouped: Any = grouped, selected: Any = selected) -> None:
+            if isinstance(node, promql_parser.AggregateExpr):
+                grouped.append(list(node.modifier.labels))
+            if isinstance(node, promql_parser.VectorSelector):
+                selected.append({matcher.name for matcher in node.matchers.matchers})
+
+        promql_parser.walk(promql_parser.parse(filled(expression)), visit)
+        assert grouped
+        assert all(set(BY) <= set(labels) for labels in grouped), expression
+        assert all(labels == {"model_name", "job", "instance", "engine"} for labels in selected), expression
 
 
 def family(name: str) -> str:
@@ -95,7 +119,7 @@ def test_every_metric_is_on_it_and_every_name_is_a_metric(stat_logger: Any) -> N
 
 @pytest.fixture
 def prometheus(tmp_path: Path) -> Iterator[tuple[str, int]]:
-    """A Prometheus that reads the port of this process every second: its address and that port."""
+    """A Prometheus that reads the port of this process every second, as two replicas: its address and that port."""
     binary = shutil.which("prometheus")
     if binary is None:
         assert "PROMETHEUS_REQUIRED" not in os.environ
@@ -105,7 +129,8 @@ def prometheus(tmp_path: Path) -> Iterator[tuple[str, int]]:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             ports.append(probe.getsockname()[1])
-    job = {"job_name": "vllm", "static_configs": [{"targets": [f"127.0.0.1:{ports[1]}"]}]}
+    replicas = [f"{host}:{ports[1]}" for host in REPLICAS]
+    job = {"job_name": "vllm", "static_configs": [{"targets": replicas}]}
     file = tmp_path / "prometheus.yml"
     file.write_text(json.dumps({"global": {"scrape_interval": "1s"}, "scrape_configs": [job]}))
     command = [binary, f"--config.file={file}", f"--storage.tsdb.path={tmp_path}", "--log.level=error"]
@@ -163,12 +188,14 @@ def test_a_real_prometheus_answers_every_expression(stat_logger: Any, prometheus
             except OSError:  # it has not started yet
                 continue
             for name, answer in answers.items():
-                if answer and all(sample["value"][1] != "NaN" for sample in answer):
+                by_replica = {sample["metric"]["instance"] for sample in answer}
+                if len(by_replica) == len(REPLICAS) and all(sample["value"][1] != "NaN" for sample in answer):
                     del missing[name]
         assert not missing
-        (per_step,) = ask(url, EXPRESSIONS["Tokens per step A"])
-        assert float(per_step["value"][1]) == pytest.approx(9 / 4)
+        per_step = ask(url, EXPRESSIONS["Tokens per step A"])
+        assert [float(one["value"][1]) for one in per_step] == pytest.approx([9 / 4] * len(REPLICAS))
         by_reason = ask(url, EXPRESSIONS["Steps without a tree, by reason A"])
+        assert len(by_reason) == len(REPLICAS) * len(REASONS)
         assert {one["metric"]["reason"]: float(one["value"][1]) for one in by_reason} == pytest.approx(
             dict.fromkeys(REASONS, 1 / 4)
         )
