@@ -14,6 +14,7 @@ from vllm_adaptive_tree.heads import block_training, checkpoint
 from vllm_adaptive_tree.heads.block_training import DEPTH_WEIGHT, MARGINAL, BlockTeacher, low_rank, pointwise
 from vllm_adaptive_tree.heads.dspark import Block, BlockHead
 from vllm_adaptive_tree.heads.eagle3 import Dimensions
+from vllm_adaptive_tree.heads.observations import Law
 from vllm_adaptive_tree.heads.training import HeadRecipe, Training
 
 from .test_heads import VOCABULARY, config_of, target_of
@@ -59,13 +60,19 @@ def test_blocks_in_training_are_drafted_blocks() -> None:
             torch.testing.assert_close(together[text, place], alone, atol=1e-4, rtol=1e-4)
 
 
+def dense(law: Law) -> torch.Tensor:
+    assert law.rest.max() < 1e-6
+    return torch.zeros(*law.rest.shape, VOCABULARY).scatter(-1, law.ids.long(), law.probs)
+
+
 def test_the_target_s_part() -> None:
     target, tokens = target_of(), torch.randint(VOCABULARY, (2, 12))
-    lesson = BlockTeacher(target, LAYERS, BLOCK.depth, BLOCK.mask)(tokens, torch.tensor([2, 7]))
+    lesson = BlockTeacher(target, LAYERS, BLOCK.depth, BLOCK.mask)(tokens, roots=torch.tensor([2, 7]))
     out = target(tokens, output_hidden_states=True)
     for place, root in enumerate((2, 7)):
         for depth in range(3):
-            torch.testing.assert_close(lesson.probs[:, place, depth], out.logits[:, root + depth].softmax(-1))
+            probs = out.logits[:, root + depth].softmax(-1)
+            torch.testing.assert_close(dense(lesson.law)[:, place, depth], probs)
             assert lesson.before[:, place, depth].equal(tokens[:, root + depth])
         read = torch.cat([tokens[:, [root]], torch.full((2, 3), BLOCK.mask)], 1)
         assert lesson.embedded[:, place].equal(target.model.embed_tokens(read))
@@ -80,11 +87,11 @@ def test_loss_and_agreement() -> None:
     loss, agreement = teacher.loss(head, lesson, BLOCK.depth)
     alone = head(lesson.auxiliary, lesson.embedded, lesson.roots) @ teacher.target.lm_head.weight.T
     biased = alone + head.markov_head(lesson.before)
-    means = [-(lesson.probs * q.log_softmax(-1)).sum(-1).mean((0, 1)) for q in (biased, alone)]
+    means = [-(dense(lesson.law) * q.log_softmax(-1)).sum(-1).mean((0, 1)) for q in (biased, alone)]
     weights = DEPTH_WEIGHT ** torch.arange(3.0)
     expected = ((means[0] + MARGINAL * means[1]) / (1 + MARGINAL) * weights).sum() / weights.sum()
     assert float(loss) == pytest.approx(float(expected))
-    same = (biased.argmax(-1) == lesson.probs.argmax(-1)).float().mean((0, 1))
+    same = (biased.argmax(-1) == lesson.law.best).float().mean((0, 1))
     torch.testing.assert_close(agreement, same)
 
 

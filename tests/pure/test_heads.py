@@ -14,6 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from vllm_adaptive_tree.heads import checkpoint, texts
 from vllm_adaptive_tree.heads.eagle3 import Dimensions, Head, auxiliary_layers
+from vllm_adaptive_tree.heads.observations import Law
 from vllm_adaptive_tree.heads.training import DEPTH_WEIGHT, HeadRecipe, Teacher, Training
 
 torch.set_num_threads(1)  # tiny models
@@ -85,12 +86,18 @@ def test_unrolled_steps_are_drafting_steps() -> None:
             torch.testing.assert_close(unrolled[step][0, root + step], head.norm(state), atol=1e-4, rtol=1e-4)
 
 
+def dense(law: Law, vocabulary: int = VOCABULARY) -> torch.Tensor:
+    """The probabilities of a law that leaves nothing to other tokens."""
+    assert law.rest.max() < 1e-6
+    return torch.zeros(*law.rest.shape, vocabulary).scatter(-1, law.ids.long(), law.probs)
+
+
 def test_the_target_s_part() -> None:
     target, tokens = target_of(), torch.randint(VOCABULARY, (2, 7))
     lesson = Teacher(target, LAYERS)(tokens)
     out = target(tokens, output_hidden_states=True)
-    torch.testing.assert_close(lesson.probs, out.logits[:, 1:].softmax(-1))
-    assert lesson.best.equal(out.logits[:, 1:].argmax(-1))
+    torch.testing.assert_close(dense(lesson.law), out.logits[:, 1:].softmax(-1))
+    assert lesson.law.best.equal(out.logits[:, 1:].argmax(-1).int())
     assert lesson.auxiliary[:, :, :32].equal(target.model.embed_tokens(tokens[:, :-1])), "before layer 0: embeddings"
     assert lesson.auxiliary[:, :, 64:].equal(out.hidden_states[2][:, :-1])
     assert lesson.embedded.equal(target.model.embed_tokens(tokens[:, 1:]))
@@ -103,8 +110,8 @@ def test_loss_and_agreement() -> None:
     expected = []
     for step, normed in enumerate(head(lesson.auxiliary, lesson.embedded, 3)):
         q = (normed @ teacher.output(head).T).log_softmax(-1)[:, step:]
-        expected.append(-(lesson.probs[:, step:] * q).sum(-1).mean())
-        assert agreement[step] == pytest.approx(float((q.argmax(-1) == lesson.best[:, step:]).float().mean()))
+        expected.append(-(dense(lesson.law)[:, step:] * q).sum(-1).mean())
+        assert agreement[step] == pytest.approx(float((q.argmax(-1) == lesson.law.best[:, step:]).float().mean()))
     weights = [DEPTH_WEIGHT**step for step in range(3)]
     assert float(loss) == pytest.approx(
         sum(w * float(e) for w, e in zip(weights, expected, strict=True)) / sum(weights)
@@ -117,11 +124,12 @@ def test_a_draft_vocabulary_s_rows_weigh_what_it_covers() -> None:
     head = random_head(len(ids))
     tokens = torch.randint(VOCABULARY, (2, 8))
     lesson = teacher(tokens)
-    assert lesson.probs.equal(Teacher(teacher.target, LAYERS)(tokens).probs[..., ids])
+    probs = dense(lesson.law, len(ids))
+    torch.testing.assert_close(probs, dense(Teacher(teacher.target, LAYERS)(tokens).law)[..., ids])
     loss, agreement = teacher.loss(head, lesson, 1)
     logits = head(lesson.auxiliary, lesson.embedded, 1)[0] @ head.lm_head.weight.T
-    assert float(loss) == pytest.approx(float(-(lesson.probs * logits.log_softmax(-1)).sum(-1).mean()))
-    assert float(agreement) == pytest.approx(float((ids[logits.argmax(-1)] == lesson.best).float().mean()))
+    assert float(loss) == pytest.approx(float(-(probs * logits.log_softmax(-1)).sum(-1).mean()))
+    assert float(agreement) == pytest.approx(float((ids[logits.argmax(-1)] == lesson.law.best).float().mean()))
 
 
 def test_it_begins_as_the_target_s_last_layer() -> None:

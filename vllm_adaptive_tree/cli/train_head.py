@@ -147,7 +147,7 @@ def _train(options: argparse.Namespace) -> None:
     else:
         teacher, head = BlockTeacher(target, layers, block.depth, block.mask), BlockHead(size, len(layers), block)
         teacher.initialise(head, tokens)
-    training, saved = Training(head, teacher, tokens, held_out, recipe), state / "state.pt"
+    training, saved = Training(head, teacher, tokens, held_out, recipe, state), state / "state.pt"
     if saved.exists():
         training.load(saved)
         done = training.seconds / 60

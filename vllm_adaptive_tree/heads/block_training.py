@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vllm_adaptive_tree.heads.dspark import BlockHead
+from vllm_adaptive_tree.heads.observations import Law, Observation, Observer
 
 DEPTH_WEIGHT = 0.8  # of the loss at a depth, relative to the depth before
 MARGINAL = 0.5  # weight of the loss without the bias: the backbone alone serves as a DFlash head
@@ -19,7 +20,7 @@ SMOOTHING = 20.0  # weight of a token's prior, in pairs
 class BlockLesson(NamedTuple):
     """P roots in each of B windows; depth j is the j-th token after a root."""
 
-    probs: Tensor  # [B, P, K, V]: the target's distribution of the token at each depth
+    law: Law  # [B, P, K]: of the token at each depth
     before: Tensor  # [B, P, K]: the token before it
     auxiliary: Tensor  # [B, T, A * H]
     embedded: Tensor  # [B, P, 1 + K, H]: of the roots and the masks
@@ -35,22 +36,23 @@ class BlockTeacher:
     """
 
     def __init__(self, target: Any, layers: Sequence[int], depth: int, mask: int):
-        self.target = target.eval().requires_grad_(requires_grad=False)
-        self.layers, self.depth, self.mask = tuple(layers), depth, mask
+        self.observe = Observer(target, layers)
+        self.target, self.depth, self.mask = self.observe.target, depth, mask
 
-    def __call__(self, tokens: Tensor, roots: Tensor | None = None) -> BlockLesson:
-        """Lesson of `tokens` [B, T], by default at every eighth token with K more after it."""
+    def __call__(self, tokens: Tensor, seen: Observation | None = None, roots: Tensor | None = None) -> BlockLesson:
+        """Lesson of `tokens` [B, T], by default at every eighth token with K more after it.
+
+        Args:
+            seen: the target's observation of them, if there is one.
+        """
+        law, auxiliary = self.observe(tokens) if seen is None else seen
         if roots is None:
             roots = torch.arange(1, tokens.shape[1] - self.depth, SPACING)
         predecessors = roots[:, None] + torch.arange(self.depth)  # [P, K]: the token before each depth
-        with torch.no_grad():
-            out = self.target.model(tokens, use_cache=False, output_hidden_states=True)
-            states = out.last_hidden_state[:, predecessors]
-            probs = F.linear(states, self.target.lm_head.weight).float().softmax(-1)
-            auxiliary = torch.cat([out.hidden_states[layer] for layer in self.layers], -1)
-            masks = torch.full((*tokens[:, roots].shape, self.depth), self.mask)
-            read = torch.cat([tokens[:, roots, None], masks], -1)
-            return BlockLesson(probs, tokens[:, predecessors], auxiliary, self.target.model.embed_tokens(read), roots)
+        masks = torch.full((*tokens[:, roots].shape, self.depth), self.mask)
+        embedded = self.target.model.embed_tokens(torch.cat([tokens[:, roots, None], masks], -1))
+        auxiliary = auxiliary.to(embedded.dtype)
+        return BlockLesson(law.at(predecessors), tokens[:, predecessors], auxiliary, embedded, roots)
 
     def initialise(self, head: BlockHead, tokens: Tensor) -> None:
         """Initialise as the target's last layers over its last auxiliary state, with a bias for the pairs in `tokens`
@@ -79,12 +81,11 @@ class BlockTeacher:
         marginal = F.linear(normed, self.target.lm_head.weight).float()
         total, agreement = torch.zeros(()), []
         for depth in range(steps):
-            probs = lesson.probs[:, :, depth].flatten(0, 1)
-            alone = marginal[:, :, depth].flatten(0, 1)
-            biased = alone + head.markov_head(lesson.before[:, :, depth].flatten()).float()
-            loss = F.cross_entropy(biased, probs) + MARGINAL * F.cross_entropy(alone, probs)
+            law, alone = Law(*(part[:, :, depth] for part in lesson.law)), marginal[:, :, depth]
+            biased = alone + head.markov_head(lesson.before[:, :, depth]).float()
+            loss = law.cross_entropy(biased) + MARGINAL * law.cross_entropy(alone)
             total = total + DEPTH_WEIGHT**depth * loss / (1 + MARGINAL)
-            agreement.append((biased.argmax(-1) == probs.argmax(-1)).float().mean())
+            agreement.append((biased.argmax(-1) == law.best).float().mean())
         return total / sum(DEPTH_WEIGHT**depth for depth in range(steps)), torch.stack(agreement)
 
 

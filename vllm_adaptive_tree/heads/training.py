@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from vllm_adaptive_tree.files import atomic_write
 from vllm_adaptive_tree.heads.eagle3 import Head
+from vllm_adaptive_tree.heads.muon import Muon
+from vllm_adaptive_tree.heads.observations import Law, Observation, Observations, Observer
 
 DEPTH_WEIGHT = 0.8  # of the loss of a step, relative to the step before
 WARM_UP, LAST_RATE = 20, 0.02  # steps; of the peak rate, at the end
@@ -46,8 +48,7 @@ class Report(NamedTuple):
 class Lesson(NamedTuple):
     """Target's outputs for a batch; row t is about the token t + 2."""
 
-    probs: Tensor  # [B, T - 1, V], or of the draft vocabulary: the target's distribution of those tokens
-    best: Tensor  # [B, T - 1] the target's token
+    law: Law  # [B, T - 1]
     auxiliary: Tensor  # [B, T - 1, A * H], row t: of token t
     embedded: Tensor  # [B, T - 1, H], row t: of token t + 1
 
@@ -61,20 +62,14 @@ class Teacher:
     """
 
     def __init__(self, target: Any, layers: Sequence[int], draft_ids: Tensor | None = None):
-        self.target = target.eval().requires_grad_(requires_grad=False)
-        self.layers = tuple(layers)
-        self.draft_ids = draft_ids
+        self.observe = Observer(target, layers, draft_ids)
+        self.target, self.draft_ids = self.observe.target, draft_ids
 
-    def __call__(self, tokens: Tensor) -> Lesson:
-        """Lesson of `tokens` [B, T]."""
-        with torch.no_grad():
-            out = self.target.model(tokens, use_cache=False, output_hidden_states=True)
-            logits = F.linear(out.last_hidden_state[:, 1:], self.target.lm_head.weight).float()
-            probs = logits.softmax(-1)
-            if self.draft_ids is not None:
-                probs = probs[..., self.draft_ids]
-            auxiliary = torch.cat([out.hidden_states[layer] for layer in self.layers], -1)[:, :-1]
-            return Lesson(probs, logits.argmax(-1), auxiliary, self.target.model.embed_tokens(tokens[:, 1:]))
+    def __call__(self, tokens: Tensor, seen: Observation | None = None) -> Lesson:
+        """Lesson of `tokens` [B, T]; `seen`: the target's observation of them, if there is one."""
+        law, auxiliary = self.observe(tokens) if seen is None else seen
+        embedded = self.target.model.embed_tokens(tokens[:, 1:])
+        return Lesson(law.at(slice(1, None)), auxiliary[:, :-1].to(embedded.dtype), embedded)
 
     def output(self, head: Head) -> Tensor:
         """Output matrix of `head`, [V or D, H]."""
@@ -100,44 +95,59 @@ class Teacher:
                 head.lm_head.weight.copy_(self.target.lm_head.weight[self.draft_ids])
 
     def loss(self, head: Head, lesson: Lesson, steps: int) -> tuple[Tensor, Tensor]:
-        """Cross-entropy with the target's distributions over `steps` unrolled steps, and agreement by depth [steps].
-
-        A token outside the draft vocabulary is left out, so a row's weight is the target's probability of the others.
-        """
+        """Cross-entropy with the target's distributions over `steps` unrolled steps, and agreement by depth [steps]."""
         total, agreement = torch.zeros(()), []
         for step, normed in enumerate(head(lesson.auxiliary, lesson.embedded, steps)):
-            logits = F.linear(normed[:, step:], self.output(head)).float()
-            cross_entropy = F.cross_entropy(logits.flatten(0, 1), lesson.probs[:, step:].flatten(0, 1))
-            total = total + DEPTH_WEIGHT**step * cross_entropy
+            logits, law = F.linear(normed[:, step:], self.output(head)), lesson.law.at(slice(step, None))
+            total = total + DEPTH_WEIGHT**step * law.cross_entropy(logits)
             best = logits.argmax(-1)
             if self.draft_ids is not None:
                 best = self.draft_ids[best]
-            agreement.append((best == lesson.best[:, step:]).float().mean())
+            agreement.append((best == law.best).float().mean())
         return total / sum(DEPTH_WEIGHT**step for step in range(steps)), torch.stack(agreement)
 
 
 class Teaches(Protocol):
     """Interface of teachers: `Teacher` for EAGLE-3 heads, `BlockTeacher` for one-forward heads."""
 
-    def __call__(self, tokens: Tensor) -> Any: ...
+    observe: Observer
+
+    def __call__(self, tokens: Tensor, seen: Observation | None = None) -> Any: ...
     def loss(self, head: Any, lesson: Any, steps: int) -> tuple[Tensor, Tensor]: ...
 
 
 class Training:
-    """Training that can be saved and resumed. `tokens`, `held_out`: flat texts."""
+    """Training that can be saved and resumed.
 
-    def __init__(self, head: nn.Module, teacher: Teaches, tokens: Tensor, held_out: Tensor, recipe: HeadRecipe):
-        self.head, self.teacher, self.tokens, self.recipe = head, teacher, tokens, recipe
+    Args:
+        tokens, held_out: flat texts; they are read in windows, in another order in every epoch.
+        folder: keeps what the target says of them; None: it is asked in every epoch.
+    """
+
+    def __init__(
+        self,
+        head: nn.Module,
+        teacher: Teaches,
+        tokens: Tensor,
+        held_out: Tensor,
+        recipe: HeadRecipe,
+        folder: Path | None = None,
+    ):
+        self.head, self.teacher, self.recipe = head, teacher, recipe
+        self.windows = len(tokens) // recipe.window
         count = min(len(held_out) // recipe.window, CHECKED * recipe.batch)
         starts = torch.linspace(0, len(held_out) - recipe.window, count).long()
-        self.held_out = held_out[starts[:, None] + torch.arange(recipe.window)]
+        self.held_out = self.windows + torch.arange(count)  # numbers of windows
+        checked = held_out[starts[:, None] + torch.arange(recipe.window)]
+        first = tokens[: self.windows * recipe.window].view(-1, recipe.window)
+        self.observations = Observations(teacher.observe, torch.cat([first, checked]), folder)
         inner = {
             name: p.ndim == 2 and "lm_head" not in name and "markov" not in name for name, p in head.named_parameters()
         }
         matrices = [p for name, p in head.named_parameters() if inner[name]]
         outer = [p for name, p in head.named_parameters() if not inner[name]]
         self.optimizers: list[torch.optim.Optimizer] = [
-            torch.optim.Muon(matrices, lr=1.0, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+            Muon(matrices, lr=1.0, weight_decay=0.1),
             torch.optim.AdamW(outer, lr=1.0, betas=(0.9, 0.95), weight_decay=0.0),
         ]
         self.steps, self.seconds = 0, 0.0
@@ -157,20 +167,19 @@ class Training:
             save: a file for the state; written regularly, when interrupted, and at the end.
             keep: called when the head is better than at all checks before; also when interrupted.
         """
-        recipe, teach, learn = self.recipe, self.teacher.__call__, self.teacher.loss
+        recipe, learn = self.recipe, self.teacher.loss
         if recipe.compiled:
-            teach, learn = torch.compile(teach), torch.compile(learn)
-        compiles, window, whole = recipe.compiled, torch.arange(recipe.window), 60 * recipe.minutes
+            learn = torch.compile(learn)
+        compiles, whole = recipe.compiled, 60 * recipe.minutes
         reported = saved = self.seconds
         losses: list[Tensor] = []
         agreements: list[Tensor] = []
         try:
             while self.seconds < whole:
                 begun = time.monotonic()
-                random = torch.Generator().manual_seed(self.steps)
-                starts = torch.randint(len(self.tokens) - recipe.window, (recipe.batch, 1), generator=random)
                 with self._precision():
-                    loss, agreement = learn(self.head, teach(self.tokens[starts + window]), recipe.unrolled)
+                    lesson = self.teacher(*self.observations(self._drawn()))
+                    loss, agreement = learn(self.head, lesson, recipe.unrolled)
                 loss.backward()
                 self._update(self.seconds / whole)
                 losses.append(loss.detach())
@@ -215,8 +224,9 @@ class Training:
         """Measure the loss on held-out text, and add it to the curve."""
         measured = []
         with torch.no_grad(), self._precision():
-            for tokens in self.held_out.split(self.recipe.batch):
-                measured.append(self.teacher.loss(self.head, self.teacher(tokens), self.recipe.unrolled))
+            for at in self.held_out.split(self.recipe.batch):
+                lesson = self.teacher(*self.observations(at))
+                measured.append(self.teacher.loss(self.head, lesson, self.recipe.unrolled))
         losses, agreements = ([pair[i] for pair in measured] for i in range(2))
         done = self.steps * self.recipe.batch * self.recipe.window
         self.curve.append(self._report(losses, agreements, done / max(self.seconds, 1e-9), held_out=True))
@@ -253,6 +263,16 @@ class Training:
         except Exception as error:
             raise ValueError(f"{file} cannot be read ({type(error).__name__}: {error})") from error
         return self
+
+    def _drawn(self) -> Tensor:
+        """Numbers of this step's windows [B]: the next of the epoch's order."""
+        places = self.steps * self.recipe.batch + torch.arange(self.recipe.batch)
+        epochs, at = places // self.windows, places % self.windows
+        orders = {
+            epoch: torch.randperm(self.windows, generator=torch.Generator().manual_seed(epoch))
+            for epoch in epochs.unique().tolist()
+        }
+        return torch.stack([orders[epoch][i] for epoch, i in zip(epochs.tolist(), at.tolist(), strict=True)])
 
     def _update(self, done: float) -> None:
         """Take one step of the optimizers; `done`: share of the whole time, 0 to 1."""
