@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
@@ -11,6 +11,7 @@ from vllm_adaptive_tree.acceptance import RULES, VLLM_RULES
 from vllm_adaptive_tree.drafters import DRAFT_KINDS, DRAFTERS, TEXT_KIND, Lookup, TextDrafter
 from vllm_adaptive_tree.options import COUNT, Options, is_count
 from vllm_adaptive_tree.proposers import PROPOSERS, MethodOptions
+from vllm_adaptive_tree.registry import imported
 
 VLLM_KEYS = (
     "revision",
@@ -46,13 +47,25 @@ class TextDraft:
     """Import path of its `TextDrafter`."""
     options: Options
     """Options of that class."""
+    by_default: bool = False
+    """True if the method brings it, and nobody has asked for it."""
 
-    def build(self, vocabulary: int) -> TextDrafter:
-        return DRAFTERS.load(self.path).build(self.options, vocabulary=vocabulary)
+    @property
+    def drafter(self) -> type[TextDrafter]:
+        return DRAFTERS.load(self.path)
+
+    def build(self, vocabulary: int, *, compiled: bool = False) -> TextDrafter:
+        """Make the draft; `compiled`: its class for CPUs, if there is one."""
+        drafter = self.drafter
+        path = vars(drafter).get("compiled") if compiled else None  # not inherited: a subclass may draft otherwise
+        made: type[TextDrafter] = drafter if path is None else imported(path)
+        return made.build(self.options, vocabulary=vocabulary)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any] | None) -> "TextDraft | None":
-        return None if data is None else cls(data["path"], DRAFTERS.load(data["path"]).Options(**data["options"]))
+        if data is None:
+            return None
+        return cls(data["path"], DRAFTERS.load(data["path"]).Options(**data["options"]), data["by_default"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,7 +256,8 @@ def _tree_options(
     """Options of the method; the draft, if it has an import path `text` and no checkpoint; and the look-up to merge."""
     given = dict(tree)
     given.pop("draft", None)
-    paths = text, _lookup(given.pop("lookup", None))
+    by_default = text is None and "lookup" not in given
+    paths = text, _lookup(given.pop("lookup", options.lookup if by_default else None))
     if text is not None and paths[1] == text:
         raise ValueError("speculative_config['tree']['lookup'] is the draft itself; remove it")
     for key, path in zip(("['model']", "['tree']['lookup']"), paths, strict=True):
@@ -278,6 +292,8 @@ def _tree_options(
         option_class = None if path is None else DRAFTERS.load(path).Options
         mine = {key: value for key, value in given.items() if option_class is not None and key in _fields(option_class)}
         drafts.append(None if option_class is None or path is None else TextDraft(path, option_class(**mine)))
+    if drafts[1] is not None:
+        drafts[1] = replace(drafts[1], by_default=by_default)
     return of_method, drafts[0], drafts[1]
 
 

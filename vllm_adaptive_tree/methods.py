@@ -16,6 +16,7 @@ class Pair(NamedTuple):
     loss: str | None  # how the pair changes the output; None: it is lossless
     most: int  # the most children of a node
     init_width: int = 1  # first-layer tokens that the target samples itself; they are emitted in the next step
+    looks_up: bool = False  # the draft is a look-up, and the best of its continuations are the tree: nothing grows
 
     @property
     def lossless(self) -> bool:
@@ -33,6 +34,7 @@ def resolve(options: TreeOptions) -> Pair:
     if options.levels is not None:
         proposer.max_depth = min(proposer.max_depth, options.levels)
     name = options.rejection_sample_method
+    looks_up = proposer.by_value and options.text is not None and issubclass(options.text.drafter, Lookup)
     rules = dict(RULES)
     if options.acceptance is not None:  # a registered name is unknown in an engine process
         rules[name] = RULES.load(options.acceptance)
@@ -40,7 +42,8 @@ def resolve(options: TreeOptions) -> Pair:
     init_width = getattr(options.tree, "init_width", 1)
     if name == "auto":
         name = "rrsw" if init_width > 1 else best_rule(proposer.kinds)
-        if options.lookup is not None and "target_only" in legal and init_width == 1:
+        merges = options.lookup is not None and not proposer.either
+        if (merges or looks_up) and "target_only" in legal and init_width == 1:
             name = "target_only"  # no other rule takes merged continuations
     rule = rules[name]
     kind = rule.kind_of(proposer.kinds)
@@ -62,7 +65,7 @@ def resolve(options: TreeOptions) -> Pair:
             f"speculative_config['rejection_sample_method']: {name!r} accepts whole paths, but init_width={init_width} "
             "needs a rule that walks node by node, for example rrsw"
         )
-    if options.lookup is not None and name != "target_only":
+    if options.lookup is not None and name != "target_only" and not proposer.either:
         raise ValueError(
             f"speculative_config['tree']['lookup']: {name!r} has to know how every node was sampled, and merged "
             "continuations were not; set 'rejection_sample_method' to 'target_only', or remove 'lookup'"
@@ -77,7 +80,7 @@ def resolve(options: TreeOptions) -> Pair:
     elif name not in legal:
         loss = f"{name} with {proposer.kind} children changes the target's distribution"
     most = min(proposer.max_children, options.num_speculative_tokens)
-    return Pair(proposer, name, rule, loss, most, init_width)
+    return Pair(proposer, name, rule, loss, most, init_width, looks_up and rule is TargetOnly)
 
 
 def verifiable_lookup(draft: Any, pair: Pair) -> Lookup | None:

@@ -53,6 +53,7 @@ CASES = [
     Case("eagle", "opt_tree"),
     Case("eagle", "dyspec", "rrsw"),
     Case("ngram", "opt_tree"),
+    Case("ngram", "adaptive_tree"),
     Case("suffix", "opt_tree"),
     Case("eagle3", "opt_tree", tree={"lookup": "ngram"}),
     Case("model", "opt_tree", tree={"lookup": "ngram"}),

@@ -32,6 +32,8 @@ IMPORTS = {  # room -> the extra with which its modules import; the longest name
     "kernels": "cuda",
     "models.convert": "model",
     "proposers.adaptive_tree_cpu": "cpu",
+    "proposers.merging_cpu": "cpu",
+    "drafters.ngram_cpu": "cpu",
     "proposers.cpu_growth": "cpu",
     "proposers.draw_scan": "cpu",
     "proposers.opt_tree_cpu": "cpu",

@@ -9,7 +9,7 @@ from dataclasses import fields
 import pytest
 
 from vllm_adaptive_tree.acceptance import RULES
-from vllm_adaptive_tree.config import OUR_KEYS, VLLM_KEYS, TreeOptions, is_tree_method
+from vllm_adaptive_tree.config import OUR_KEYS, VLLM_KEYS, TextDraft, TreeOptions, is_tree_method
 from vllm_adaptive_tree.drafters import DRAFT_KINDS, DRAFTERS
 from vllm_adaptive_tree.drafters.ngram import NGram
 from vllm_adaptive_tree.methods import resolve
@@ -191,7 +191,8 @@ def test_unknown_tree_keys_list_the_known_ones(method):
     ) as e:
         parsed(method, {"depht": 3})
     known = str(e.value).rsplit(": ", 1)[1].split(", ")
-    assert set(known) == {"draft", "lookup", *DEFAULTS[method]}
+    look_up = {"prompt_lookup_min", "prompt_lookup_max"} if method == "adaptive_tree" else set()  # by default
+    assert set(known) == {"draft", "lookup", *DEFAULTS[method]} | look_up
 
 
 def test_the_budget_of_a_batch():
@@ -382,6 +383,34 @@ def test_configuring_does_not_import_vllm():
     check = "import sys, vllm_adaptive_tree.methods; sys.exit('vllm' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
+
+
+def test_adaptive_trees_merge_a_look_up_by_default():
+    """Drawn children stay as they are, so the rule does, too."""
+    options = parsed("adaptive_tree")
+    assert options.lookup == TextDraft(DRAFTERS.paths["ngram"], NGram.Options(), by_default=True)
+    assert TreeOptions.from_json(json.loads(json.dumps(options.to_json()))) == options
+    pair = resolve(options)
+    assert (pair.rule_name, pair.proposer.kind, pair.looks_up) == ("traversal", "without_replacement", False)
+    assert parsed("adaptive_tree", {"lookup": None}).lookup is None
+    assert not parsed("adaptive_tree", {"lookup": "ngram"}).lookup.by_default
+    assert parsed("opt_tree").lookup is None
+
+
+@pytest.mark.parametrize(
+    ("method", "rule", "found"),
+    [
+        ("adaptive_tree", "auto", ("target_only", True)),
+        ("opt_tree", "auto", ("target_only", True)),
+        ("opt_tree", "traversal", ("traversal", False)),
+        ("adaptive_tree", "traversal", ("traversal", False)),
+        ("dyspec", "auto", ("traversal", False)),
+        ("static_tree", "target_only", ("target_only", False)),
+    ],
+)
+def test_a_look_up_is_the_whole_tree_of_methods_that_take_the_best_nodes(method, rule, found):
+    pair = resolve(parsed(method, model="ngram", rejection_sample_method=rule))
+    assert (pair.rule_name, pair.looks_up) == found
 
 
 def test_a_look_up_is_merged_where_the_rule_samples_from_the_target():

@@ -2,20 +2,28 @@
 
 import math
 import random
+from typing import Any
 
 import pytest
 import torch
 
 from tests.oracles import merging as oracle
 from vllm_adaptive_tree.drafters import Continuations
-from vllm_adaptive_tree.proposers import Proposal
-from vllm_adaptive_tree.proposers.merging import GOES_ON, draft_levels, merge
+from vllm_adaptive_tree.proposers import Proposal, merging, merging_cpu
+from vllm_adaptive_tree.proposers.merging import GOES_ON
 from vllm_adaptive_tree.trees import TreeBatch
 from vllm_adaptive_tree.trees.tree_batch import EMPTY_SLOT
 
 VOCABULARY, NODES, DEPTH, LENGTH, CHAINS = 3, 6, 3, 4, 3
 
 Path = tuple[int, ...]
+
+
+def in_tensors(proposal: Proposal, continuations: Continuations, *, nodes: int) -> Proposal:
+    return merging.merge(proposal, continuations, nodes=nodes, max_depth=DEPTH)
+
+
+BOTH = pytest.mark.parametrize("merge", [in_tensors, merging_cpu.merge])
 
 
 def random_tree() -> dict[Path, float]:
@@ -51,9 +59,10 @@ def as_paths(tree: TreeBatch, row: int) -> list[Path]:
     return paths
 
 
+@BOTH
 @pytest.mark.parametrize("seed", range(60))
 @pytest.mark.parametrize("nodes", [2, NODES, 12])
-def test_the_best_of_both(seed: int, nodes: int) -> None:
+def test_the_best_of_both(seed: int, nodes: int, merge: Any) -> None:
     random.seed(seed)
     trees = [random_tree() for _ in range(3)]
     tokens = [[[random.randrange(VOCABULARY) for _ in range(LENGTH)] for _ in range(CHAINS)] for _ in trees]
@@ -65,7 +74,7 @@ def test_the_best_of_both(seed: int, nodes: int) -> None:
     given = as_tensors(trees)
     given = given._replace(cell=torch.where(given.read >= 0, 20 + given.read, -1))
     found = Continuations(torch.tensor(tokens), weight)
-    merged = merge(given, found, nodes=nodes, max_depth=DEPTH)
+    merged = merge(given, found, nodes=nodes)
     for row, tree in enumerate(trees):
         shares: dict[Path, float] = {}
         for chain, share in zip(tokens[row], weight[row].tolist(), strict=True):
@@ -90,13 +99,15 @@ def test_the_best_of_both(seed: int, nodes: int) -> None:
         assert merged.cell[row].tolist() == cells + [-1] * (merged.cell.shape[1] - len(cells))
         planned = [20 + drafted.index(path) if path in tree else 0 for path in paths]
         assert merged.num_planned[row, : 1 + len(paths)].tolist() == [1, *planned]
-        levels = draft_levels(merged.tree, found)[row].tolist()
+        levels = merging.draft_levels(merged.tree, found)[row].tolist()
+        assert levels == merging_cpu.draft_levels(merged.tree, found)[row].tolist()
         assert levels == [0 if path in shares else len(path) for path in paths] + [0] * (len(levels) - len(paths))
 
 
+@BOTH
 @pytest.mark.parametrize("seed", range(40))
 @pytest.mark.parametrize("length", [1, 2, 5, 9])
-def test_all_at_once_as_one_token_after_another(seed: int, length: int) -> None:
+def test_all_at_once_as_one_token_after_another(seed: int, length: int, merge: Any) -> None:
     """With equal values, continuations that nothing weighs, and nodes that are worth more than their parents."""
     random.seed(1000 * length + seed)
     generator = torch.Generator().manual_seed(random.randrange(1 << 30))
@@ -108,15 +119,16 @@ def test_all_at_once_as_one_token_after_another(seed: int, length: int) -> None:
     value = torch.where(given.tree.valid, torch.rand(3, NODES, generator=generator).log(), -torch.inf)
     given = given._replace(tree=given.tree._replace(log_weight=value))
     for nodes in (3, NODES, 20):
-        one, other = (by(given, found, nodes=nodes, max_depth=DEPTH) for by in (merge, oracle.merge))
+        one, other = merge(given, found, nodes=nodes), oracle.merge(given, found, nodes=nodes, max_depth=DEPTH)
         for got, expected in zip((*one.tree, *one[1:3]), (*other.tree, *other[1:3]), strict=True):
             torch.testing.assert_close(got, expected)
 
 
-def test_nothing_found_changes_nothing_but_the_order() -> None:
+@BOTH
+def test_nothing_found_changes_nothing_but_the_order(merge: Any) -> None:
     random.seed(1)
     trees = [random_tree() for _ in range(4)]
     nothing = Continuations(torch.full((4, 1, 1), -1), torch.zeros(4, 1))
-    merged = merge(as_tensors(trees), nothing, nodes=NODES, max_depth=DEPTH)
+    merged = merge(as_tensors(trees), nothing, nodes=NODES)
     for row, tree in enumerate(trees):
         assert as_paths(merged.tree, row) == sorted(tree, key=lambda path: -tree[path])

@@ -7,7 +7,8 @@ import torch
 
 from tests import suffix_trees
 from vllm_adaptive_tree.drafters import DRAFTERS, Texts
-from vllm_adaptive_tree.drafters.ngram import LENGTH, LONGER, MATCHES, NGram
+from vllm_adaptive_tree.drafters.ngram import LENGTH, LONGER, MATCHES, NOTHING, NGram
+from vllm_adaptive_tree.drafters.ngram_cpu import NGramCPU
 from vllm_adaptive_tree.drafters.suffix import Suffix, SuffixOptions
 
 VOCABULARY = 5
@@ -30,16 +31,17 @@ def occurrences(text: list[int], shortest: int, longest: int) -> list[tuple[tupl
         if common >= shortest:
             found.append((common, start))
     found = sorted(found, reverse=True)[:MATCHES]
-    total = LONGER + sum(LONGER**common for common, _ in found)
+    total = NOTHING * LONGER + sum(LONGER**common for common, _ in found)
     return [(tuple(text[start : start + LENGTH]), pytest.approx(LONGER**common / total)) for common, start in found]
 
 
+@pytest.mark.parametrize("draft", [NGram, NGramCPU])
 @pytest.mark.parametrize(("shortest", "longest"), [(1, 4), (2, 3), (1, 1), (3, 8)])
-def test_occurrences(shortest: int, longest: int) -> None:
+def test_occurrences(shortest: int, longest: int, draft: type[NGram]) -> None:
     random.seed(shortest)
     some = [[random.randrange(VOCABULARY) for _ in range(length)] for length in (1, 2, 3, 7, 30, 90)]
     batch = texts(*some)
-    tokens, weight = NGram(VOCABULARY, shortest, longest).continuations(batch)
+    tokens, weight = draft(VOCABULARY, shortest, longest).continuations(batch)
     for text, rows, values in zip(some, tokens.tolist(), weight.tolist(), strict=True):
         found = [
             (tuple(token for token in row if token >= 0), value)
@@ -61,9 +63,10 @@ def test_the_roots_rows_are_the_weights_of_the_next_tokens() -> None:
     assert below.logits[0, 0].softmax(0).tolist() == pytest.approx([0, 1, 0, 0, 0])
 
 
-def test_long_matches_keep_their_weights() -> None:
+@pytest.mark.parametrize("draft", [NGram, NGramCPU])
+def test_long_matches_keep_their_weights(draft: type[NGram]) -> None:
     text = list(range(5)) * 40
-    tokens, weight = NGram(VOCABULARY, 1, 100).continuations(texts(text))
+    tokens, weight = draft(VOCABULARY, 1, 100).continuations(texts(text))
     assert weight.isfinite().all()
     assert 0.99 < weight.sum() <= 1
     assert tokens[0, 0, :3].tolist() == [0, 1, 2]

@@ -57,12 +57,17 @@ class Plan(NamedTuple):
 class Budget:
     """A fixed number of nodes for the whole batch."""
 
-    def __init__(self, *, sampled: bool, most: int | None = None):
-        """`sampled`: True if children of requests that are not greedy are sampled. `most`: nodes of the batch."""
-        self.sampled, self.most, self.verifying = sampled, most, 0
+    def __init__(self, *, sampled: bool, most: int | None = None, drafts: bool = True):
+        """
+        Args:
+            sampled: True if children of requests that are not greedy are sampled.
+            most: nodes of the batch.
+            drafts: False if look-ups are all the draft there is.
+        """
+        self.sampled, self.most, self.drafts, self.verifying = sampled, most, drafts, 0
         self.calibrations = Calibration(), Calibration()
         """Calibrations of sampled requests, and of greedy ones: a value means another probability for each."""
-        self.costs, self.plan = FREE, Plan(ALL, 0.0, most=most)
+        self.costs, self.plan = FREE, Plan(ALL if drafts else 0, 0.0, most=most)
         self._taken = 0.0, 0.0
 
     def begin(self, greedy: Sequence[bool]) -> Plan:
@@ -144,8 +149,8 @@ class Planner(Budget):
     drafts in a batch that rests from them, a step without drafts in one that drafts.
     """
 
-    def __init__(self, costs: Costs, *, sampled: bool):
-        super().__init__(sampled=sampled)
+    def __init__(self, costs: Costs, *, sampled: bool, drafts: bool = True):
+        super().__init__(sampled=sampled, drafts=drafts)
         self.costs = costs
         self.probe = 2
         """Steps without drafts in a row that measure the time of one."""
@@ -175,7 +180,8 @@ class Planner(Budget):
         if self.steps % (EVERY // 2) == 0:
             self._plans.clear()
         if greedy:
-            self.plan = self._explore(self._planned(len(greedy), sum(greedy)), len(greedy), sum(greedy))
+            plan = self._planned(len(greedy), sum(greedy))
+            self.plan = self._explore(plan, len(greedy), sum(greedy)) if self.drafts else plan
         return self.plan
 
     def _explore(self, plan: Plan, requests: int, greedy: int) -> Plan:
@@ -223,6 +229,8 @@ class Planner(Budget):
         plain_rate = requests / self.plain_step_seconds(requests)
         if any(self.lookup_trees):
             plain_rate = max(plain_rate, self._rate(self.lookup_trees, requests, greedy, range(1))[1])
+        if not self.drafts:
+            return Plan(0, plain_rate)
         levels, _, _ = self._rate(self.deep, requests, greedy, range(1, 1 + DEPTHS))
         _, rate, least = self._rate(self.recent, requests, greedy, range(levels, levels + 1))
         if math.log(rate / plain_rate) < MARGIN:

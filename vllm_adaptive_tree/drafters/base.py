@@ -88,6 +88,8 @@ class TextDrafter(ABC):
     """A frozen dataclass: what users may set in `tree` for this draft, beside the options of the method."""
     requires: ClassVar[tuple[str, str] | None] = None
     """Module that must be there, and the remedy if it is not; checked before an engine starts."""
+    compiled: ClassVar[str | None] = None
+    """Import path of a class that drafts the same in compiled loops, on CPUs only."""
     chain_keys: ClassVar[dict[str, Any]] = {}
     """Further keys of vLLM's own speculation of its name, for comparisons."""
 

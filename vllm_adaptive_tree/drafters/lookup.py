@@ -15,6 +15,10 @@ class Continuations(NamedTuple):
     tokens: Tensor  # [R, M, K], -1 pads
     weight: Tensor  # [R, M], its probability; 0: no continuation
 
+    def only(self, requests: Tensor | None) -> "Continuations":
+        """Those of `requests` [R] bool; None: of all."""
+        return self if requests is None else self._replace(weight=self.weight * requests[:, None])
+
 
 class LookupState(NamedTuple):
     """State of trees that read continuations."""

@@ -13,8 +13,10 @@ MATCHES = 8
 """Most occurrences kept for each request: the longest, of these the latest."""
 LENGTH = 16
 """Tokens of a continuation."""
-LONGER = 4.0
-"""Weight of an occurrence relative to one that is a token shorter. No repetition weighs as much as one of one token."""
+LONGER = 2.0
+"""Weight of an occurrence relative to one that is a token shorter."""
+NOTHING = 4.0
+"""Weight of no repetition, relative to an occurrence of one token. Fitted to chats of a small model, with `LONGER`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +40,7 @@ class NGram(Lookup):
 
     Options: ClassVar[type[Options]] = NGramOptions
     length = LENGTH
+    compiled = "vllm_adaptive_tree.drafters.ngram_cpu:NGramCPU"
     chain_keys: ClassVar[dict[str, Any]] = {"prompt_lookup_min": 1, "prompt_lookup_max": 4}  # as ours
 
     def __init__(self, vocabulary: int, shortest: int, longest: int):
@@ -65,7 +68,7 @@ class NGram(Lookup):
         length_of = torch.where(best >= 0, common.gather(1, start), 0)
         longest_match = length_of.amax(1, keepdim=True).clamp(min=1)  # powers of differences: no match is too long
         weight = torch.where(best >= 0, LONGER ** (length_of - longest_match).float(), 0.0)
-        weight = weight / (weight.sum(1, keepdim=True) + LONGER ** (1 - longest_match).float())
+        weight = weight / (weight.sum(1, keepdim=True) + NOTHING * LONGER ** (1 - longest_match).float())
         at = start[:, :, None] + torch.arange(LENGTH, device=tokens.device)
         inside = (at < length[:, None, None]) & (best >= 0)[:, :, None]
         found = tokens.gather(1, at.clamp(max=longest - 1).flatten(1)).view(requests, -1, LENGTH)

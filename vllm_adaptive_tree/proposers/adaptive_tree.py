@@ -1,7 +1,7 @@
 """Adaptive trees: slots of the largest learnt probability to be accepted, chosen or drawn as the request's law asks."""
 
 from dataclasses import dataclass
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ LEAST_LEFT = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptiveTreeOptions(MethodOptions):
+    lookup: ClassVar[str | None] = "ngram"
     max_depth: int = count(10)
     max_children: int = count(16)
     drawn_from: float = number(0.4, 0, 100, what="a temperature")
@@ -51,6 +52,7 @@ class AdaptiveTree(BestFirst):
     compiled = "vllm_adaptive_tree.proposers.adaptive_tree_cpu:AdaptiveTreeCPU"
     kinds = ("without_replacement",)
     either = True
+    by_value = True
 
     def __init__(self, *, max_depth: int, max_children: int, drawn_from: float):
         self.max_depth, self.max_children, self.drawn_from = max_depth, max_children, drawn_from

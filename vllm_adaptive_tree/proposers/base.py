@@ -91,6 +91,8 @@ class Proposer(ABC):
     """Table of past acceptance by which it values nodes; the engine keeps it up to date."""
     either: ClassVar[bool] = False
     """True if the children of each request may be chosen or drawn, by `Request.chosen`."""
+    by_value: ClassVar[bool] = False
+    """True if a tree is the nodes of the largest value, so that of a look-up's continuations the best are the tree."""
     capturable: ClassVar[bool] = False
     """True if the work of growing a tree follows from shapes alone, so that a CUDA graph may hold it."""
 

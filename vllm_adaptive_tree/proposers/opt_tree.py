@@ -52,6 +52,7 @@ class OptTree(BestFirst):
     Options = OptTreeOptions
     compiled = "vllm_adaptive_tree.proposers.opt_tree_cpu:OptTreeCPU"
     kinds = ("one_hot",)
+    by_value = True
 
     def __init__(self, *, max_depth: int, threshold: float):
         """`floor` is a log path probability: a budget would prune all children of a node below it."""

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from vllm_adaptive_tree.options import COUNT, Options, flag, is_count, number, option
 
@@ -49,6 +49,9 @@ class MethodOptions(Options):
     )
     """JSON file that keeps what `budget` "auto" measures and learns across processes; "auto": a file in vLLM's cache
     folder per pair, machine and method; None: nothing is kept."""
+
+    lookup: ClassVar[str | None] = None
+    """Look-up that is merged unless `tree` names another or null."""
 
     def __post_init__(self) -> None:
         Options.__post_init__(self)

@@ -142,6 +142,9 @@ class Draft(Protocol):
     def continuations(self, levels: int) -> Continuations | None:
         """Continuations of the text to be merged into the trees: of a look-up beside the draft, or while it rests."""
 
+    def merge(self, proposal: Proposal, continuations: Continuations) -> Proposal:
+        """The best nodes of the trees and of the continuations together: `proposers.merging.merge`."""
+
     def keep(self, proposal: Proposal, merged: Continuations | None) -> None:
         """Keep the trees for the next verification: all, or what the budget affords."""
 

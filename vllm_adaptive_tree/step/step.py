@@ -4,7 +4,6 @@ from typing import Any, Generic, TypeVar
 
 from vllm_adaptive_tree.acceptance import Accepted
 from vllm_adaptive_tree.methods import Pair
-from vllm_adaptive_tree.proposers.merging import merge
 from vllm_adaptive_tree.step.accept import accept
 from vllm_adaptive_tree.step.ports import Draft, Engine, Requests, Target, Verification
 
@@ -71,8 +70,7 @@ class TreeStep(Generic[V]):
             proposal = draft.grow(levels) if levels else draft.empty()
             continuations = draft.continuations(levels)
             if continuations is not None:
-                depth = self.pair.proposer.max_depth
-                proposal = merge(proposal, continuations, nodes=draft.nodes, max_depth=depth)
+                proposal = draft.merge(proposal, continuations)
             if draft.limits is not None:
                 proposal = proposal.cut(draft.limits)
             draft.keep(proposal, continuations)

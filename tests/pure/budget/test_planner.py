@@ -459,3 +459,20 @@ def test_what_a_look_up_brings_is_hoped_for_beside_a_draft_that_nobody_knows():
     budget.known[1] = 0.0
     budget._plans.clear()
     assert found(budget, brings=0.95)[0].levels > 0
+
+
+def test_where_look_ups_are_all_there_is_nothing_is_drafted_or_probed():
+    """The price of a row is what the look-ups bring."""
+    costs = Costs(curve((1, 1.0), (100, 10.0)), curve((1, 0.05), (1000, 0.05)))
+    budget = timed(Planner(costs, sampled=False, drafts=False))
+    depth, value = torch.tensor([[1, 2, 3]]), torch.tensor([[0.9, 0.8, 0.01]])
+    greedy, kept = torch.tensor([True]), list[int]()
+    assert budget.begin([True]).levels == 0, "from the first step"
+    for _ in range(2 * PROBE_EVERY):
+        plan = budget.begin([True])
+        budget.observe_trees(value, depth, greedy, plan, level=torch.zeros_like(depth))
+        kept.append(int(budget.share(value, depth, greedy).sum()))
+        assert plan.levels == 0
+    assert set(kept) == {2}
+    assert budget.plan.price > 2 / costs.verify.cost(3)
+    assert Budget(sampled=False, most=4, drafts=False).begin([True]) == Plan(0, 0.0, most=4)

@@ -169,7 +169,9 @@ def save_profile(worker: Any) -> None:
 def _new(runner: Any, costs: Costs) -> Learning:
     costs = costs.in_graphs(runner.compilation_config.cudagraph_capture_sizes)
     temperature = DraftTemperature(GREEDY_DRAFT_TEMPERATURE) if runner.steering.steered.temperature else None
-    return Learning(Planner(costs, sampled=runner.cuts_sampled), temperature, runner.steering)
+    return Learning(
+        Planner(costs, sampled=runner.cuts_sampled, drafts=not runner.pair.looks_up), temperature, runner.steering
+    )
 
 
 def _restored(runner: Any, data: dict[str, Any]) -> Learning:

@@ -24,7 +24,7 @@ from vllm_adaptive_tree.engine.v1.requests import HostRequests
 from vllm_adaptive_tree.engine.v1.text_drafter import token_history
 from vllm_adaptive_tree.engine.v1.verification import Verification
 from vllm_adaptive_tree.proposers import Proposal, Request, draft_tree
-from vllm_adaptive_tree.proposers.merging import draft_levels
+from vllm_adaptive_tree.proposers.merging_cpu import draft_levels, merge
 from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE
 
 
@@ -70,9 +70,10 @@ class HostDraft:
 
     def begin(self) -> int:
         greedy = [is_greedy(self.runner.requests[name].sampling_params) for name in self.names]
-        levels = ALL if self.budget is None else self.budget.begin_levels(greedy)
+        looks_up = self.runner.pair.looks_up
+        levels = (0 if looks_up else ALL) if self.budget is None else self.budget.begin_levels(greedy)
         self.drafting = levels > 0 and any(self.most)
-        self.engine.fallback_reasons = dict.fromkeys(self.names, DRAFT if levels else BUDGET)
+        self.engine.fallback_reasons = dict.fromkeys(self.names, DRAFT if levels or looks_up else BUDGET)
         return levels
 
     def read(self, accepted: Accepted | None, levels: int) -> bool:
@@ -131,9 +132,13 @@ class HostDraft:
         with self.runner.clock.phase("tree"):
             roots = {item.row: item.root for item in self.rooted if item.root is not None}
             found = lookup.continuations(token_history(self.runner.input_batch, roots))
-            found = masked_continuations(found, self.grammars)
+            found = masked_continuations(found, self.grammars).only(self.request.chosen)
         self.looking = time.perf_counter() - started
         return found
+
+    def merge(self, proposal: Proposal, continuations: Continuations) -> Proposal:
+        with self.runner.clock.phase("tree"):
+            return merge(proposal, continuations, nodes=self.nodes)
 
     def keep(self, proposal: Proposal, merged: Continuations | None) -> None:
         runner, engine = self.runner, self.engine

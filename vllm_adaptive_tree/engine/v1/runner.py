@@ -59,7 +59,8 @@ class TreeModelRunner(CPUModelRunner):
         self.known_grammars = Grammars(vllm_config)
         self.seeds = Seeds(vllm_config.model_config.seed)
         lookup = self.options.lookup
-        self.lookup = None if lookup is None else lookup.build(vllm_config.model_config.get_vocab_size())
+        vocabulary = vllm_config.model_config.get_vocab_size()
+        self.lookup = None if lookup is None else lookup.build(vocabulary, compiled=True)
         self.offers = self.lookup or verifiable_lookup(getattr(self.drafter, "draft", None), self.pair)
         """Look-up that proposes trees while the draft rests."""
         self.steering = ThresholdController(self.proposer, self.options.tree.steered)
@@ -69,7 +70,7 @@ class TreeModelRunner(CPUModelRunner):
         self.clock = PhaseClock()
         self.budget: HostBudget | None = None
         if isinstance(most := self.options.tree.budget, int):
-            self.begin_budget(Budget(sampled=self.cuts_sampled, most=most))
+            self.begin_budget(Budget(sampled=self.cuts_sampled, most=most, drafts=not self.pair.looks_up))
         self.attention = TargetAttention(self)
         self.recorder: Recorder | None = None
         self.record = step_record(vllm_config, self.options)

@@ -22,7 +22,7 @@ class HostTextDrafter:
     def __init__(self, vllm_config: Any):
         options = tree_options(vllm_config)
         assert options.text is not None
-        self.draft = options.text.build(vllm_config.model_config.get_vocab_size())
+        self.draft = options.text.build(vllm_config.model_config.get_vocab_size(), compiled=True)
 
     def load_model(self, target: Any) -> None:
         """Do nothing: there is no model."""

@@ -10,7 +10,7 @@ from vllm_adaptive_tree.budget.planner import ALL
 from vllm_adaptive_tree.drafters import Continuations
 from vllm_adaptive_tree.engine.v2.token_history import token_history
 from vllm_adaptive_tree.proposers import Proposal
-from vllm_adaptive_tree.proposers.merging import draft_levels
+from vllm_adaptive_tree.proposers.merging import draft_levels, merge
 
 
 class DeviceDraft:
@@ -35,6 +35,8 @@ class DeviceDraft:
         speculator.readback.next_step()
         speculator.missed = 0
         levels: int = ALL if budget is None else budget.begin_step(self.greedy)
+        if speculator.pair.looks_up:
+            levels = 0
         if budget is not None and levels:
             budget.steer(requests, requests)
         self.drafting = levels > 0
@@ -71,7 +73,11 @@ class DeviceDraft:
         if lookup is None:
             return None
         found: Continuations = lookup.continuations(token_history(self.batch, speculator.states))
-        return found
+        return found.only(speculator.chosen(self.batch.num_reqs))
+
+    def merge(self, proposal: Proposal, continuations: Continuations) -> Proposal:
+        depth = self.speculator.pair.proposer.max_depth
+        return merge(proposal, continuations, nodes=self.nodes, max_depth=depth)
 
     def keep(self, proposal: Proposal, merged: Continuations | None) -> None:
         speculator, batch = self.speculator, self.batch

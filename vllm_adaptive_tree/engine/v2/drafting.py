@@ -24,7 +24,7 @@ from vllm_adaptive_tree.engine.v2.readback import AsyncReadback
 from vllm_adaptive_tree.engine.v2.verification import Verification
 from vllm_adaptive_tree.kernels.reading import CHOSEN, READY, Cache, DraftInputs, Shaping, StepTensors
 from vllm_adaptive_tree.methods import verifiable_lookup
-from vllm_adaptive_tree.proposers import Proposal, Proposer, Request, draft_tree
+from vllm_adaptive_tree.proposers import Proposal, Request, draft_tree
 from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE
 from vllm_adaptive_tree.step import TreeStep
 from vllm_adaptive_tree.trees import TreeBatch
@@ -120,6 +120,8 @@ class TreeDrafting(BaseSpeculator):
             self.options.lookup,
             self.options.text,
         )
+        if lookup is not None and lookup.by_default:
+            lookup = None  # in tensors it costs as much as a level
         self.lookup = None if lookup is None else lookup.build(vocabulary)
         self.text = None if text is None else text.build(vocabulary)
         self.offers = self.lookup or verifiable_lookup(self.text, self.pair)
@@ -160,7 +162,11 @@ class TreeDrafting(BaseSpeculator):
         """True if the proposer may ask which requests walk with the target's own draws; of most methods the greedy ones
         have chosen children."""
         proposer = self.pair.proposer
-        return proposer.acceptance is not None or type(proposer).chooses is not Proposer.chooses
+        return proposer.acceptance is not None or proposer.either
+
+    def chosen(self, requests: int) -> Tensor | None:
+        """[R] bool: requests of this step that walk with the target's own draws; None: all do."""
+        return self.inputs.chosen[:requests].bool() if self.tells_chosen else None
 
     @abstractmethod
     def read(self, target: TargetOutput) -> None:
@@ -351,7 +357,7 @@ class TreeDrafting(BaseSpeculator):
                     temperature,
                     inputs.greedy[:requests].bool(),
                     counter_rng(seed, inputs.position[:requests], purpose=0),
-                    chosen=inputs.chosen[:requests].bool() if self.tells_chosen else None,
+                    chosen=self.chosen(requests),
                 ),
                 agree=agree,
                 keep=keep,
