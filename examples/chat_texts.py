@@ -21,7 +21,7 @@ from pathlib import Path
 
 from vllm import LLM, SamplingParams
 
-CHUNK = 192  # chats of a file
+CHUNK = 192  # chats that are written together
 HELD_OUT = 5  # one chat in
 TEMPERATURES = (0.0, 0.7, 1.0)
 OPENINGS = (
@@ -52,7 +52,7 @@ def functions() -> list[str]:
 
 
 def openings(number: int, known: list[str]) -> Iterator[str]:
-    """The beginnings of the questions of one file; whole questions end with a newline."""
+    """The beginnings of the questions of one chunk; whole questions end with a newline."""
     chance = random.Random(number)
     for i in range(CHUNK):
         if i % 3 == 0:
@@ -64,7 +64,7 @@ def openings(number: int, known: list[str]) -> Iterator[str]:
 
 
 def write(model: LLM, number: int, known: list[str], longest: int) -> tuple[list[str], list[str]]:
-    """Chats to train on and held-out questions of file `number`."""
+    """Chats to train on and held-out questions of chunk `number`."""
     tokenizer = model.get_tokenizer()
     marker = "QUESTION"
     shape = tokenizer.apply_chat_template([{"role": "user", "content": marker}], tokenize=False)
@@ -113,13 +113,13 @@ def main() -> None:
     known = functions()
     model = LLM(options.model, dtype="float32", max_model_len=2048, max_num_seqs=options.requests, enforce_eager=True)
     for number in range(options.chats // CHUNK):
-        file = options.out / f"{number:04}.txt"
-        if file.exists():
+        if f"{number:04}" in held_out:
             continue
         chats, held_out[f"{number:04}"] = write(model, number, known, options.longest)
+        for i, chat in enumerate(chats):
+            (options.out / f"{number:04}-{i:03}.txt").write_text(chat, encoding="utf-8")
         questions.write_text(json.dumps(held_out, indent=1))
-        file.write_text("\n".join(chats), encoding="utf-8")
-        print(f"{file}: {len(chats)} chats", flush=True)
+        print(f"{(number + 1) * CHUNK} of {options.chats}", flush=True)
 
 
 if __name__ == "__main__":
