@@ -98,13 +98,13 @@ def with_target(arguments: Sequence[str]) -> list[str]:
 
 def _target_of(model: str) -> str | None:
     """Target that a head in the format of speculators names; None: it is none, or cannot be read here."""
-    file = Path(model, "config.json")
     try:
-        if not Path(model).is_dir():
-            from huggingface_hub import hf_hub_download
+        if Path(model).is_dir():
+            written = json.loads(Path(model, "config.json").read_text())
+        else:
+            from vllm_adaptive_tree.engine.checkpoint import written_config
 
-            file = Path(hf_hub_download(model, "config.json"))
-        written = json.loads(file.read_text())
+            written = written_config(model, None, False)
     except Exception:  # vLLM reports it
         return None
     verifier = (written.get("speculators_config") or {}).get("verifier") or {}
