@@ -8,11 +8,11 @@ nodes.
 """
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 from benchmarks.tokens_per_step import PAIR, measured, prompts
+from vllm_adaptive_tree.bench.provenance import save
 
 METHODS: dict[str, dict[str, Any]] = {
     "opt_tree": {"threshold": 0},
@@ -53,7 +53,7 @@ def main() -> None:
     rows.append({"method": "opt_tree", "nodes": 12, **measured(head, texts)})
     print(*rows[-2:], sep="\n")
     if options.out:
-        options.out.write_text(json.dumps(rows, indent=2) + "\n")
+        save(options.out, rows)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.tokens_per_step import NEW_TOKENS, PAIR, prompts
+from vllm_adaptive_tree.bench.provenance import save
 from vllm_adaptive_tree.budget.acceptance_model import Calibration
 from vllm_adaptive_tree.drafters import ByDepth, ByParent
 from vllm_adaptive_tree.heads import checkpoint
@@ -75,7 +76,7 @@ def main() -> None:
             found["acceptance_by_depth"] += depths
             print(*rows, *depths, sep="\n", flush=True)
     if options.out:
-        options.out.write_text(json.dumps(found, indent=2) + "\n")
+        save(options.out, found)
 
 
 def continued(target: Any, prompt: list[int], temperature: float) -> Text:

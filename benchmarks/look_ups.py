@@ -7,12 +7,12 @@ edit; the target goes on with 128 tokens. It measures acceptance, not speed.
 """
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 from benchmarks.tokens_per_step import NEW_TOKENS, PAIR, measured
 from examples.train_demo_pair import documents, is_held_out
+from vllm_adaptive_tree.bench.provenance import save
 
 SHOWN, AGAIN = 900, 120
 """Characters of a piece, and of its repetition."""
@@ -61,7 +61,7 @@ def main() -> None:
         rows.append({"name": name, "tokens_per_step": tokens / (tokens - accepted), "nodes": found["nodes_per_step"]})
         print(rows[-1], flush=True)
     if options.out:
-        options.out.write_text(json.dumps(rows, indent=2) + "\n")
+        save(options.out, rows)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from benchmarks.structured import SHAPES
 from benchmarks.tokens_per_step import PAIR
+from vllm_adaptive_tree.bench.provenance import save
 from vllm_adaptive_tree.drafters import Rows
 from vllm_adaptive_tree.engine.grammar.masked_drafter import MaskedDrafter, unpacked
 from vllm_adaptive_tree.engine.grammar.walk import Bounds, GrammarWalk, TreeTokens
@@ -176,7 +177,7 @@ def main() -> None:
             rows.append(measure(kind, made, size))
             print(rows[-1], flush=True)
     if options.out:
-        options.out.write_text(json.dumps(rows, indent=2) + "\n")
+        save(options.out, rows)
 
 
 if __name__ == "__main__":

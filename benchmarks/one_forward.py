@@ -21,6 +21,7 @@ from typing import Any
 
 from benchmarks.tokens_per_step import PAIR, prompts, start
 from vllm_adaptive_tree.bench.models import enlarge
+from vllm_adaptive_tree.bench.provenance import save
 from vllm_adaptive_tree.bench.vllm_55005 import repair_sampling
 from vllm_adaptive_tree.cli.arguments import parameters
 
@@ -128,7 +129,7 @@ def main() -> None:
                 print(json.dumps(row), flush=True)
             llm.llm_engine.engine_core.shutdown()
     if options.out:
-        options.out.write_text(json.dumps(found, indent=2) + "\n")
+        save(options.out, found)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.tokens_per_step import PAIR, measure, prompts, start
+from vllm_adaptive_tree.bench.provenance import save
 
 TEMPERATURES = (0.0, 0.6, 1.0)
 BINARY, TERNARY = {"shape": "binary"}, {"shape": "ternary"}
@@ -60,7 +61,7 @@ def main() -> None:
     parser.add_argument("--temperatures", type=float, nargs="+", default=TEMPERATURES)
     options = parser.parse_args()
     texts = prompts(options.prompts)
-    rows: list[dict[str, Any]] = json.loads(options.out.read_text()) if options.out.exists() else []
+    rows: list[dict[str, Any]] = json.loads(options.out.read_text())["rows"] if options.out.exists() else []
     for method, tree, rule in METHODS if options.methods else CONFIGS:
         key = {
             "method": method,
@@ -75,7 +76,7 @@ def main() -> None:
             rows.append({**key, "temperature": temperature, **measure(llm, texts, temperature)})
             print(rows[-1], flush=True)
         llm.llm_engine.engine_core.shutdown()
-        options.out.write_text(json.dumps(rows, indent=1) + "\n")
+        save(options.out, rows)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from typing import Any
 
 from benchmarks.tokens_per_step import PAIR, prompts
 from vllm_adaptive_tree.bench.models import enlarge
+from vllm_adaptive_tree.bench.provenance import save
 from vllm_adaptive_tree.cli.arguments import parameters
 from vllm_adaptive_tree.proposers import METHODS
 
@@ -144,7 +145,7 @@ def main() -> None:
                     found.append(one)
                     print(json.dumps(one), flush=True)
     if options.out:
-        options.out.write_text(json.dumps(found, indent=2) + "\n")
+        save(options.out, found)
 
 
 if __name__ == "__main__":

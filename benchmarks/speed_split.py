@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.train_demo_pair import documents, is_held_out
+from vllm_adaptive_tree.bench.provenance import save
 
 LONGEST = 900
 """Most characters of a prompt: about 300 tokens of the bundled pair."""
@@ -107,7 +108,7 @@ def main() -> None:
     if options.folder:
         write(options.folder, kinds)
     if options.out:
-        options.out.write_text(json.dumps(measured(kinds), indent=2) + "\n")
+        save(options.out, measured(kinds))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from typing import Any
 from unittest.mock import patch
 
 from benchmarks.tokens_per_step import PAIR, prompts
+from vllm_adaptive_tree.bench.provenance import save
 
 BATCH = 16
 SCHEMA = {
@@ -224,7 +225,7 @@ def main() -> None:
     clock = MaskClock()
     rows = [row for way in options.ways for row in run(way, clock, options.kinds, options.prompts, options.rounds)]
     if options.out:
-        options.out.write_text(json.dumps(rows, indent=2) + "\n")
+        save(options.out, rows)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ Greedy, float32, on the bundled pair and the modules held out from its training,
 """
 
 import argparse
-import json
 import os
 import statistics
 from pathlib import Path
@@ -21,6 +20,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import vllm_adaptive_tree
 from examples.train_demo_pair import documents, is_held_out
+from vllm_adaptive_tree.bench.provenance import save
 
 PAIR = Path(vllm_adaptive_tree.__file__).parent / "demo_pair"
 BATCH, PROMPT_CHARACTERS, NEW_TOKENS = 16, 300, 128
@@ -120,7 +120,7 @@ def main() -> None:
             print(rows[-1], flush=True)
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(rows, indent=2) + "\n")
+        save(options.out, rows)
 
 
 if __name__ == "__main__":

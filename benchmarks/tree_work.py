@@ -13,7 +13,6 @@ one level beside one read of their bfloat16 logits (`amax`); `--part step`, all 
 """
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -25,6 +24,7 @@ import torch
 from torch import Tensor
 
 from vllm_adaptive_tree.acceptance import RULES, Accepted, Children, traversal, walk
+from vllm_adaptive_tree.bench.provenance import save
 from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.drafters import Frontier, Rows
 from vllm_adaptive_tree.methods import resolve
@@ -289,7 +289,7 @@ def main() -> None:
             flush=True,
         )
     if options.out:
-        options.out.write_text(json.dumps(rows, indent=1) + "\n")
+        save(options.out, rows)
 
 
 if __name__ == "__main__":

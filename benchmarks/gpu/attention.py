@@ -26,6 +26,7 @@ from torch import Tensor
 
 from benchmarks.gpu.timing import copy_bandwidth, microseconds
 from vllm_adaptive_tree.attention import reference
+from vllm_adaptive_tree.bench.provenance import save
 from vllm_adaptive_tree.trees import TreeBatch
 from vllm_adaptive_tree.trees.masks import WORD, ancestor_bits
 from vllm_adaptive_tree.trees.orders import depth_first, mask_blocks, permuted
@@ -292,7 +293,7 @@ def main() -> int:
         "skipping": [measured_skipping(nodes) for nodes in LARGE],
     }
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(results, indent=1) + "\n")
+    save(out, results)
     print(json.dumps(results, indent=1))
     return 0
 

@@ -27,6 +27,7 @@ from triton.compiler import ASTSource
 
 from vllm_adaptive_tree.attention import plan, triton_tree
 from vllm_adaptive_tree.attention.plan import LANES, MOST_SPLITS, Tiling
+from vllm_adaptive_tree.bench.provenance import save
 from vllm_adaptive_tree.kernels import commit, layout, reading, rejection, sampling
 from vllm_adaptive_tree.trees.masks import WORD
 from vllm_adaptive_tree.vocab_ops import CHUNK
@@ -269,7 +270,7 @@ def main() -> int:
                 print(*rows[-1], flush=True)
     results = {"triton": triton.__version__, "kernels": [row._asdict() for row in rows]}
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(results, indent=1) + "\n")
+    save(arguments.out, results)
     faults = [fault for row in rows for fault in row.faults]
     print(*faults, sep="\n", file=sys.stderr)
     return 1 if faults else 0

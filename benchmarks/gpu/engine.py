@@ -26,6 +26,7 @@ import torch
 from vllm_adaptive_tree.bench.environment import DRAFT, HEAD, TARGET
 from vllm_adaptive_tree.bench.models import enlarge
 from vllm_adaptive_tree.bench.prompts import PROMPTS
+from vllm_adaptive_tree.bench.provenance import save
 
 METHODS: dict[str, dict[str, Any]] = {
     "adaptive_tree": {"method": "adaptive_tree", "model": DRAFT, "num_speculative_tokens": 16},
@@ -174,7 +175,7 @@ def main() -> int:
             enlarge(Path(TARGET), Path(model), int(options.enlarge_to))
         results = {"device": device, "torch": torch.__version__, **measured(model, options)}
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(results, indent=1) + "\n")
+    save(options.out, results)
     return 0 if all(row.get("good", True) for row in results["rows"]) else 1
 
 

@@ -23,6 +23,7 @@ from shutil import copytree
 from typing import Any, NamedTuple
 
 from tests import interpreter
+from vllm_adaptive_tree.bench.provenance import save
 
 REQUESTS = 2
 
@@ -279,7 +280,7 @@ def main() -> int:
     results = json.loads(options.out.read_text()) if options.out.exists() else {}
     results[options.name] = {"nodes": sizes.nodes, "levels": sizes.depth, "requests": REQUESTS, "rows": rows}
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(results, indent=1) + "\n")
+    save(options.out, results)
     return 0
 
 

@@ -28,6 +28,7 @@ from benchmarks.tree_work import CASES
 from vllm_adaptive_tree import kernels
 from vllm_adaptive_tree.acceptance import Accepted, Children, TargetOnly, traversal, walk
 from vllm_adaptive_tree.acceptance.rule import Draw
+from vllm_adaptive_tree.bench.provenance import save
 from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.drafters import Rows
 from vllm_adaptive_tree.kernels import FUSED_RULES, TRAVERSAL_KINDS, FusedRNG, TraversalInputs
@@ -230,7 +231,7 @@ def main() -> int:
         "rows": rows,
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(results, indent=1) + "\n")
+    save(options.out, results)
     return 0
 
 

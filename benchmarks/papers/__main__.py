@@ -88,7 +88,10 @@ def write(scale: Scale, store: Store, results: Path, docs: Path) -> None:
         works = module.jobs(scale)
         if all(store.has(work) for work in works.values()):
             sections[name] = module.section(store.of(works), results / "figures")
-    verdicts = {name: [claim._asdict() for claim in section.claims] for name, section in sections.items()}
+    verdicts: dict[str, Any] = {
+        name: [claim._asdict() for claim in section.claims] for name, section in sections.items()
+    }
+    verdicts["provenance"] = store.found.get("provenance")
     (results / "verdicts.json").write_text(json.dumps(verdicts, indent=1, ensure_ascii=False) + "\n")
     (docs / "papers.md").write_text(summary.page(list(sections.values()), scale))
     (results / "tables.md").write_text(summary.tables(list(sections.values())))

@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from benchmarks.papers.bootstrap import merged
 from benchmarks.papers.decoding import Cell
+from vllm_adaptive_tree.bench.provenance import provenance
 
 Results = Mapping[str, Any]
 
@@ -80,7 +81,7 @@ class Store:
         self.found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
 
     def save(self, job: Job, result: Any) -> None:
-        self.found[job.key] = result
+        self.found |= {job.key: result, "provenance": provenance()}
         lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in sorted(self.found.items()))
         self.file.parent.mkdir(parents=True, exist_ok=True)
         beside = self.file.with_suffix(".unfinished")

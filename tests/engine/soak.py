@@ -19,7 +19,7 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from tests.engine.adapters import RANK, adapter
 from tests.engine.engines import PROMPTS, TARGET, Engines, assert_identical, metric, runner_of, tree
-from vllm_adaptive_tree.files import atomic_write
+from vllm_adaptive_tree.bench.provenance import save
 
 SMALL = {"num_gpu_blocks_override": 28, "max_model_len": 256, "max_num_batched_tokens": 1024, "max_num_seqs": 32}
 """Blocks for about 20 requests, so that more preempt each other."""
@@ -199,7 +199,7 @@ def main() -> None:
     def tell(found: dict[str, Any]) -> None:
         print(json.dumps(found), flush=True)
         if given.out is not None:
-            atomic_write(given.out, (json.dumps(found) + "\n").encode())
+            save(given.out, found)
 
     with tempfile.TemporaryDirectory() as folder:
         requests = pool(Path(folder))

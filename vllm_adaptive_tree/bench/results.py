@@ -10,6 +10,7 @@ from statistics import median as median_of
 from typing import Any
 
 from vllm_adaptive_tree.bench.plan import BASE, Cell, Config
+from vllm_adaptive_tree.bench.provenance import provenance
 from vllm_adaptive_tree.bench.rounds import Measurement, Round
 from vllm_adaptive_tree.bench.statistics import ByRound, Estimate, median, percentile, ratio, ratio_through, row_to_json
 
@@ -193,7 +194,9 @@ def to_json(
     settings: Mapping[str, Any], rows: Sequence[Row], bursty: Sequence[BurstyRow], failures: Mapping[str, str]
 ) -> dict[str, Any]:
     phases = [row_to_json(row) for row in bursty]
-    return {"settings": settings, "rows": [row_to_json(row) for row in rows], "bursty": phases, "failures": failures}
+    steady = [row_to_json(row) for row in rows]
+    told = {"provenance": provenance(), "settings": settings}
+    return {**told, "rows": steady, "bursty": phases, "failures": failures}
 
 
 def to_csv(rows: Sequence[Row]) -> str:
