@@ -1,0 +1,133 @@
+"""Tokens per step on SmolLM2-135M-Instruct, by method, number of nodes and temperature, beside vLLM's own speculation.
+
+    python -m benchmarks.smollm2 --head HEAD --chat texts/held_out.json --humaneval HumanEval.jsonl.gz \\
+        --out benchmarks/results/smollm2.json
+
+The model is that of `vllm-adaptive-tree fetch-model smollm2`; prompts are questions in its chat template: HumanEval's,
+and those that `examples/chat_texts.py` has held out. Float32, whole trees (`budget: null`), requests in batches. It
+measures acceptance, not speed. A step without drafts counts, too: n tokens of which a were drafted took n - a steps.
+"""
+
+import argparse
+import gzip
+import json
+import random
+import statistics
+from pathlib import Path
+from typing import Any
+
+from benchmarks.tokens_per_step import BATCH, NEW_TOKENS, start
+
+SAMPLED_PROMPTS = 1  # seed of the choice of prompts
+
+
+def humaneval(file: Path, count: int) -> list[str]:
+    """Prompts of HumanEval's JSON lines, plain or compressed."""
+    data = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+    prompts = [json.loads(line)["prompt"].strip() for line in data.decode().splitlines() if line.strip()]
+    chosen = random.Random(SAMPLED_PROMPTS).sample(prompts, min(count, len(prompts)))
+    return [f"Complete this Python function.\n\n```python\n{prompt}\n```" for prompt in chosen]
+
+
+def held_out(file: Path, count: int) -> list[str]:
+    """Questions that no draft was trained on."""
+    found = [question for chunk in json.loads(file.read_text()).values() for question in chunk]
+    return random.Random(SAMPLED_PROMPTS).sample(found, min(count, len(found)))
+
+
+def configurations(head: str | None, nodes: list[int]) -> dict[str, dict[str, Any]]:
+    """Name -> speculative_config; vLLM's n-gram chain is the last, since no engine starts after it in a process."""
+
+    def tree(method: str, model: str, count: int, **options: Any) -> dict[str, Any]:
+        return {
+            "method": method,
+            "model": model,
+            "num_speculative_tokens": count,
+            "tree": {"budget": None, **options},
+        }
+
+    found = {}
+    if head is not None:
+        for length in (1, 3, 5):
+            found[f"vLLM's chain of {length}"] = {"method": "eagle3", "model": head, "num_speculative_tokens": length}
+        for count in nodes:
+            found[f"adaptive_tree, {count} nodes"] = tree("adaptive_tree", head, count)
+        for method in ("opt_tree", "dyspec", "eagle2", "sequoia"):
+            found[f"{method}, 24 nodes"] = tree(method, head, 24)
+        found["adaptive_tree, 24 nodes, no look-up"] = tree("adaptive_tree", head, 24, lookup=None)
+    for count in nodes:
+        found[f"adaptive_tree, ngram, {count} nodes"] = tree("adaptive_tree", "ngram", count)
+    ngram = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 4}
+    found["vLLM's ngram chain of 5"] = {**ngram, "num_speculative_tokens": 5}
+    return found
+
+
+def measure(llm: Any, texts: list[str], temperature: float) -> dict[str, float]:
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=temperature, max_tokens=NEW_TOKENS, ignore_eos=True)
+
+    def accepted() -> float:
+        return sum(m.value for m in llm.get_metrics() if m.name == "vllm:spec_decode_num_accepted_tokens")
+
+    each, before = [], accepted()
+    for first in range(0, len(texts), BATCH):
+        batch = texts[first : first + BATCH]
+        llm.generate(batch, params, use_tqdm=False)
+        tokens, after = len(batch) * (NEW_TOKENS - 1), accepted()
+        each.append(tokens / (tokens - (after - before)))
+        before = after
+    return {
+        "tokens_per_step": statistics.harmonic_mean(each),
+        "standard_error": statistics.stdev(each) / len(each) ** 0.5 if len(each) > 1 else float("nan"),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="folder of the model (default: fetched, or as fetched before)")
+    parser.add_argument("--head", help="folder of an EAGLE-3 head for it")
+    parser.add_argument("--humaneval", type=Path, help="HumanEval.jsonl.gz")
+    parser.add_argument("--chat", type=Path, help="held_out.json of examples/chat_texts.py")
+    parser.add_argument("--prompts", type=int, default=48, help="of each kind (default: %(default)s)")
+    parser.add_argument("--nodes", type=int, nargs="+", default=[8, 24, 48])
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7, 1.0])
+    parser.add_argument("--only", help="configurations whose names contain this")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+
+    from transformers import AutoTokenizer
+
+    from vllm_adaptive_tree.files import cache_folder
+    from vllm_adaptive_tree.models.fetch import fetch
+
+    model = options.model or fetch("smollm2", cache_folder() / "models", say=print).folder
+    questions = {}
+    if options.humaneval:
+        questions["HumanEval"] = humaneval(options.humaneval, options.prompts)
+    if options.chat:
+        questions["chat"] = held_out(options.chat, options.prompts)
+    template = AutoTokenizer.from_pretrained(model).apply_chat_template
+    prompts = {
+        name: [
+            template([{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True) for text in texts
+        ]
+        for name, texts in questions.items()
+    }
+    rows: list[dict[str, Any]] = []
+    for name, spec in configurations(options.head, options.nodes).items():
+        if options.only and options.only not in name:
+            continue
+        llm = start(spec, model)
+        for temperature in options.temperatures:
+            for kind, texts in prompts.items():
+                row = {"configuration": name, "prompts": kind, "temperature": temperature}
+                rows.append({**row, **measure(llm, texts, temperature)})
+                print(rows[-1], flush=True)
+        llm.llm_engine.engine_core.shutdown()
+        if options.out:
+            options.out.write_text(json.dumps(rows, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
