@@ -75,11 +75,12 @@ def runner_of(llm: Any) -> Any:
 def set_costs(monkeypatch: Any, **costs: Any) -> None:
     """Let the next engines of this process measure these: "verify" and "draft" as curves' JSON, "context"."""
     from vllm_adaptive_tree.budget import Costs
+    from vllm_adaptive_tree.engine.startup.measuring import MeasuredCosts
 
     module = importlib.import_module(f"vllm_adaptive_tree.engine.{'v2' if V2 else 'v1'}.startup_costs")
     free = {"rows": [1, 1000], "seconds": [1e-9, 1e-9]}
     found = {"draft": free, "context": 0.0, **costs}
-    monkeypatch.setattr(module, "measured_costs", lambda *_: Costs.from_json(found))
+    monkeypatch.setattr(module, "measured_costs", lambda *_: MeasuredCosts(Costs.from_json(found), 1.0))
 
 
 def metric(llm: Any, name: str) -> float:

@@ -23,6 +23,7 @@ from vllm_adaptive_tree.engine.startup import cost_profile
 from vllm_adaptive_tree.engine.startup import finish as startup
 from vllm_adaptive_tree.engine.startup.cost_profile import key_of
 from vllm_adaptive_tree.engine.startup.finish import finish_startup
+from vllm_adaptive_tree.engine.startup.measuring import MeasuredCosts
 from vllm_adaptive_tree.proposers.dyspec import MIN_THRESHOLD
 from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE
 
@@ -38,16 +39,17 @@ COSTS: dict[str, Any] = {
 class Measures:
     """Of no forward."""
 
-    def __init__(self) -> None:
+    def __init__(self, disturbance: float = 1.0) -> None:
         self.asked: list[str] = []
+        self.disturbance = disturbance
 
     def measured_threshold(self, runner: Any, nodes: int) -> float:
         self.asked.append("threshold")
         return 0.31
 
-    def measured_costs(self, runner: Any, nodes: int) -> Costs:
+    def measured_costs(self, runner: Any, nodes: int) -> MeasuredCosts:
         self.asked.append("costs")
-        return Costs.from_json({**COSTS, "context": 0.0})
+        return MeasuredCosts(Costs.from_json({**COSTS, "context": 0.0}), self.disturbance)
 
 
 def test_dyspec_fills_its_trees(engines: Engines) -> None:
@@ -116,9 +118,11 @@ BEGUN: list[Any] = []
 """Arguments with which the last engine that `settled` began."""
 
 
-def settled(runner: Any, monkeypatch: pytest.MonkeyPatch, *, rank: int = 0, **options: Any) -> list[str]:
+def settled(
+    runner: Any, monkeypatch: pytest.MonkeyPatch, *, rank: int = 0, disturbance: float = 1.0, **options: Any
+) -> list[str]:
     """Names of the numbers that an engine with these options would measure; the engine is unchanged afterwards."""
-    measures, profile = Measures(), runner.profile
+    measures, profile = Measures(disturbance), runner.profile
     with monkeypatch.context() as patch:
         patch.setattr(runner, "begin_budget", lambda *learnt: BEGUN.append(learnt))
         patch.setattr(runner, "options", replace(runner.options, tree=replace(runner.options.tree, **options)))
@@ -218,11 +222,23 @@ def test_the_default_is_a_file_in_vllms_cache(llm: Any, tmp_path: Path, monkeypa
     assert settled(runner, monkeypatch, cost_profile="auto") == ["costs"], "it starts all the same"
 
 
+def test_costs_of_a_busy_machine_are_not_kept(llm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, said = runner_of(llm), list[str]()
+    monkeypatch.setattr(cost_profile, "envs", SimpleNamespace(VLLM_CACHE_ROOT=str(tmp_path)))
+    monkeypatch.setattr(startup, "DISTURBED", 1.2)
+    monkeypatch.setattr(startup.logger, "warning", lambda line, *args: said.append(line % args))
+    for disturbance, kept in ((1.9, 0), (1.1, 1)):
+        assert settled(runner, monkeypatch, disturbance=disturbance, cost_profile="auto") == ["costs"]
+        assert len(list((tmp_path / "adaptive_tree").glob("*.json"))) == kept
+    assert len(said) == 1
+    assert "forwards took 1.9 times their CPU time" in said[0]
+
+
 def test_a_machine_that_is_too_slow_for_a_whole_profile(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Time is up after the first forward; the engine starts all the same."""
     monkeypatch.setattr(profile, "SECONDS", 0.0)
     with torch.inference_mode():
-        costs = profile.measured_costs(runner_of(llm), NODES)
+        costs = profile.measured_costs(runner_of(llm), NODES).costs
     assert costs.verify.rows.tolist() == [1, 2]
     assert costs.verify.cost(8) > 0
     assert costs.draft is not None

@@ -3,8 +3,10 @@
 from functools import partial
 
 import pytest
+import torch
 
-from vllm_adaptive_tree.engine.startup.measuring import fastest
+from vllm_adaptive_tree.engine.startup import measuring
+from vllm_adaptive_tree.engine.startup.measuring import Times, fastest, fastest_on_rank_0
 
 TRUE = [1.0, 2.0, 4.0]
 WARM_UP = 1
@@ -61,3 +63,21 @@ def test_ranks_that_must_agree_do_as_they_are_told():
     machine = Machine()
     assert machine.measured(5, seconds=0.0, sync_timeout=lambda timed_out: False) == TRUE
     assert machine.order == [0, 1, 2] * (WARM_UP + 5)
+
+
+@pytest.mark.parametrize(("slower", "expected"), [(1.0, TRUE), (1.1, [1.1, 2.2, 4.4]), (3.0, TRUE)])
+def test_a_thread_that_does_not_get_its_processor_is_timed_by_its_own_clock(slower, expected, monkeypatch):
+    """Something else is busy in every round: wall-clock time passes faster than the thread's."""
+    clock = {"wall": 0.0, "cpu": 0.0}
+    monkeypatch.setattr(measuring.time, "perf_counter", lambda: clock["wall"])
+    monkeypatch.setattr(measuring.time, "thread_time", lambda: clock["cpu"])
+    monkeypatch.setattr(measuring, "from_rank_0", lambda figures: figures)
+    monkeypatch.setattr(measuring, "DISTURBED", 1.2)  # engine tests have another
+
+    def forward(seconds: float) -> None:
+        clock["wall"] += slower * seconds
+        clock["cpu"] += seconds
+
+    forwards = [partial(partial, forward, seconds) for seconds in TRUE]
+    found = fastest_on_rank_0(forwards, rounds=3, seconds=1e9, least=3, device=torch.device("cpu"))
+    assert found == Times(pytest.approx(expected), pytest.approx(slower))

@@ -45,7 +45,7 @@ def measured(name: str, model: str, draft: str, dtype: str, most: int) -> Hardwa
             [partial(draft_level, runner.drafter, count) for count in rows],
         )
     )
-    context = measured_costs(runner, NODES).context
+    context = measured_costs(runner, NODES).costs.context
     offline.engine.engine_core.shutdown()
     costs = Costs(Curve(rows[: len(verify)], verify), Curve(rows[: len(levels)], levels), context)
     return Hardware(name, costs, (found.seconds - sum(found.phases[name] for name in FORWARDS)) / found.steps)

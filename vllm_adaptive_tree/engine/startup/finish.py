@@ -16,6 +16,7 @@ from vllm_adaptive_tree.engine.installation import NODE, difference, here
 from vllm_adaptive_tree.engine.names import CONFIG_KEY
 from vllm_adaptive_tree.engine.startup.cost_profile import LEARNT, CostProfile, digest, key_of
 from vllm_adaptive_tree.engine.startup.draft_memory import DraftMemory, LevelBuffers, format_bytes, own_weights
+from vllm_adaptive_tree.engine.startup.measuring import DISTURBED, MeasuredCosts
 from vllm_adaptive_tree.json_numbers import member
 from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE
 
@@ -27,7 +28,7 @@ class Measures(Protocol):
 
     def measured_threshold(self, runner: Any, nodes: int) -> float: ...
 
-    def measured_costs(self, runner: Any, nodes: int) -> Costs: ...
+    def measured_costs(self, runner: Any, nodes: int) -> MeasuredCosts: ...
 
 
 class Learning(NamedTuple):
@@ -150,7 +151,15 @@ def finish_startup(runner: Any, rank: int, measures: Measures) -> None:
                 profile.reject(error)
     source = "as an earlier process left them"
     if learning is None:
-        learning, source = _new(runner, measures.measured_costs(runner, nodes)), "measured"
+        costs, disturbance = measures.measured_costs(runner, nodes)
+        learning, source = _new(runner, costs), "measured"
+        if disturbance > DISTURBED:
+            profile = None
+            logger.warning(
+                "Something else keeps the processors busy: forwards took %.1f times their CPU time. The budget starts "
+                "from CPU time, and no cost profile is kept; start on an idle machine once",
+                disturbance,
+            )
     logger.info("tree budget 'auto': %s, %s", source, learning.planner.costs)
     runner.begin_budget(learning.planner, learning.temperature)
     if profile is not None:

@@ -2,10 +2,12 @@
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
 import torch
 
+from vllm_adaptive_tree.budget import Costs
 from vllm_adaptive_tree.engine.common.ranks import from_rank_0
 
 MIN_THRESHOLD, MAX_THRESHOLD = 0.05, 0.9
@@ -14,6 +16,20 @@ POINTS = 2
 """Fewest points of a curve that are measured, however long they take."""
 MAX_ROWS = 256
 """Most rows of a measured verification."""
+DISTURBED = 1.2
+"""Wall-clock time over CPU time from which times are those of a machine that something else keeps busy."""
+
+
+class Times(NamedTuple):
+    seconds: list[float]
+    disturbance: float
+    """Wall-clock time over CPU time of the thread; 1 on a device. If it exceeds `DISTURBED`, `seconds` are CPU time."""
+
+
+class MeasuredCosts(NamedTuple):
+    costs: Costs
+    disturbance: float  # as of `Times`
+
 
 Prepare = Callable[[], Callable[[], Any]]
 """Prepares, untimed, and returns the forward to time."""
@@ -57,19 +73,26 @@ def fastest(
 
 def fastest_on_rank_0(
     forwards: Sequence[Prepare], *, rounds: int, seconds: float, least: int, device: torch.device
-) -> list[float]:
+) -> Times:
     """Smallest times as of `fastest`, with the device idle before and after each forward; every rank runs them, and
     rank 0's seconds count."""
+    cpu_seconds, on_cpu = list[float](), device.type == "cpu"
 
     def timed(forward: Callable[[], Any]) -> float:
-        return _timed(forward, lambda: None if device.type == "cpu" else torch.accelerator.synchronize())
+        begun = time.thread_time()
+        passed = _timed(forward, lambda: None if on_cpu else torch.accelerator.synchronize())
+        cpu_seconds.append(time.thread_time() - begun)
+        return passed
 
     def sync_timeout(timed_out: bool) -> bool:
         return bool(from_rank_0(torch.tensor(timed_out, dtype=torch.int64, device=device)))
 
     times = fastest(forwards, rounds=rounds, seconds=seconds, least=least, sync_timeout=sync_timeout, timed=timed)
-    agreed: list[float] = from_rank_0(torch.tensor(times, dtype=torch.float64, device=device)).tolist()
-    return agreed
+    busy = [min(cpu_seconds[len(times) + place :: len(times)]) for place in range(len(times))]  # not of the warm-up
+    disturbance = median(wall / max(cpu, 1e-9) for wall, cpu in zip(times, busy, strict=True)) if on_cpu else 1.0
+    figures = [disturbance, *(busy if disturbance > DISTURBED else times)]
+    disturbance, *agreed = from_rank_0(torch.tensor(figures, dtype=torch.float64, device=device)).tolist()
+    return Times(agreed, disturbance)
 
 
 def _timed(forward: Callable[[], Any], wait: Callable[[], Any] = lambda: None) -> float:

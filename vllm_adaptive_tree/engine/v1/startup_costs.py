@@ -10,7 +10,7 @@ from vllm.forward_context import set_forward_context
 
 from vllm_adaptive_tree.budget import Costs, Curve
 from vllm_adaptive_tree.budget.cost import profiled_rows
-from vllm_adaptive_tree.engine.startup.measuring import MAX_ROWS, POINTS, fastest_on_rank_0, threshold
+from vllm_adaptive_tree.engine.startup.measuring import MAX_ROWS, POINTS, MeasuredCosts, fastest_on_rank_0, threshold
 from vllm_adaptive_tree.engine.v1.attention import native_metadata
 
 THRESHOLD_ROUNDS, ROUNDS = 20, 5
@@ -29,11 +29,11 @@ def measured_threshold(runner: Any, nodes: int) -> float:
     forwards = partial(draft_level, runner.drafter, nodes), partial(target_forward, runner, nodes + 1)
     level, target = fastest_on_rank_0(
         forwards, rounds=THRESHOLD_ROUNDS, seconds=SECONDS, least=len(forwards), device=runner.device
-    )
+    ).seconds
     return threshold(level / target)
 
 
-def measured_costs(runner: Any, nodes: int) -> Costs:
+def measured_costs(runner: Any, nodes: int) -> MeasuredCosts:
     """Initial costs for `budget: "auto"`: those of a verification by rows of one tree after an empty context, of a
     draft level of up to `nodes`, and of a context."""
     most = min(MAX_ROWS, runner.scheduler_config.max_num_batched_tokens)
@@ -44,10 +44,12 @@ def measured_costs(runner: Any, nodes: int) -> Costs:
     forwards += [partial(target_forward, runner, few, tokens) for tokens in (0, length)]
     least = len(forwards) + POINTS
     forwards += [partial(target_forward, runner, count) for count in rows]
-    seconds = fastest_on_rank_0(forwards, rounds=ROUNDS, seconds=SECONDS, least=least, device=runner.device)
+    seconds, disturbance = fastest_on_rank_0(
+        forwards, rounds=ROUNDS, seconds=SECONDS, least=least, device=runner.device
+    )
     draft, (empty, full), verify = seconds[: len(levels)], seconds[len(levels) :][:2], seconds[len(levels) + 2 :]
     reading = max(0.0, full - empty) / length if length else 0.0
-    return Costs(Curve(rows[: len(verify)], verify), Curve(levels, draft), reading)
+    return MeasuredCosts(Costs(Curve(rows[: len(verify)], verify), Curve(levels, draft), reading), disturbance)
 
 
 def draft_level(drafter: Any, nodes: int) -> Callable[[], Tensor]:
