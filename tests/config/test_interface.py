@@ -262,6 +262,8 @@ UNSUPPORTED: dict[str, Any] = {
     "spec_tokens": 3,
     "enable_dbo": True,
     "cudagraph_metrics": True,
+    "offload_backend": "prefetch",
+    "offload_group_size": 8,
 }
 
 
@@ -269,6 +271,13 @@ UNSUPPORTED: dict[str, Any] = {
 def test_every_unsupported_argument_is_refused(name: str, remedy: str) -> None:
     with pytest.raises(ValueError, match=f"^{name}=.* is not supported with a tree method; {remedy}$"):
         build(tree(25), **{name: UNSUPPORTED[name]})
+
+
+def test_weights_in_the_memory_of_the_host() -> None:
+    """Layers read them where they lie, so trees have nothing to do with it."""
+    config = build(tree(25), cpu_offload_gb=2.0)
+    assert config.offload_config.uva.cpu_offload_gb == 2.0
+    assert config.parallel_config.worker_cls.endswith("TreeWorker")
 
 
 def test_an_engine_that_pools_is_refused() -> None:

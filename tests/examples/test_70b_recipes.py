@@ -14,13 +14,14 @@ import pytest
 import yaml
 from estimate import Plan, main
 from gain import GPUS
-from memory import Load
-from model import Model
+from memory import Load, TreeBuffers
+from model import Model, Shard
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_adaptive_tree.config import TreeOptions
+from vllm_adaptive_tree.engine.common.node_quota import too_small
 from vllm_adaptive_tree.engine.startup.finish import tree_options
 
 ROOT = Path(__file__).parents[2]
@@ -83,7 +84,8 @@ def by_ray() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def engine_arguments(by_ray: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Of every recipe; those of a replica as Ray completes them."""
-    recipes = {f"TP {one['tensor_parallel_size']}": one for one in map(served, commands("vllm serve"))}
+    on_device = [one for one in map(served, commands("vllm serve")) if "cpu_offload_gb" not in one]
+    recipes = {f"TP {one['tensor_parallel_size']}": one for one in on_device}
     replica = json.loads(with_shapes(json.dumps(by_ray["arguments"])))
     return {**recipes, "TP 4": {**recipes["TP 8"], "tensor_parallel_size": 4}, "replica": replica}
 
@@ -111,6 +113,21 @@ def test_engines_of_all_recipes_are_configured(engine_arguments: dict[str, dict[
         options = tree_options(config)
         assert (options.method, options.tree.budget) == ("adaptive_tree", "auto"), name
         assert options.num_speculative_tokens == (10 if name == "replica" else 63), name
+
+
+def test_weights_in_the_memory_of_the_host() -> None:
+    """One request gets whole trees, and what is not offloaded leaves room for its K/V."""
+    (offloaded,) = (one for one in map(served, commands("vllm serve")) if "cpu_offload_gb" in one)
+    config = built(offloaded)
+    nodes = tree_options(config).num_speculative_tokens
+    assert nodes == 768
+    assert too_small(nodes=nodes, room=offloaded["max_num_batched_tokens"], longest=offloaded["max_model_len"]) is None
+    target, draft = (Model.read(folder) for folder in SHAPES.values())
+    load = Load(offloaded["max_num_seqs"], offloaded["max_model_len"], nodes, tree_options(config).tree.max_depth)
+    shards = Shard(target, 1), Shard(draft, 1)
+    left = 80e9 * offloaded["gpu_memory_utilization"] + offloaded["cpu_offload_gb"] * 2**30
+    used = sum(one.weights + load.requests * load.context * one.kv for one in shards)
+    assert used + TreeBuffers.of(*shards, load).peak < left
 
 
 def test_a_size_that_does_not_fit_is_refused(engine_arguments: dict[str, dict[str, Any]]) -> None:

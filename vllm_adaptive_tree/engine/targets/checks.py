@@ -23,6 +23,8 @@ UNSUPPORTED_ARGUMENTS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("spec_model", (None,), "give 'model' inside --speculative-config"),
     ("spec_tokens", (None,), "give 'num_speculative_tokens' inside --speculative-config"),
     ("enable_dbo", (False, None), "remove it"),
+    ("offload_backend", ("auto", "uva"), "use cpu_offload_gb, which reads weights where they lie"),
+    ("offload_group_size", (0,), "use cpu_offload_gb: the draft's own CUDA graphs wait for no prefetch"),
     ("cudagraph_metrics", (False, None), "remove it: the statistics of trees travel in its place"),
 )
 
