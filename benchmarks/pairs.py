@@ -2,8 +2,10 @@
 
     python -m benchmarks.pairs --out benchmarks/results/pairs.json
     python -m benchmarks.pairs --methods --nodes 24 --temperatures 0 0.3 0.6 0.8 1 --out benchmarks/results/methods.json
+    python -m benchmarks.pairs --methods --model TARGET --draft DRAFT --data question.jsonl --prompts 80 --out FILE
 
-The second form compares methods, each with the rule of `auto`; `--draft` names another draft of the bundled target.
+The second form compares methods, each with the rule of `auto`; the third repeats a paper's row on its own data
+(MT-Bench, GSM8K, HumanEval or SPEED-Bench: `datasets.py`), with your models.
 
 Float32, on the bundled pair and the modules held out from its training, without seeds (a seeded request is walked with
 `target_only`). It measures acceptance, not speed. Rows are saved as they come; a run resumes where the last one ended.
@@ -57,10 +59,14 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--methods", action="store_true", help="each method with its own rule")
+    parser.add_argument(
+        "--model", type=Path, default=PAIR / "target", metavar="FOLDER", help="default: the bundled one"
+    )
+    parser.add_argument("--data", type=Path, metavar="FILE", help="prompts; default: modules of the standard library")
     parser.add_argument("--draft", default=str(PAIR / "draft"), metavar="FOLDER", help="default: the bundled model")
     parser.add_argument("--temperatures", type=float, nargs="+", default=TEMPERATURES)
     options = parser.parse_args()
-    texts = prompts(options.prompts)
+    texts = prompts(options.prompts, options.data)
     rows: list[dict[str, Any]] = json.loads(options.out.read_text())["rows"] if options.out.exists() else []
     for method, tree, rule in METHODS if options.methods else CONFIGS:
         key = {
@@ -71,7 +77,7 @@ def main() -> None:
         if any({name: row[name] for name in key} == key for row in rows):
             continue
         spec = {"model": options.draft, "num_speculative_tokens": options.nodes, "rejection_sample_method": rule}
-        llm = start({**spec, "method": method, "tree": {**key["tree"], "budget": None}})
+        llm = start({**spec, "method": method, "tree": {**key["tree"], "budget": None}}, options.model)
         for temperature in options.temperatures:
             rows.append({**key, "temperature": temperature, **measure(llm, texts, temperature)})
             print(rows[-1], flush=True)

@@ -19,6 +19,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import vllm_adaptive_tree
+from benchmarks.datasets import read_prompts
 from examples.train_demo_pair import documents, is_held_out
 from vllm_adaptive_tree.bench.provenance import save
 
@@ -26,8 +27,10 @@ PAIR = Path(vllm_adaptive_tree.__file__).parent / "demo_pair"
 BATCH, PROMPT_CHARACTERS, NEW_TOKENS = 16, 300, 128
 
 
-def prompts(count: int) -> list[str]:
-    """Beginnings and middles of held-out modules, the same in every run."""
+def prompts(count: int, file: Path | None = None) -> list[str]:
+    """The first prompts of a file that `datasets` reads; else beginnings and middles of held-out modules."""
+    if file is not None:
+        return read_prompts(file)[:count]
     starts = [eighth / 8 for eighth in range(8)]
     found = [t[int(s * len(t)) :][:PROMPT_CHARACTERS] for s in starts for t in _held_out()]
     return found[:count]
