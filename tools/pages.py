@@ -8,18 +8,22 @@ import re
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from posixpath import normpath, relpath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mkdocs.structure.files import File, Files
+if TYPE_CHECKING:  # what is pure here is tested without it
+    from mkdocs.structure.files import Files
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#|/)([^)\s#]+)(#[^)\s]*)?(?=[)\s])")
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+NUMBER = re.compile(r"[-+]?\d[\d.,]*%? (?:± [\d.]+|\[[^\]|]*\](?: \(\d+\))?)")
 ALWAYS = ("CHANGELOG.md", "CONTRIBUTING.md", "RELEASING.md", "patches/README.md", "examples/70b/README.md")
 
 
-def on_files(files: Files, config: Any) -> Files:
+def on_files(files: "Files", config: Any) -> "Files":
     """Add all linked files, and the files that these link to."""
+    from mkdocs.structure.files import File
+
     pending = [*ALWAYS, "examples/papers/README.md"]
     for file in files.documentation_pages():
         pending += outside(file.src_uri, file.content_string, inside=True)
@@ -33,7 +37,7 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+def on_page_markdown(markdown: str, page: Any, config: Any, files: "Files") -> str:
     """Rewrite links to their place in the site."""
     inside = (ROOT / "docs" / page.file.src_uri).is_file()
 
@@ -43,7 +47,16 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
             return link[0]
         return relpath(found, str(PurePosixPath(page.file.src_uri).parent)) + (link[2] or "")
 
-    return _beside_fences(markdown, lambda text: LINK.sub(rewritten, text))
+    return _beside_fences(markdown, lambda text: whole_numbers(LINK.sub(rewritten, text)))
+
+
+def whole_numbers(text: str) -> str:
+    """Text whose numbers in tables keep to one line with their intervals and errors."""
+    lines = (
+        NUMBER.sub(lambda found: found[0].replace(" ", "\N{NO-BREAK SPACE}"), line) if line.startswith("|") else line
+        for line in text.split("\n")
+    )
+    return "\n".join(lines)
 
 
 def outside(page: str, markdown: str, *, inside: bool) -> list[str]:

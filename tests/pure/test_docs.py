@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from safetensors import safe_open
 
 from tests.documents import PAGES, ROOT, all_blocks, anchors, commands, configs, links
-from tools import picture
+from tools import pages, picture
 from vllm_adaptive_tree.cli.main import COMMANDS
 from vllm_adaptive_tree.config import OUR_KEYS, VLLM_KEYS, TreeOptions
 from vllm_adaptive_tree.proposers import METHODS, PROPOSERS, MethodOptions
@@ -217,6 +218,17 @@ def test_pages_say_what_the_gate_of_c2t_json_reads() -> None:
     for page in ("docs/papers.md", "docs/methods.md", "examples/papers/README.md"):
         assert "gate" in (text := (ROOT / page).read_text())
         assert "reads log P" in text
+
+
+def test_the_site_keeps_numbers_whole_and_has_a_switch_for_its_colours() -> None:
+    row = "| 1 | 41.0 [34.7, 42.7] | 1.13 [0.93, 1.21] (5) | 3.2 ± 0.1 | two words [a](b.md) |"
+    kept = "| 1 | 41.0_[34.7,_42.7] | 1.13_[0.93,_1.21]_(5) | 3.2_±_0.1 | two words [a](b.md) |"
+    assert pages.whole_numbers(row).replace("\N{NO-BREAK SPACE}", "_") == kept
+    assert pages.whole_numbers("41.0 [34.7, 42.7]") == "41.0 [34.7, 42.7]"
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    assert all((ROOT / "docs" / file).is_file() for file in site["extra_css"])
+    assert [palette["toggle"]["name"] for palette in site["theme"]["palette"]] == ["Dark", "Light"]
+    assert "navigation.footer" in site["theme"]["features"]
 
 
 def test_the_pictures_are_of_the_record() -> None:
