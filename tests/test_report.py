@@ -1,9 +1,11 @@
 import io
+import random
 
 from rich.console import Console
 from rich.text import Text
 
 from vllm_adaptive_tree.report.drawing import drawn
+from vllm_adaptive_tree.report.layout import places, visible
 from vllm_adaptive_tree.report.tokens import Span, coloured, spans
 
 
@@ -24,6 +26,28 @@ def test_coloured_text_is_the_decoded_text() -> None:
         Span("de", drafted=True),
         Span("\N{REPLACEMENT CHARACTER}", drafted=False),
     ]
+
+
+def test_places_of_nodes_never_meet_and_edges_cross_none() -> None:
+    """First children keep the row; between a parent's row and a child's no node stands in the child's column."""
+    assert places([]) == [(0, 0)]
+    assert places([-1, -1, 0, 0, 2]) == [(0, 0), (1, 0), (1, 2), (2, 0), (2, 1), (3, 0)]
+    draw = random.Random(0)
+    for _ in range(200):
+        parents = [draw.randrange(-1, node) for node in range(draw.randrange(1, 30))]
+        found = places(parents)
+        assert len({*found}) == len(found)
+        for node, parent in enumerate(parents):
+            start, end = found[1 + parent], found[1 + node]
+            assert end.depth == start.depth + 1
+            assert end.row >= start.row
+        rows = max(place.row for place in found) + 1
+        assert rows == len(parents) + 1 - len({*parents}), "one for each leaf"
+
+
+def test_text_of_tokens_is_cut() -> None:
+    assert visible(" a\n", 10) == "·a⏎"
+    assert visible("abcdefghij", 5) == "abcd…"
 
 
 def test_a_tree_has_its_accepted_nodes_and_the_targets_token() -> None:

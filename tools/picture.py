@@ -11,10 +11,11 @@ import sys
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm_adaptive_tree.files import atomic_write
 from vllm_adaptive_tree.report import viewer
+from vllm_adaptive_tree.report.layout import Place, places, visible
 
 FIGURES = Path(__file__).parents[1] / "docs" / "figures"
 RECORD = FIGURES / "steps.jsonl"
@@ -27,102 +28,79 @@ STEPS = slice(11, 14)
 """Steps of the record in the picture: two that accept much and one that does not."""
 BUDGETS = (3, 6, 12)  # nodes, in the other one
 
-ROW, COLUMN, LEFT, TOP, HEIGHT = 30, 104, 16, 74, 22  # pixels
+ROW, COLUMN, LEFT, TOP, WIDTH, HEIGHT = 42, 104, 16, 74, 84, 34  # pixels
+LETTERS = (WIDTH - 14) // 8
 STYLE = """
-text { font: 13px ui-monospace, Menlo, Consolas, monospace; fill: #1f2328; }
-.title { font: 600 14px system-ui, sans-serif; } .note { font: 13px system-ui, sans-serif; fill: #59636e; }
-.node { fill: #f6f8fa; stroke: #d1d9e0; } .no { fill: #59636e; } .value { font-size: 10px; fill: #59636e; }
-.kept { fill: #dafbe1; stroke: #1a7f37; }
-.bonus { fill: #ddf4ff; stroke: #0969da; } .root { fill: #fff; stroke: #1f2328; }
-.edge { stroke: #d1d9e0; fill: none; } .path { stroke: #1a7f37; stroke-width: 2.5; fill: none; }
-.last { stroke: #0969da; stroke-width: 2; stroke-dasharray: 4 3; fill: none; }
+svg { --ink: #1f2328; --quiet: #59636e; --page: #fff; --node: #f6f8fa; --line: #d1d9e0; --good: #1a7f37;
+  --kept: #dafbe1; --own: #0969da; --bonus: #ddf4ff; }
+@media (prefers-color-scheme: dark) { svg { --ink: #e6edf3; --quiet: #9198a1; --page: #0d1117; --node: #151b23;
+  --line: #3d444d; --good: #3fb950; --kept: #12331c; --own: #4493f8; --bonus: #10233d; } }
+text { font: 13px ui-monospace, Menlo, Consolas, monospace; fill: var(--ink); }
+.title { font: 600 14px system-ui, sans-serif; } .note { font: 13px system-ui, sans-serif; fill: var(--quiet); }
+.page { fill: var(--page); stroke: var(--line); }
+.node { fill: var(--node); stroke: var(--line); } .no, .value { fill: var(--quiet); } .value { font-size: 10px; }
+.kept { fill: var(--kept); stroke: var(--good); }
+.bonus { fill: var(--bonus); stroke: var(--own); } .root { fill: var(--page); stroke: var(--ink); }
+.edge { stroke: var(--line); fill: none; } .path { stroke: var(--good); stroke-width: 2.5; fill: none; }
+.last { stroke: var(--own); stroke-width: 2; stroke-dasharray: 4 3; fill: none; }
 """
 
 
-class Box(NamedTuple):
-    depth: int
-    row: int
-    text: str
-    classes: str
-
-
-def shown(text: str) -> str:
-    """Text of a token, with whitespace made visible."""
-    return text.replace("\n", "\u23ce").replace("\t", "\u21e5").replace(" ", "\u00b7")
-
-
-def layout(parents: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Depth and row of every node: first children continue the row of their parent, others start a new one."""
-    children: dict[int, list[int]] = {}
-    for node, parent in enumerate(parents):
-        children.setdefault(parent, []).append(node)
-    depth, row = [0] * len(parents), [0] * len(parents)
-    rows = 0
-
-    def place(parent: int, level: int, at: int) -> None:
-        nonlocal rows
-        for index, node in enumerate(children.get(parent, [])):
-            if index:
-                rows += 1
-            depth[node], row[node] = level, rows if index else at
-            place(node, level + 1, row[node])
-
-    place(-1, 1, 0)
-    return depth, row
-
-
-def tree(step: dict[str, Any], texts: dict[str, str], root: str, *, size: int, accepted: bool) -> tuple[list[str], int]:
-    """SVG elements of the first `size` nodes of a step's tree, and their number of rows."""
-    tokens, parents = step["tokens"][:size], step["parents"][:size]
-    depth, row = layout(parents)
+def tree(
+    step: dict[str, Any], texts: dict[str, str], root: str, *, size: int, accepted: bool
+) -> tuple[list[str], Place]:
+    """SVG elements of the first `size` nodes of a step's tree, and the last column and row."""
+    tokens, parents = list(step["tokens"][:size]), list(step["parents"][:size])
     path = step["accepted"] if accepted else []
-    boxes = {-1: Box(0, 0, shown(root), "root")}
+    classes = ["kept" if node in path else "node" for node in range(size)]
+    edges = ["path" if node in path else "edge" for node in range(size)]
+    if accepted:  # the target's own token, as one more child of the last accepted node
+        tokens.append(step["emitted"][-1])
+        parents.append(path[-1] if path else -1)
+        classes.append("bonus")
+        edges.append("last")
+    where = places(parents)
+    svg = [_edge(where[1 + parent], where[1 + node], edges[node]) for node, parent in enumerate(parents)]
+    svg += _box(where[0], root, "root", None)
     for node, token in enumerate(tokens):
-        boxes[node] = Box(depth[node], row[node], shown(texts[str(token)]), "kept" if node in path else "node")
-    edges = [(parent, node, "path" if node in path else "edge") for node, parent in enumerate(parents)]
-    rows = max(box.row for box in boxes.values()) + 1
-    if accepted:
-        end = boxes[path[-1] if path else -1]
-        inside = any(box.row == end.row and box.depth == end.depth + 1 for box in boxes.values())
-        boxes[size] = Box(end.depth + 1, rows if inside else end.row, shown(texts[str(step["emitted"][-1])]), "bonus")
-        edges.append((path[-1] if path else -1, size, "last"))
-        rows += inside
-    svg = [_edge(boxes[start], boxes[end], name) for start, end, name in edges]
-    for node, box in boxes.items():
-        x, y = _place(box)
-        quiet = ' class="no"' if box.classes == "node" else ""
-        svg.append(f'<rect class="{box.classes}" x="{x}" y="{y}" width="{_width(box)}" height="{HEIGHT}" rx="5"/>')
-        svg.append(f'<text{quiet} x="{x + 7}" y="{y + 15}">{escape(box.text)}</text>')
-        if 0 <= node < size:
-            value = f"{step['values'][node]:.2f}"
-            svg.append(f'<text class="value" x="{x + _width(box) + 3}" y="{y + 9}">{value}</text>')
-    return svg, rows
+        value = step["values"][node] if node < size else None
+        svg += _box(where[1 + node], texts[str(token)], classes[node], value)
+    return svg, Place(max(place.depth for place in where), max(place.row for place in where))
 
 
-def _place(box: Box) -> tuple[int, int]:
-    return LEFT + COLUMN * box.depth, ROW * box.row
+def _box(place: Place, text: str, name: str, value: float | None) -> list[str]:
+    x, y = _corner(place)
+    quiet = ' class="no"' if name == "node" else ""
+    found = [
+        f'<rect class="{name}" x="{x}" y="{y}" width="{WIDTH}" height="{HEIGHT}" rx="5"/>',
+        f'<text{quiet} x="{x + 7}" y="{y + (15 if value is not None else 22)}">{escape(visible(text, LETTERS))}</text>',
+    ]
+    if value is not None:
+        found.append(f'<text class="value" x="{x + 7}" y="{y + 28}">{value:.2f}</text>')
+    return found
 
 
-def _width(box: Box) -> int:
-    return 14 + 8 * len(box.text)
+def _corner(place: Place) -> tuple[int, int]:
+    return LEFT + COLUMN * place.depth, ROW * place.row
 
 
-def _edge(start: Box, end: Box, name: str) -> str:
-    (x, y), (to, at) = _place(start), _place(end)
-    x, y, at = x + _width(start), y + HEIGHT // 2, at + HEIGHT // 2
-    middle = x + max((to - x) // 2, 4)
+def _edge(start: Place, end: Place, name: str) -> str:
+    (x, y), (to, at) = _corner(start), _corner(end)
+    x, y, at = x + WIDTH, y + HEIGHT // 2, at + HEIGHT // 2
+    middle = (x + to) // 2
     return f'<path class="{name}" d="M{x} {y}C{middle} {y} {middle} {at} {to} {at}"/>'
 
 
-def _document(panels: Sequence[tuple[str, str, list[str], int]], label: str) -> str:
-    """SVG document of panels below each other: title, note, elements, rows."""
-    body, y, width = [], 12, 720
-    for title, note, elements, rows in panels:
+def _document(panels: Sequence[tuple[str, str, list[str], Place]], label: str) -> str:
+    """SVG document of panels below each other: title, note, elements, last column and row."""
+    body, y = [], 12
+    width = max(LEFT + COLUMN * (1 + end.depth) for *_, end in panels)
+    for title, note, elements, end in panels:
         body.append(f'<text class="title" x="{LEFT}" y="{y + 16}">{escape(title)}</text>')
         body.append(f'<text class="note" x="{LEFT}" y="{y + 36}">{escape(note)}</text>')
         body.append(f'<g transform="translate(0 {y + 50})">{"".join(elements)}</g>')
-        y += TOP + ROW * rows
-    frame = f'<rect width="{width}" height="{y}" rx="8" fill="#fff" stroke="#d1d9e0"/>'
+        y += TOP + ROW * (1 + end.row)
+    frame = f'<rect class="page" width="{width}" height="{y}" rx="8"/>'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {y}" role="img" aria-label="{escape(label)}">'
     return "\n".join([head, f"<style>{STYLE}</style>", frame, *body, "</svg>"]) + "\n"
 
@@ -133,9 +111,9 @@ def steps(record: dict[str, Any]) -> str:
     for index, step in [*enumerate(record["steps"])][STEPS]:
         emitted = [texts[str(token)] for token in step["emitted"]]
         size, taken = step["verified"], len(step["accepted"])
-        elements, rows = tree(step, texts, _root(record, index), size=size, accepted=True)
+        elements, end = tree(step, texts, _root(record, index), size=size, accepted=True)
         title = f"Step {step['step']}: {size} nodes in one forward of the target, {taken} accepted, {taken + 1} tokens"
-        panels.append((title, f"the text goes on with {shown(''.join(emitted))}", elements, rows))
+        panels.append((title, f"the text goes on with {visible(''.join(emitted), 80)}", elements, end))
     return _document(panels, "Three steps of OPT-Tree on the bundled pair")
 
 
@@ -144,9 +122,9 @@ def budget(record: dict[str, Any]) -> str:
     index = STEPS.start
     step, panels = record["steps"][index], []
     for size in BUDGETS:
-        elements, rows = tree(step, record["texts"], _root(record, index), size=size, accepted=False)
+        elements, end = tree(step, record["texts"], _root(record, index), size=size, accepted=False)
         expected = sum(step["values"][:size])
-        panels.append((f"{size} nodes", f"expected acceptance {expected:.2f} tokens by the draft", elements, rows))
+        panels.append((f"{size} nodes", f"expected acceptance {expected:.2f} tokens by the draft", elements, end))
     return _document(panels, "One tree under three node budgets")
 
 

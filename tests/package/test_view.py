@@ -76,19 +76,30 @@ def test_a_page_and_its_keys(record: Path, tmp_path: Path) -> None:
     assert main(["view", str(record), "--out", str(out)]) == 0
     with opened(out, tmp_path / "profile") as page:
         assert "opt_tree, at most 5 nodes" in page.value("document.getElementById('engine').textContent")
-        drawn = [[-1, "root"], [0, "accepted"], [1, "verified"], [2, "accepted"], [3, "verified"], [4, "cut"]]
+        drawn = [
+            [-1, "root"],
+            [0, "accepted"],
+            [1, "verified"],
+            [2, "accepted"],
+            [3, "verified"],
+            [4, "cut"],
+            [5, "own"],
+        ]
         assert page.value(STATES) == drawn
         labels = page.value("[...document.querySelectorAll('#tree text')].map((one) => one.textContent)")
         assert labels[:5] == ["root", "␣a", "0.500", "</script><b>", "0.250"]
-        assert page.value("document.querySelectorAll('#tree path').length") == 5
+        assert labels[-1] == "</script><b>"
+        assert page.value("document.querySelectorAll('#tree path').length") == 6
+        assert page.value("document.getElementById('overall').textContent").startswith("3 trees, 2.00 tokens each")
         assert page.value("document.querySelectorAll('b').length") == 0, "text of tokens is no markup"
         assert page.value("document.getElementById('summary').textContent") == (
             "5 nodes drafted, 4 verified, 1 cut; 2 accepted, 3 tokens emitted"
         )
         page.press("c")
-        assert page.value(STATES) == drawn[:-1]
+        assert page.value(STATES) == [*drawn[:5], drawn[6]]
         page.press("ArrowRight")
-        assert page.value(STATES) == [[-1, "root"], [0, "accepted"]]
+        assert page.value(STATES) == [[-1, "root"], [0, "accepted"], [1, "own"]]
+        assert page.value("document.querySelector('#tree text').textContent") == "</script><b>", "of the step before"
         assert page.value("document.getElementById('text').textContent") == " a\n</script><b>é a"
         drafted = "[...document.querySelectorAll('#text .drafted')].map((one) => one.textContent)"
         assert page.value(drafted) == [" a", "\n", "é"]
@@ -98,20 +109,21 @@ def test_a_page_and_its_keys(record: Path, tmp_path: Path) -> None:
         page.press("ArrowDown")
         assert page.value("document.getElementById('request').value") == "second"
         page.press("c")
-        assert page.value(STATES) == [[-1, "root"], [0, "cut"]]
+        assert page.value(STATES) == [[-1, "root"], [0, "cut"], [1, "own"]]
         page.press("ArrowUp")
         assert page.value("document.getElementById('request').value") == "first"
         assert page.errors == []
 
 
-LAYOUT = """
-const step = {tokens: [1, 2, 3, 4], parents: [-1, -1, 0, 0], values: [1, 1, 1, 1], verified: 3, accepted: [0]};
-console.log(JSON.stringify(layout(step, false).map((one) => [one.node, one.depth, one.row, one.state])));
+DRAWN = """
+const step = {tokens: [1, 2, 3, 4], parents: [-1, -1, 0, 0], values: [1, 1, 1, 1], verified: 3, accepted: [0],
+  emitted: [1, 9], root: null, end: 0, places: [[0, 0], [1, 0], [1, 3], [2, 0], [2, 1], [2, 2]]};
+console.log(JSON.stringify(nodes(step, true).map((one) => [one.node, one.depth, one.row, one.state])));
+console.log(short("a long name", 6), short("name", 6));
 """
 
 
-def test_the_layout_of_a_tree(record: Path, tmp_path: Path) -> None:
-    """Leaves one below the other, parents beside the middle of their children."""
+def test_the_nodes_of_a_page(record: Path, tmp_path: Path) -> None:
     node = shutil.which("node")
     if node is None:
         assert "BROWSER_REQUIRED" not in os.environ
@@ -120,14 +132,16 @@ def test_the_layout_of_a_tree(record: Path, tmp_path: Path) -> None:
     assert main(["view", str(record)]) == 0
     script = re.search(r'<script id="viewer">(.*?)</script>', out.read_text(), re.DOTALL)
     assert script is not None
-    run = subprocess.run([node, "-e", script[1] + LAYOUT], capture_output=True, text=True, check=True)
-    assert json.loads(run.stdout) == [
-        [-1, 0, 1.25, "root"],
-        [0, 1, 0.5, "accepted"],
-        [1, 1, 2, "verified"],
+    run = subprocess.run([node, "-e", script[1] + DRAWN], capture_output=True, text=True, check=True)
+    drawn, names = run.stdout.splitlines()
+    assert json.loads(drawn) == [
+        [-1, 0, 0, "root"],
+        [0, 1, 0, "accepted"],
+        [1, 1, 3, "verified"],
         [2, 2, 0, "verified"],
-        [3, 2, 1, "cut"],
+        [4, 2, 2, "own"],
     ]
+    assert names == "a lon… name"
 
 
 def test_the_last_trees_alone(record: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,7 +149,9 @@ def test_the_last_trees_alone(record: Path, capsys: pytest.CaptureFixture[str]) 
     assert "2 trees" in capsys.readouterr().out
     found = re.search(r'type="application/json">(.*?)</script>', record.with_suffix(".html").read_text(), re.DOTALL)
     assert found is not None
-    assert [one["request"] for one in json.loads(found[1])["steps"]] == ["second", "first"]
+    shown = json.loads(found[1])
+    assert [one["request"] for one in shown["steps"]] == ["second", "first"]
+    assert shown["summary"] == "2 trees, 1.50 tokens each; accepted at depth 1: 50%; of them child 1: 100%"
 
 
 @pytest.mark.parametrize(
