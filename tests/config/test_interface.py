@@ -235,7 +235,8 @@ def test_an_illegal_pair_that_is_asked_for_runs_and_is_logged(spec: Any, monkeyp
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"max_num_batched_tokens": 26, "max_num_seqs": 2}, ["num_speculative_tokens", "26", "24"]),
+        ({"max_num_batched_tokens": 26, "max_num_seqs": 2}, ["max_num_batched_tokens=26", "to 24"]),
+        ({"max_num_scheduled_tokens": 26}, ["max_num_scheduled_tokens=26", "to 24"]),
         ({"kv_cache_dtype": "fp8"}, ["kv_cache_dtype"]),
         ({"kv_offloading_size": 1.0}, ["kv_offloading_size=1.0", "native", "committed", "remove it"]),
         ({"kv_offloading_size": 1.0, "kv_offloading_backend": "lmcache"}, ["kv_offloading_size", "lmcache"]),

@@ -118,6 +118,11 @@ def drafted_alike(*alike: int) -> Proof:
     return proof
 
 
+def together(run: Run) -> None:
+    """Check that some step verifies a tree of every request."""
+    assert any(len(batch) == len(run.ours) and all(map(len, batch)) for batch in run.batches)
+
+
 def shaped(*parents: int) -> Proof:
     """Check the parents of every tree."""
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from vllm import SamplingParams
+from vllm.config import KVEventsConfig
 
 from tests.engine import heads
 from tests.engine.conversations import LENGTH, Cut, ask, in_turn
@@ -34,6 +35,7 @@ from tests.engine.proofs import (
     rested,
     shaped,
     stopped,
+    together,
 )
 from tests.engine.reports import Report, Trials, grouped
 
@@ -52,7 +54,21 @@ SMALL: dict[str, Any] = {
     "scheduling_policy": "priority",
 }
 """Prompts in chunks, and too few blocks for all requests."""
-CHUNKED = {**SMALL, "num_gpu_blocks_override": 60}
+UNUSUAL: dict[str, Any] = {
+    **SMALL,
+    "num_gpu_blocks_override": 30,
+    "max_num_scheduled_tokens": 48,
+    "max_num_active_seqs": 5,
+    "long_prefill_token_threshold": 8,
+    "long_prefill_token_threshold_adaptive": True,
+    "scheduler_reserve_full_isl": False,
+    "watermark": 0.1,
+    "prefix_caching_hash_algo": "sha256_cbor",
+    "kv_events_config": KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
+    "kv_cache_metrics": True,
+    "enable_mfu_metrics": True,
+}
+"""A chunk is shorter than a tree."""
 WHOLE = {"max_model_len": 320}
 """SMALL without chunks: vLLM's CPU engine dies of a seed in a chunked prompt."""
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
@@ -353,6 +369,26 @@ REPORTS = [
         proofs=(accepted(COUNT),),
     ),
     Report(
+        name="fewer tokens in a step than in a batch",
+        source="vllm#50708, TensorRT-LLM#16101",
+        spec=TREE,
+        engine={"max_num_scheduled_tokens": 40},
+        plain={},
+        requests=ask(PROMPTS[:6]),
+        proofs=(together, accepted(6)),
+        slow=True,
+    ),
+    Report(
+        name="unusual arguments of the scheduler and the cache",
+        source="own",
+        spec=TREE,
+        engine=UNUSUAL,
+        plain={},
+        requests=crossings(8 if V2 else 24, seed=5),
+        proofs=(accepted(8),),
+        slow=True,
+    ),
+    Report(
         name="long prompts in chunks up to the longest context",
         source="vllm#20531, vllm#44185",
         spec=TREE,
@@ -467,8 +503,8 @@ REPORTS = [
         name="stops and grammars, in a server",
         source="sglang#31599, vllm#47616",
         spec=TREE,
-        requests=ask(PROMPTS * 2, stop=STOPS, structured_outputs=FORMS, max_tokens=in_turn(5, 9, LENGTH), logprobs=2),
-        proofs=(stopped(1), accepted(16)),
+        requests=ask(TEXTS * 2, stop=STOPS, structured_outputs=FORMS, max_tokens=in_turn(5, 9, LENGTH), logprobs=2),
+        proofs=(stopped(1), accepted(COUNT)),
         process=True,
         marks=(IN_ITS_PROCESS,),
     ),
@@ -476,8 +512,8 @@ REPORTS = [
         name="aborted names come again at once, in a server",
         source="vllm#23697, sglang#23392",
         spec=TREE,
-        requests=[ask([SHARED + one] * 3, leaves=in_turn(2, 1, 0)) for one in PROMPTS],
-        proofs=(accepted(16),),
+        requests=[ask([SHARED + one] * 3, leaves=in_turn(2, 1, 0)) for one in TEXTS],
+        proofs=(accepted(COUNT),),
         process=True,
         marks=(IN_ITS_PROCESS,),
     ),
@@ -485,7 +521,7 @@ REPORTS = [
         name="parameters crossed at random, in a server",
         source="own",
         spec=TREE,
-        requests=crossings(32, seed=4),
+        requests=crossings(8 if V2 else 32, seed=4),
         process=True,
         marks=(IN_ITS_PROCESS,),
     ),

@@ -10,7 +10,7 @@ from vllm.platforms import current_platform
 
 from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.engine.common import token_deltas
-from vllm_adaptive_tree.engine.common.node_quota import schedule, too_small
+from vllm_adaptive_tree.engine.common.node_quota import schedule, step_limit, too_small
 from vllm_adaptive_tree.engine.common.request_flags import varying
 from vllm_adaptive_tree.engine.drafts.registry import check_target, find
 from vllm_adaptive_tree.engine.mark import Mark
@@ -73,8 +73,8 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
         }
         config = original(args, *rest, **kwargs)
     kind.restore(config, vllm_keys["model"])
-    limits = config.scheduler_config
-    why = varying(pair, options, requests=limits.max_num_seqs, room=limits.max_num_batched_tokens)
+    requests, (limit, room) = config.scheduler_config.max_num_seqs, step_limit(config.scheduler_config)
+    why = varying(pair, options, requests=requests, room=room)
     setattr(config.speculative_config, MARK, Mark(options, why))
     if token_deltas.wanted():
         setattr(config.model_config, STREAMS, config.model_config.get_diff_sampling_param())
@@ -84,9 +84,7 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
     kind.finalize(config, draft)
     if config.use_v2_model_runner:
         config.speculative_config.num_speculative_tokens_per_batch_size = schedule(
-            requests=limits.max_num_seqs,
-            nodes=options.num_speculative_tokens,
-            room=limits.max_num_batched_tokens,
+            requests=requests, nodes=options.num_speculative_tokens, room=room
         )
     logger.info(
         "Tree speculative decoding: %s with up to %d nodes per request and step, draft %s (%s), acceptance rule %s "
@@ -110,7 +108,7 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
         )
     if pair.loss is not None:
         logger.warning("allow_lossy: %s", pair.loss)
-    room, longest = config.scheduler_config.max_num_batched_tokens, config.model_config.max_model_len
-    if (small := too_small(nodes=options.num_speculative_tokens, room=room, longest=longest)) is not None:
+    longest = config.model_config.max_model_len
+    if (small := too_small(nodes=options.num_speculative_tokens, room=room, longest=longest, limit=limit)) is not None:
         logger.warning(small)
     return config

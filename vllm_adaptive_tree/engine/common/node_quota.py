@@ -1,30 +1,38 @@
 """Quota of tree nodes of each running request in the next step."""
 
+from typing import Any
+
+
+def step_limit(scheduler: Any) -> tuple[str, int]:
+    """vLLM's argument that limits the tokens of a step, and its value; `scheduler`: its SchedulerConfig."""
+    name = min("max_num_batched_tokens", "max_num_scheduled_tokens", key=lambda one: getattr(scheduler, one))
+    return name, getattr(scheduler, name)
+
 
 def nodes_per_request(*, running: int, nodes: int, room: int) -> int:
     """The largest equal share that leaves every running request its tokens and room for one newcomer.
 
     A request costs its root, its nodes, and the one slot that vLLM's scheduler reserves for a draft model. The
     newcomer may need `nodes + 2` (a resumed request is padded to a full draft) or an equal share; while `room`
-    (max_num_batched_tokens) is too small for both, it gets half.
+    (as of `step_limit`) is too small for both, it gets half.
     """
     newcomer = max(min(nodes + 2, room // 2), room // (running + 1))
     return max(0, min(nodes, (room - newcomer) // running - 2))
 
 
-def too_small(*, nodes: int, room: int, longest: int) -> str | None:
+def too_small(*, nodes: int, room: int, longest: int, limit: str = "max_num_batched_tokens") -> str | None:
     """What to say where a tree never has all its nodes, not even that of one request alone; None: it has.
 
     Args:
         nodes: the node budget.
-        room: vLLM's `max_num_batched_tokens`.
+        room, limit: tokens of a step, and vLLM's argument that limits them.
         longest: vLLM's `max_model_len`; a tree takes a slot for its root, each node and the next token.
     """
     by_step, by_context = nodes_per_request(running=1, nodes=nodes, room=room), max(0, longest - 2)
     fits = min(by_step, by_context)
     if fits >= nodes:
         return None
-    name, value = ("max_num_batched_tokens", room) if by_step <= by_context else ("max_model_len", longest)
+    name, value = (limit, room) if by_step <= by_context else ("max_model_len", longest)
     return (
         f"{name}={value} is too small for trees of {nodes} nodes: at most {fits} fit; raise it, or lower "
         "num_speculative_tokens"

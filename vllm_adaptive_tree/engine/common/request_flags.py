@@ -74,7 +74,7 @@ def check_request(sampling: Any, pair: Pair, options: TreeOptions, varying: str 
 def varying(pair: Pair, options: TreeOptions, *, requests: int, room: int) -> str | None:
     """Why trees of a pair follow from more than the text of their request, in words; None: they do not.
 
-    `requests`, `room`: max_num_seqs and max_num_batched_tokens.
+    `requests`, `room`: max_num_seqs and the tokens of a step.
     """
     nodes, tree = options.num_speculative_tokens, options.tree
     if tree.budget is not None:

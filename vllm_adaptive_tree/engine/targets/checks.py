@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from vllm_adaptive_tree.config import TreeOptions
+from vllm_adaptive_tree.engine.common.node_quota import step_limit
 from vllm_adaptive_tree.engine.cpu_cache import PACKINGS
 from vllm_adaptive_tree.engine.targets.families import ALLOWED
 from vllm_adaptive_tree.proposers import Proposer
@@ -126,10 +127,10 @@ def check_config(config: Any, options: TreeOptions) -> None:
             "enable_return_routed_experts is not supported with a tree method: its accepted tokens are not in "
             "consecutive rows; use a chain ('draft_model')"
         )
-    nodes, room = options.num_speculative_tokens, scheduler.max_num_batched_tokens
+    nodes, (limit, room) = options.num_speculative_tokens, step_limit(scheduler)
     if 2 + nodes > room:
         raise ValueError(
-            f"speculative_config['num_speculative_tokens']={nodes} does not fit max_num_batched_tokens={room}: one "
+            f"speculative_config['num_speculative_tokens']={nodes} does not fit {limit}={room}: one "
             f"request needs {2 + nodes} tokens in a step; lower the first to {room - 2} or raise the second"
         )
 

@@ -11,7 +11,7 @@ from vllm_adaptive_tree.acceptance import Accepted, TargetOnly
 from vllm_adaptive_tree.budget.planner import ALL
 from vllm_adaptive_tree.drafters import Continuations, Rows
 from vllm_adaptive_tree.drafters.lookup import LookupState
-from vllm_adaptive_tree.engine.common.node_quota import nodes_per_request
+from vllm_adaptive_tree.engine.common.node_quota import nodes_per_request, step_limit
 from vllm_adaptive_tree.engine.common.ranks import proposal_from_rank_0, sync_frontier
 from vllm_adaptive_tree.engine.common.request_flags import is_greedy, most_nodes
 from vllm_adaptive_tree.engine.grammar.masked_drafter import Branch, MaskedDrafter, masked_continuations
@@ -50,7 +50,7 @@ class HostDraft:
         self.runner, self.engine, self.budget = runner, runner.engine, runner.budget
         self.scheduled, self.sampled, self.states, self.grammars = scheduled, sampled, states, grammars
         self.names = list(runner.input_batch.req_ids)
-        self.room = runner.scheduler_config.max_num_batched_tokens
+        _, self.room = step_limit(runner.scheduler_config)
         self.nodes = nodes_per_request(running=len(self.names), nodes=runner.num_spec_tokens, room=self.room)
         self.pending: list[CatchUp] = []
         """Items that the step has for the draft; those that it reads now; those with a tree."""
