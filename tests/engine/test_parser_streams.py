@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.models.protocol import BaseModelPath
@@ -95,6 +97,20 @@ class Server:
         texts = "".join(event.delta for event in events if event.type.endswith("text.delta"))
         return texts_of(answer.output), texts_of(done), texts
 
+    async def messages(self, prompt: str, **parsers: Any) -> tuple[str, str]:
+        """Reasoning and content of a stream of the Messages API."""
+        serving = self.serving(AnthropicServingMessages, "assistant", **parsers)
+        request = AnthropicMessagesRequest(
+            model="demo", messages=messages(prompt), max_tokens=TOKENS, temperature=0, stream=True
+        )
+        found = {"thinking": "", "text": ""}
+        async for event in await serving.create_messages(request):
+            _, _, data = event.partition("data: ")
+            delta = json.loads(data).get("delta", {})
+            if (kind := delta.get("type", "").removesuffix("_delta")) in found:
+                found[kind] += delta[kind]
+        return found["thinking"], found["text"]
+
 
 def texts_of(items: list[Any]) -> list[tuple[str, str]]:
     return [(item.type, item.content[0].text) for item in items]
@@ -114,6 +130,7 @@ def summary(answer: dict[str, Any]) -> dict[str, Any]:
                     (call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())
                 ],
                 "logprobs": (choice["logprobs"] or {}).get("content") or [],
+                "tokens": choice["token_ids"] or [],
                 "finish_reason": choice["finish_reason"],
                 "stop_reason": choice["stop_reason"],
             }
@@ -126,12 +143,13 @@ def joined(chunks: list[Any]) -> dict[str, Any]:
     for chunk in chunks:
         for choice in chunk["choices"]:
             own = choices.setdefault(
-                choice["index"], {"reasoning": "", "content": "", "calls": [], "logprobs": [], "ids": {}}
+                choice["index"], {"reasoning": "", "content": "", "calls": [], "logprobs": [], "tokens": [], "ids": {}}
             )
             delta = choice["delta"]
             own["reasoning"] += delta.get("reasoning") or ""
             own["content"] += delta.get("content") or ""
             own["logprobs"] += (choice.get("logprobs") or {}).get("content") or []
+            own["tokens"] += choice.get("token_ids") or []
             for call in delta.get("tool_calls") or ():
                 name, arguments = own["ids"].get(call["index"], ("", ""))
                 function = call["function"]
@@ -167,7 +185,10 @@ def requests() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
         "required": (body(tools=TOOLS, tool_choice="required", **grammar), {"tool": "hermes"}),
         "named": (body(tools=TOOLS, tool_choice=named, **grammar), {"tool": "hermes"}),
         "no parser": (body(), {}),
+        "token ids": (body(return_token_ids=True), r1),
     }
+    unbiased: dict[str, Any] = {"ignore_eos": False, "logit_bias": None}
+    own |= {f"unbiased {at}": (body(prompt, **unbiased), r1) for at, prompt in enumerate(PROMPTS)}
     each = {
         f"{parser} {at}": (body(prompt), {"reasoning": parser})
         for parser in PARSERS
@@ -228,6 +249,8 @@ def answers(plain: dict[str, Any], pair: tuple[str, str]) -> dict[str, Any]:
             found["logprob_token_ids"] = await server.chat(alone[0], **alone[1])
             items = (server.responses(prompt, reasoning="deepseek_r1") for prompt in PROMPTS[:5])
             found["responses"] = await asyncio.gather(*items)
+            items = (server.messages(prompt, reasoning="deepseek_r1") for prompt in PROMPTS)
+            found["messages"] = await asyncio.gather(*items)
             delattr(engine.model_config, STREAMS)
             steps = (server.chat(body(prompt), reasoning="ernie45") for prompt in PROMPTS)
             found["steps"] = await asyncio.gather(*steps)
@@ -261,7 +284,18 @@ def test_stop_strings(answers: dict[str, Any], plain: dict[str, Any]) -> None:
         assert answers[name][1]["choices"][0]["stop_reason"] == STOP[1]
 
 
-SAME = ("three", "interval", "hidden", "continuous usage", "no choice", "auto", "required", "named", "no parser")
+SAME = (
+    "three",
+    "interval",
+    "hidden",
+    "continuous usage",
+    "no choice",
+    "auto",
+    "required",
+    "named",
+    "no parser",
+    "token ids",
+)
 
 
 @pytest.mark.parametrize("name", SAME)
@@ -311,3 +345,13 @@ def test_the_responses_api(answers: dict[str, Any], plain: dict[str, Any]) -> No
         reasoning, content = plain[f"deepseek_r1 {at}"][0]
         assert dict(done) == {kind: text for kind, text in (("reasoning", reasoning), ("message", content)) if text}
         assert streamed_texts == reasoning + content
+
+
+def test_the_messages_api(answers: dict[str, Any]) -> None:
+    streams = [parts(answers[f"unbiased {at}"][1]) for at in range(len(PROMPTS))]
+    assert answers["messages"] == streams
+    assert any(reasoning and content for reasoning, content in streams)
+
+
+def test_token_ids(answers: dict[str, Any]) -> None:
+    assert len(answers["token ids"][1]["choices"][0]["tokens"]) == TOKENS
