@@ -18,6 +18,7 @@ from transformers import LlamaForCausalLM
 from vllm import SamplingParams
 
 from tests.engine import heads
+from tests.engine.copies import changed
 from tests.engine.engines import PAIR, PROMPTS, TARGET, V2, Engines, generate, runner_of
 from tests.engine.heads import HEADS
 from vllm_adaptive_tree.heads.eagle3 import Dimensions, Head
@@ -31,6 +32,7 @@ CHAINED: dict[str, dict[str, Any]] = {  # of `HEADS`, and how vLLM's method is a
     "eagle": {"method": "eagle"},
     "eagle3": {"method": "eagle3"},
     "eagle3 reduced": {"method": "eagle3"},
+    "eagle3.1": {"method": "eagle3"},
     "peagle": {"method": "eagle3", "parallel_drafting": True},
 }
 WALKED = "dflash2", "lilicorr"
@@ -57,15 +59,24 @@ def chains(engines: Engines, config: dict[str, Any]) -> dict[tuple[int, ...], li
     return drafted
 
 
+def said_everywhere(head: str, folder: Path) -> str:
+    """A copy of a head that says what is in its `eagle_config`, and its layers, wherever vLLM's own method looks."""
+    said = json.loads((Path(head) / "config.json").read_text()).get("eagle_config", {})
+    if said:
+        said = {**said, "eagle_aux_hidden_state_layer_ids": heads.FOUR}
+    return changed(head, folder, **said, eagle_config=said)
+
+
 @ON_V1
 @pytest.mark.parametrize("name", CHAINED)
 def test_a_tree_of_one_child_is_vllm_s_chain(engines: Engines, name: str, tmp_path: Path) -> None:
-    length, kind = 4, name.partition(" ")[0]
+    length, kind = 4, name.partition(" ")[0].removesuffix(".1")
     make = partial(heads.peagle, architectures=["LlamaForCausalLMEagle3"]) if name == "peagle" else HEADS[name]
     common = {"model": make(tmp_path / "head"), "num_speculative_tokens": length}  # of P-EAGLE vLLM takes no other
     tree = {"draft": kind, "budget": None, "shape": [1] * length, "children": "top_k"}
     ours = chains(engines, {"method": "static_tree", **common, "tree": tree})
-    theirs = chains(engines, {**common, **CHAINED[name]})
+    same_head = said_everywhere(common["model"], tmp_path / "same")
+    theirs = chains(engines, {**common, **CHAINED[name], "model": same_head})
     both = ours.keys() & theirs.keys()
     same = sum(ours[text] == theirs[text] for text in both)
     print(f"{name}: {same} of {len(both)} chains are the same")
