@@ -10,7 +10,7 @@ from vllm.platforms import current_platform
 
 from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.engine.common import token_deltas
-from vllm_adaptive_tree.engine.common.node_quota import schedule, step_limit, too_small
+from vllm_adaptive_tree.engine.common.node_quota import schedule, too_small
 from vllm_adaptive_tree.engine.common.request_flags import varying
 from vllm_adaptive_tree.engine.drafts.registry import check_target, find
 from vllm_adaptive_tree.engine.mark import Mark
@@ -73,7 +73,7 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
         }
         config = original(args, *rest, **kwargs)
     kind.restore(config, vllm_keys["model"])
-    requests, (limit, room) = config.scheduler_config.max_num_seqs, step_limit(config.scheduler_config)
+    requests, (limit, room) = config.scheduler_config.max_num_seqs, checks.step_limit(config.scheduler_config)
     why = varying(pair, options, requests=requests, room=room)
     setattr(config.speculative_config, MARK, Mark(options, why))
     if token_deltas.wanted():

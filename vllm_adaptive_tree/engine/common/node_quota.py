@@ -1,20 +1,12 @@
 """Quota of tree nodes of each running request in the next step."""
 
-from typing import Any
-
-
-def step_limit(scheduler: Any) -> tuple[str, int]:
-    """vLLM's argument that limits the tokens of a step, and its value; `scheduler`: its SchedulerConfig."""
-    name = min("max_num_batched_tokens", "max_num_scheduled_tokens", key=lambda one: getattr(scheduler, one))
-    return name, getattr(scheduler, name)
-
 
 def nodes_per_request(*, running: int, nodes: int, room: int) -> int:
     """The largest equal share that leaves every running request its tokens and room for one newcomer.
 
     A request costs its root, its nodes, and the one slot that vLLM's scheduler reserves for a draft model. The
     newcomer may need `nodes + 2` (a resumed request is padded to a full draft) or an equal share; while `room`
-    (as of `step_limit`) is too small for both, it gets half.
+    (tokens of a step) is too small for both, it gets half.
     """
     newcomer = max(min(nodes + 2, room // 2), room // (running + 1))
     return max(0, min(nodes, (room - newcomer) // running - 2))

@@ -4,7 +4,6 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from vllm_adaptive_tree.config import TreeOptions
-from vllm_adaptive_tree.engine.common.node_quota import step_limit
 from vllm_adaptive_tree.engine.cpu_cache import PACKINGS
 from vllm_adaptive_tree.engine.targets.families import ALLOWED
 from vllm_adaptive_tree.proposers import Proposer
@@ -133,6 +132,12 @@ def check_config(config: Any, options: TreeOptions) -> None:
             f"speculative_config['num_speculative_tokens']={nodes} does not fit {limit}={room}: one "
             f"request needs {2 + nodes} tokens in a step; lower the first to {room - 2} or raise the second"
         )
+
+
+def step_limit(scheduler: Any) -> tuple[str, int]:
+    """vLLM's argument that limits the tokens of a step, and its value; `scheduler`: its SchedulerConfig."""
+    name = min("max_num_batched_tokens", "max_num_scheduled_tokens", key=lambda one: getattr(scheduler, one))
+    return name, getattr(scheduler, name)
 
 
 def check_processors(given: Sequence[Any] | None) -> None:

@@ -11,11 +11,12 @@ from vllm_adaptive_tree.acceptance import Accepted, TargetOnly
 from vllm_adaptive_tree.budget.planner import ALL
 from vllm_adaptive_tree.drafters import Continuations, Rows
 from vllm_adaptive_tree.drafters.lookup import LookupState
-from vllm_adaptive_tree.engine.common.node_quota import nodes_per_request, step_limit
+from vllm_adaptive_tree.engine.common.node_quota import nodes_per_request
 from vllm_adaptive_tree.engine.common.ranks import proposal_from_rank_0, sync_frontier
 from vllm_adaptive_tree.engine.common.request_flags import is_greedy, most_nodes
 from vllm_adaptive_tree.engine.grammar.masked_drafter import Branch, MaskedDrafter, masked_continuations
 from vllm_adaptive_tree.engine.metrics.step_figures import BUDGET, DRAFT
+from vllm_adaptive_tree.engine.targets.checks import step_limit
 from vllm_adaptive_tree.engine.v1.budget import HostBudget
 from vllm_adaptive_tree.engine.v1.catch_up import CatchUp, StepView
 from vllm_adaptive_tree.engine.v1.drafter import TimedDrafter
