@@ -19,12 +19,12 @@ from vllm_adaptive_tree.report.layout import Place, places, visible
 
 FIGURES = Path(__file__).parents[1] / "docs" / "figures"
 RECORD = FIGURES / "steps.jsonl"
-PROMPT = "for key, value in sorted(items.items()):\n    "
+PROMPT = "def __eq__(self, other):\n        if not isinstance("
 NODES = 12
 CONFIG = {"method": "opt_tree", "num_speculative_tokens": NODES, "tree": {"budget": None, "threshold": 0.1}}
 """Engine with whole trees, whatever they cost: with a target this small a budget would let the draft rest."""
 TOKENS = 40
-STEPS = slice(11, 14)
+STEPS = slice(4, 7)
 """Steps of the record in the picture: two that accept much and one that does not."""
 BUDGETS = (3, 6, 12)  # nodes, in the other one
 
