@@ -208,6 +208,17 @@ def test_a_draft_vocabulary(arguments: list[str], tmp_path: Path) -> None:
     assert json.loads((tmp_path / "head" / "config.json").read_text())["draft_vocab_size"] == 20
 
 
+@pytest.mark.parametrize("supported", [False, True])
+def test_products_are_of_the_dtype_that_the_cpu_computes(
+    arguments: list[str], supported: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: supported)
+    del arguments[arguments.index("--dtype") :]
+    arguments[arguments.index("--minutes") + 1] = "0.1"
+    assert main(arguments) == 0
+    assert json.loads((tmp_path / "head" / "training.json").read_text())["bfloat16"] is supported
+
+
 def test_a_one_forward_head(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments[arguments.index("--minutes") + 1] = "0.1"
     kind = ["--kind", "dspark", "--steps-unrolled", "3", "--layers", "1", "--markov-rank", "8"]

@@ -74,7 +74,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rate", type=positive_number, default=1e-2, help="highest learning rate (default: %(default)s)"
     )
     parser.add_argument(
-        "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of matrix products (default: %(default)s)"
+        "--dtype",
+        choices=("bfloat16", "float32"),
+        help="of matrix products (default: bfloat16 where the CPU has instructions for it)",
     )
     parser.add_argument("--compile", action="store_true", help="compile for half a minute; steps take a quarter less")
 
@@ -122,7 +124,7 @@ def _train(options: argparse.Namespace) -> None:
         batch=options.batch,
         window=options.window,
         rate=options.rate,
-        bfloat16=options.dtype == "bfloat16",
+        bfloat16=options.dtype == "bfloat16" if options.dtype else torch.cpu._is_avx512_bf16_supported(),
         compiled=options.compile,
     )
     block = None
