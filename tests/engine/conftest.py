@@ -29,11 +29,14 @@ import vllm
 from vllm.model_executor.models import registry
 from vllm.platforms.cpu import CpuPlatform
 
+from tests.engine import contract
 from tests.engine.engines import Engines
 from vllm_adaptive_tree.engine.startup import finish, measuring
 
 # `python -m tests.next` tests another release than the installed one.
 assert vllm.__version__ == os.environ.get("TESTED_VLLM", vllm.__version__), f"this is vLLM {vllm.__version__}"
+
+contract.install()
 
 # Each start of an engine walks all names of all modules. What the first has replaced is not found a second time.
 CpuPlatform.register_triton_kernel_overrides = staticmethod(

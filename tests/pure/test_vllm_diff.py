@@ -13,6 +13,7 @@ import vllm_adaptive_tree
 from tools.vllm_diff import download
 from tools.vllm_diff.__main__ import main
 from tools.vllm_diff.comparison import Comparison, compare
+from tools.vllm_diff.news import news
 from tools.vllm_diff.sources import Sources
 from tools.vllm_diff.symbols import Symbols
 from tools.vllm_diff.things import Value
@@ -276,3 +277,23 @@ def test_what_is_in_the_cache_is_not_fetched(tmp_path, monkeypatch):
     monkeypatch.setattr(download.subprocess, "run", None)
     (tmp_path / "vllm-9.9.9.tar.gz").touch()
     assert download.download("9.9.9", tmp_path) == tmp_path / "vllm-9.9.9.tar.gz"
+
+
+def test_new_lines_about_drafts_and_new_callers_of_what_is_replaced(tmp_path):
+    """As in vLLM 0.33: no symbol had moved, and a step of Model Runner V2 asked for a field that ours had not."""
+    before = {"__init__.py": "", "config/__init__.py": "def check(self):\n    self.limit()\n"}
+    runner = "class Runner:\n    def prepare_inputs(self, rows):\n        return rows\n"
+    before |= {"v1/__init__.py": "", "v1/worker/__init__.py": "", "v1/worker/runner.py": runner, "other.py": ""}
+    after = {
+        **before,
+        "config/__init__.py": before["config/__init__.py"] + "    self.limit_to_draft()\n    # of a draft\n",
+        "v1/worker/runner.py": runner + "\n    def step(self, rows):\n        return self.prepare_inputs(rows)\n",
+        "other.py": "drafts = 1\n",
+    }
+    ours = "from vllm.v1.worker.runner import Runner\nclass Ours(Runner):\n    def prepare_inputs(self, rows): ...\n"
+    old, new = (Sources.open(written(tmp_path / name / "vllm", one)) for name, one in (("a", before), ("b", after)))
+    found = news(uses(written(tmp_path / "ours", {"code.py": ours})), old, new)
+    assert [str(one) for one in found] == [
+        "vllm.config:3 (drafts): self.limit_to_draft()",
+        "vllm.v1.worker.runner:6 (prepare_inputs): return self.prepare_inputs(rows)",
+    ]

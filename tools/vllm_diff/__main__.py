@@ -13,6 +13,7 @@ from pathlib import Path
 import vllm_adaptive_tree
 from tools.vllm_diff.comparison import compare
 from tools.vllm_diff.download import download
+from tools.vllm_diff.news import news
 from tools.vllm_diff.sources import Sources
 from tools.vllm_diff.symbols import Symbols
 from tools.vllm_diff.uses import uses
@@ -26,18 +27,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--cache", type=Path, help="folder that keeps the archive which is fetched without --source")
     parser.add_argument("--unfollowed", action="store_true", help="list the symbols that reading cannot follow")
+    parser.add_argument("--news", action="store_true", help="list new lines about drafts, or about what is replaced")
     options = parser.parse_args(arguments)
     package = Path(vllm_adaptive_tree.__file__).parent
     try:
         with tempfile.TemporaryDirectory() as scratch:
             installed = Symbols(Sources.installed())
             source = options.source or download(options.release, options.cache or Path(scratch))
-            found = compare(uses(package), installed, Symbols(Sources.open(source)))
+            ours, release = uses(package), Sources.open(source)
+            found = compare(ours, installed, Symbols(release))
+            lines = news(ours, installed.sources, release) if options.news else []
     except (OSError, RuntimeError, SyntaxError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
     for change in found.changes:
         print(change)
+    for line in lines:
+        print(line)
     for symbol in found.unfollowed if options.unfollowed else ():
         print(f"{symbol}: cannot be followed by reading")
     print(

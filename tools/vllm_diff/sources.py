@@ -69,6 +69,9 @@ class Sources:
     def is_package(self, module: str) -> bool:
         return self._files[module].endswith("/__init__.py")
 
+    def text(self, module: str) -> str:
+        return self._read(self._files[module]).decode()
+
     def tree(self, module: str) -> ast.Module:
         if module not in self._trees:
             self._trees[module] = ast.parse(self._read(self._files[module]), self._files[module])
