@@ -21,6 +21,7 @@ VLLM = "vllm"  # stands for the extra with the vLLM that is installed here
 IMPORTS = {  # room -> the extra with which its modules import; the longest name counts
     "": BASE,
     "acceptance.traversal_cpu": "cpu",
+    "attention.launches": "cuda",
     "attention.plan": "cuda",
     "attention.triton_tree": "cuda",
     "bench": "bench",

@@ -380,7 +380,7 @@ class TestKernels:
         meta = [tensor.to("meta") for tensor in batch[:7]]
         with NoHostSync():
             kernel().tree_attention(*meta, batch.scale, torch.empty_like(meta[0]))
-        assert [len(grid) for grid in grids] == [1, 1, 2]
+        assert [len(grid) for grid in grids] == [3, 3, 3]
 
 
 class TestPlan:
@@ -434,6 +434,12 @@ class TestPlan:
         assert mixed[0] > 32
         assert mixed[1] == mixed[3] == 1
         assert 2 not in mixed
+
+    def test_a_request_of_a_chat_has_programs_for_a_third_of_a_device(self):
+        splits = self.work([25], [600], processors=132, kv_heads=8, rows_per_request=25)[0]
+        assert 8 * splits == 40
+        eight = self.work([25] * 8, [600] * 8, processors=132, kv_heads=8, rows_per_request=25)
+        assert set(eight.values()) == {1}, "the requests fill it"
 
     def test_long_parts_are_dealt_out_first(self):
         """Else a program begins one when the others have ended. Here the longest context is split, and its parts are

@@ -11,13 +11,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm_adaptive_tree.attention.launches import Launches, Rest
 from vllm_adaptive_tree.trees.masks import WORD
 
 LANES = (16, 64, 128)
 """Sizes of a query tile, each a compiled variant of the kernel."""
 MOST_SPLITS = 64
-TILES_PER_SPLIT = 4
-"""Least tiles of keys per split; smaller splits are not worth a merge."""
+TILES_PER_SPLIT = 2
+"""Least tiles of keys per split: a program writes as many bytes of a partial result as two tiles have. A single request
+of 600 tokens and 8 KV heads then has 40 programs."""
 
 
 @triton.jit(do_not_specialize=["requests", "rows", "slots", "least"], do_not_specialize_on_alignment=["row_start"])
@@ -136,6 +138,8 @@ class AttentionPlan:
             tiles_per_split: least length of a context's split, in tiles of keys.
         """
         self.group, self.kv_heads = heads // kv_heads, kv_heads
+        self.padded_head = triton.next_power_of_2(head_size)
+        self.launches = Launches()
         usual = triton.cdiv(rows, requests) if rows_per_request is None else rows_per_request
         self.lanes, self.tile, self.warps = Tiling.of(self.group, head_size, dtype.itemsize, usual)
         processors = _processors(device) if processors is None else processors
@@ -166,14 +170,25 @@ class AttentionPlan:
         assert row_start.is_contiguous()
         assert context.is_contiguous()
         assert 0 < requests <= self.padded_requests
-        _plan[(requests,)](
-            *(self.work, self.items, self.merges, row_start, context),
-            *(requests, len(self.merges), self.slots, self.least),
-            TILE_ROWS=self.tile_rows,
-            TILE=self.tile,
-            MOST_SPLITS=MOST_SPLITS,
-            PADDED_REQUESTS=self.padded_requests,
-            BLOCK=128,
-            num_warps=4,
+        self.launches(
+            _plan,
+            "plan",
+            (requests, 1, 1),
+            (
+                *(self.work, self.items, self.merges, row_start, context),
+                *(requests, len(self.merges), self.slots, self.least),
+            ),
+            (context,),
+            self._rest,
         )
         return self
+
+    def _rest(self) -> Rest:
+        constants = {
+            "TILE_ROWS": self.tile_rows,
+            "TILE": self.tile,
+            "MOST_SPLITS": MOST_SPLITS,
+            "PADDED_REQUESTS": self.padded_requests,
+            "BLOCK": 128,
+        }
+        return Rest((), constants, {"num_warps": 4})

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm_adaptive_tree.attention.launches import Rest
 from vllm_adaptive_tree.attention.plan import AttentionPlan
 from vllm_adaptive_tree.trees.masks import WORD
 
@@ -332,13 +333,10 @@ def tree_attention(
     rows, heads, head_size = query.shape
     _, block_size, kv_heads, _ = key_cache.shape
     requests = context.shape[0]
-    assert heads % kv_heads == 0
     assert key_cache.shape == value_cache.shape
     assert query.shape == out.shape
     assert row_start.shape[0] == requests + 1
     assert ancestors.shape[0] >= rows
-    assert ancestors.dtype == torch.int64
-    assert all(tensor.stride(-1) == 1 for tensor in (query, key_cache, value_cache, block_table, ancestors, out))
     assert row_start.is_contiguous()
     assert context.is_contiguous()
     if rows == 0 or requests == 0:
@@ -347,47 +345,70 @@ def tree_attention(
     if plan is None:
         plan = AttentionPlan(rows, requests, heads, kv_heads, head_size, query.dtype, query.device)
         plan.update(row_start, context if context_result is None else torch.zeros_like(context))
-    assert plan.partial.shape[1:] == (kv_heads, plan.lanes, head_size)
     assert len(plan.merges) >= rows
     own_key, own_value, offset = (key_cache, value_cache, 0) if own is None else own
-    assert own_key.stride() == own_value.stride() or own is None
-    assert context_result is None or not (window or soft_cap or sinks is not None)
     context_out, context_log = (out, plan.weight) if context_result is None else context_result
-    padded_head = triton.next_power_of_2(head_size)
-    _attend[(plan.programs,)](
-        *(out, plan.partial, plan.weight, context_out, context_log),
-        *(query, key_cache, value_cache, own_key, own_value, block_table, row_start, context, ancestors),
-        *(plan.work, plan.items, plan.merges, offset, scale * LOG2_E, key_scale, value_scale),
-        *(plan.weight if sinks is None else sinks, soft_cap * LOG2_E),
-        *(*context_out.stride()[:2], context_log.stride(0), *out.stride()[:2], *query.stride()[:2]),
-        *(*key_cache.stride()[:3], *value_cache.stride()[:3], *own_key.stride()[:3]),
-        *(block_table.stride(0), ancestors.stride(0)),
-        KV_HEADS=kv_heads,
-        GROUP=plan.group,
-        HEAD_SIZE=head_size,
-        PADDED_HEAD=padded_head,
-        BLOCK_SIZE=block_size,
-        LANES=plan.lanes,
-        TILE=plan.tile,
-        OWN=own is not None,
-        READ_CONTEXT=context_result is None,
-        WINDOW=window,
-        SOFT_CAP=soft_cap != 0,
-        SINKS=sinks is not None,
-        WORD=WORD,
-        LOG2_E=LOG2_E,
-        WIDEN=WIDEN,
-        num_warps=plan.warps,
-        num_stages=3,
+    tensors = query, out, key_cache, value_cache, own_key, block_table, ancestors, context_out, context_log
+    key = (
+        *(tensor.stride() for tensor in tensors),
+        *(query.dtype, out.dtype, key_cache.dtype, None if sinks is None else sinks.dtype),
+        *(heads, head_size, block_size, kv_heads, window, soft_cap != 0, own is None, context_result is None),
     )
-    _merge[(rows, kv_heads)](
-        *(out, plan.partial, plan.weight, plan.merges, *out.stride()[:2]),
-        KV_HEADS=kv_heads,
-        GROUP=plan.group,
-        HEAD_SIZE=head_size,
-        PADDED_HEAD=padded_head,
-        LANES=plan.lanes,
-        SPLITS=8,
-        num_warps=4,
+    shape = {
+        "KV_HEADS": kv_heads,
+        "GROUP": plan.group,
+        "HEAD_SIZE": head_size,
+        "PADDED_HEAD": plan.padded_head,
+    }
+
+    def rest() -> Rest:
+        assert heads % kv_heads == 0
+        assert ancestors.dtype == torch.int64
+        assert all(tensor.stride(-1) == 1 for tensor in (query, key_cache, value_cache, block_table, ancestors, out))
+        assert plan.partial.shape[1:] == (kv_heads, plan.lanes, head_size)
+        assert own_key.stride() == own_value.stride() or own is None
+        assert context_result is None or not (window or soft_cap or sinks is not None)
+        strides = (
+            *(*context_out.stride()[:2], context_log.stride(0), *out.stride()[:2], *query.stride()[:2]),
+            *(*key_cache.stride()[:3], *value_cache.stride()[:3], *own_key.stride()[:3]),
+            *(block_table.stride(0), ancestors.stride(0)),
+        )
+        constants = {
+            **shape,
+            "BLOCK_SIZE": block_size,
+            "LANES": plan.lanes,
+            "TILE": plan.tile,
+            "OWN": own is not None,
+            "READ_CONTEXT": context_result is None,
+            "WINDOW": window,
+            "SOFT_CAP": soft_cap != 0,
+            "SINKS": sinks is not None,
+            "WORD": WORD,
+            "LOG2_E": LOG2_E,
+            "WIDEN": WIDEN,
+        }
+        return Rest(strides, constants, {"num_warps": plan.warps, "num_stages": 3})
+
+    sink_of = plan.weight if sinks is None else sinks
+    plan.launches(
+        _attend,
+        ("attend", *key),
+        (plan.programs, 1, 1),
+        (
+            *(out, plan.partial, plan.weight, context_out, context_log),
+            *(query, key_cache, value_cache, own_key, own_value, block_table, row_start, context, ancestors),
+            *(plan.work, plan.items, plan.merges, offset, scale * LOG2_E, key_scale, value_scale),
+            *(sink_of, soft_cap * LOG2_E),
+        ),
+        (out, query, key_cache, value_cache, own_key, own_value, block_table, context_out, context_log, sink_of),
+        rest,
+    )
+    plan.launches(
+        _merge,
+        ("merge", *key),
+        (rows, kv_heads, 1),
+        (out, plan.partial, plan.weight, plan.merges),
+        (out,),
+        lambda: Rest(out.stride()[:2], {**shape, "LANES": plan.lanes, "SPLITS": 8}, {"num_warps": 4}),
     )
     return out

@@ -1,6 +1,7 @@
 """Verification without a host sync: our kernel over the paged cache on a GPU, a dense mask on a CPU."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -50,11 +51,12 @@ class KernelTrees(TreeMetadata):
 
         if self.native is not None:
             impl.forward(layer, query, key, value, kv_cache, self.native, out)
-        keys, values = impl.split(kv_cache)
+        keys, values = impl.views(kv_cache)
         where = self.block_table, self.row_start, self.context, self.ancestors
-        variant = AttentionVariant.of(impl)._asdict()
         tree_attention(
-            query[: self.rows], keys, values, *where, impl.scale, out[: self.rows], plan=self.plan, **variant
+            *(query[: self.rows], keys, values, *where, impl.scale, out[: self.rows]),
+            plan=self.plan,
+            **impl.variant,
         )
         return out
 
@@ -74,6 +76,18 @@ class PagedTreeAttention(TreeAttention):
     """Mixin before FlashAttention on a GPU."""
 
     head_size: int
+    cache: Tensor | None = None
+    """Cache of the last call."""
+
+    @cached_property
+    def variant(self) -> dict[str, Any]:
+        return AttentionVariant.of(self)._asdict()
+
+    def views(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+        """As `split`; those of one cache are made once."""
+        if self.cache is not kv_cache:
+            self.cache, self.cache_views = kv_cache, self.split(kv_cache)
+        return self.cache_views
 
     def gather(self, layer: Any, kv_cache: Tensor, block_table: Tensor) -> tuple[Tensor, Tensor]:
         key, value = (part[block_table.long()].flatten(1, 2).transpose(1, 2).float() for part in self.split(kv_cache))

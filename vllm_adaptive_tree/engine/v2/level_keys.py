@@ -90,7 +90,7 @@ class LevelKeys(TreeMetadata):
         for whole, new in zip(node_keys, (key, value), strict=True):  # 0 times a NaN of a dead row would be NaN
             new = new.unflatten(0, (self.requests, self.width))
             torch.nan_to_num(new, nan=0.0, posinf=0.0, neginf=0.0, out=whole[:, start : self.end])
-        keys, values = impl.split(kv_cache)
+        keys, values = impl.views(kv_cache)
         return tree_attention(
             *(query, keys, values, self.block_table, self.row_start, self.context, self.bits.flatten(0, 1)),
             *(impl.scale, out),
