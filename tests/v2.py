@@ -27,6 +27,8 @@ SHORT: dict[str, Cases] = {  # MODEL_RUNNER -> cases
             "test_large_trees_stand_depth_first",
             "test_a_draft_that_rests_reads_nothing_and_catches_up",
             "test_a_head_that_rests_reads_on",
+            "test_no_trees_grow_where_none_is_verified",
+            "test_a_crowd_decodes_without_trees[model]",
             "test_nothing_waits_for_the_device[adaptive_tree-model]",
             "test_kernels_of_draws_and_rules[dyspec-traversal-options0]",
             "test_asynchronous_scheduling_where_it_is_asked_for",

@@ -139,7 +139,7 @@ def test_graphs(given: str | None, level: int, mode: str | None, warned: bool, m
     monkeypatch.setattr(gpu_arguments.logger, "warning", lambda text, *values: said.append(text % values))
     asked = {} if given is None else {"cudagraph_mode": given}
     args = EngineArgs(model=TARGET, compilation_config=asked, optimization_level=level)
-    gpu_arguments.set_graphs(args, nodes=63)
+    gpu_arguments.set_graphs(args, nodes=63, trees=256)
     found = args.compilation_config.cudagraph_mode
     assert found == (None if mode is None else CUDAGraphMode[mode])
     assert [str(given) in text for text in said] == [True] * warned
@@ -152,6 +152,7 @@ def test_graphs(given: str | None, level: int, mode: str | None, warned: bool, m
         ({"max_num_seqs": 5}, 5 * 64),
         ({"max_num_seqs": 1}, 64),
         ({"max_num_seqs": 1000}, 2048),
+        ({"max_num_seqs": 20}, 20 * 64),
         ({}, 2048),
         ({"max_cudagraph_capture_size": 16}, None),
         ({"cudagraph_capture_sizes": [1, 2]}, None),
@@ -161,7 +162,7 @@ def test_graphs(given: str | None, level: int, mode: str | None, warned: bool, m
 def test_graphs_up_to(given: dict[str, Any], most: int | None) -> None:
     args = EngineArgs(model=TARGET, **given)
     before = CompilationConfig() if "compilation_config" not in given else args.compilation_config
-    gpu_arguments.set_graphs(args, nodes=63)
+    gpu_arguments.set_graphs(args, nodes=63, trees=256)
     after = args.compilation_config
     assert after.max_cudagraph_capture_size == (most or before.max_cudagraph_capture_size)
     assert after.cudagraph_capture_sizes == before.cudagraph_capture_sizes

@@ -1,6 +1,6 @@
 import pytest
 
-from vllm_adaptive_tree.engine.common.node_quota import nodes_per_request, schedule, too_small
+from vllm_adaptive_tree.engine.common.node_quota import MOST_TREES, nodes_per_request, schedule, too_small
 
 
 @pytest.mark.parametrize("nodes", [1, 12, 60, 120])
@@ -44,3 +44,6 @@ def test_a_schedule_for_every_batch_size() -> None:
     assert len(found) > 5
     lookup = build_dynamic_sd_schedule_lookup(found, 64, 60)
     assert lookup[1:] == [nodes_per_request(running=running, nodes=60, room=512) for running in range(1, 65)]
+    crowd = build_dynamic_sd_schedule_lookup(schedule(requests=1024, nodes=24, room=8192), 1024, 24)
+    assert crowd[MOST_TREES] > 0
+    assert not any(crowd[MOST_TREES + 1 :]), "no places are reserved where nothing is drafted"

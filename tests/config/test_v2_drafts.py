@@ -9,9 +9,13 @@ import torch
 
 from tests.pure.test_accept import batch
 from tests.pure.test_no_host_sync import NoHostSync
+from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.engine.v2.drafting import DraftedTrees, TreeDrafting
 from vllm_adaptive_tree.engine.v2.drafts import Drafts
+from vllm_adaptive_tree.engine.v2.kernel_dispatch import acceptance_bytes
+from vllm_adaptive_tree.engine.v2.node_selection import NodeSelection
 from vllm_adaptive_tree.kernels.reading import CHOSEN, READY
+from vllm_adaptive_tree.methods import resolve
 from vllm_adaptive_tree.proposers import Proposal
 from vllm_adaptive_tree.proposers.adaptive_tree import AdaptiveTree
 from vllm_adaptive_tree.proposers.dyspec import DySpec
@@ -20,7 +24,7 @@ from vllm_adaptive_tree.proposers.dyspec import DySpec
 def test_trees_wait_for_their_request() -> None:
     """By vLLM's index; of a request that was not in the last batch, or whose root is another one, nothing is left."""
     tree = batch()[0].tree
-    drafts = Drafts(4, 3, torch.device("cpu"))
+    drafts = Drafts(4, 4, 3, torch.device("cpu"))
     everyone = torch.arange(4)
     with NoHostSync():
         empty, _ = drafts.of(everyone, everyone, torch.full((4,), 3))
@@ -47,7 +51,7 @@ def test_trees_wait_for_their_request() -> None:
 
 def test_trees_without_cells_have_none_of_those_before_them() -> None:
     """Those of a look-up that proposes while the draft rests, in the places of trees that the draft has grown."""
-    drafts, tree, read = Drafts(4, 3, torch.device("cpu")), batch()[0].tree, torch.full((2, 3), -1)
+    drafts, tree, read = Drafts(4, 4, 3, torch.device("cpu")), batch()[0].tree, torch.full((2, 3), -1)
     drafts.cell = torch.full_like(drafts.read, -1)
     cells, index, drawn = torch.arange(6).view(2, 3), torch.tensor([2, 0]), torch.zeros(2, 4, dtype=torch.int64)
     drafts.store(index, index, Proposal(tree, read, drawn, cells), torch.ones(2))
@@ -78,6 +82,8 @@ def test_grown_trees_keep_their_cells() -> None:
 class Choosing(DySpec):
     """A third party's, with requests of both kinds and no table."""
 
+    either = True
+
     def chooses(self, temperature: float) -> bool:
         return temperature < 0.5
 
@@ -96,3 +102,32 @@ def test_a_proposer_that_chooses_by_request_is_told_which(proposer: Any, told: b
     assert found.tolist() == ([READY + CHOSEN, READY] if told else everyone.tolist())
     ready = TreeDrafting._request_flags(speculator, batch, np.array([False, True]))
     assert ready.tolist() == [CHOSEN, READY]
+
+
+@pytest.mark.parametrize(("most_rows", "verified"), [(1000, 90), (100, 90), (60, 50), (5, 0)])
+def test_a_budget_verifies_what_is_sampled_at_once(most_rows: int, verified: int) -> None:
+    """More rows of logits than vLLM processes at once would leave the kernels of the rules."""
+    budget: Any = SimpleNamespace(nodes=90)
+    drafts, start = Drafts(10, 10, 24, torch.device("cpu")), torch.zeros(11, dtype=torch.int32)
+    selection = NodeSelection(drafts, start, budget, most_rows=most_rows)
+    names = list("abcdefghij")
+    tokens = selection.get_num_tokens(dict.fromkeys(names, 25), {name: [-1] * 24 for name in names})
+    assert (selection.nodes, tokens) == (verified, 10 + verified)
+    selection.budget = None
+    assert selection.get_num_tokens(dict.fromkeys(names, 25), {name: [-1] * 24 for name in names}) == 250
+
+
+def test_memory_of_the_largest_acceptance() -> None:
+    """Of a head of one forward and a draft with drawn children, at a vocabulary of 152k."""
+    sizes = {"requests": 256, "rows": 1766, "levels": 16, "vocabulary": 151_936, "size": 2}
+    logits = 1766 * (151_936 * 6 + 4 * 4748)
+    spec = {"method": "dyspec", "model": "x", "num_speculative_tokens": 24}
+    pairs = {
+        rule: resolve(TreeOptions.parse({**spec, "rejection_sample_method": rule})[0]) for rule in ("rrsw", "traversal")
+    }
+    found = {rule: acceptance_bytes(pair, **sizes) - logits for rule, pair in pairs.items()}
+    row = 4 * 151_936
+    assert found == {"rrsw": 512 * row, "traversal": (256 + 2 * 16 * 52) * row}
+    assert 2 * 16 * 52 * row < 1 << 30 < 2 * 16 * 56 * row
+    greedy = resolve(TreeOptions.parse({**spec, "method": "opt_tree"})[0])
+    assert acceptance_bytes(greedy, **sizes) == logits

@@ -366,3 +366,32 @@ def watch_verdicts() -> list[Any]:
 
     check.check = watched
     return found
+
+
+def watch_kernels() -> set[tuple[str, ...]]:
+    """What Triton would compile from now on: a kernel of this package, with what each argument is specialized for."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    found, original = set[tuple[str, ...]](), InterpretedFunction.run
+
+    def run(self: Any, *arguments: Any, grid: Any, warmup: bool, **given: Any) -> Any:
+        if self.fn.__module__.startswith("vllm_adaptive_tree."):
+            values = {**dict(zip(self.arg_names, arguments, strict=False)), **given}
+            found.add((self.fn.__name__, *(f"{name}: {_specialized(self, name, one)}" for name, one in values.items())))
+        return original(self, *arguments, grid=grid, warmup=warmup, **given)
+
+    InterpretedFunction.run = run
+    return found
+
+
+def _specialized(kernel: Any, name: str, value: Any) -> str:
+    """What a launch is specialized for by an argument: as `JITFunction` has it."""
+    if kernel.fn.__annotations__.get(name) is not None or name not in kernel.arg_names:  # a constexpr, or an option
+        return repr(value)
+    loose = [*(kernel.kwargs["do_not_specialize"] or ()), *(kernel.kwargs["do_not_specialize_on_alignment"] or ())]
+    if isinstance(value, Tensor):
+        return f"{value.dtype}{'' if name in loose or value.data_ptr() % 16 else ', aligned'}"
+    if isinstance(value, bool) or not isinstance(value, int):
+        return type(value).__name__
+    special = "1" if value == 1 else "of 16" if value % 16 == 0 else ""
+    return "long" if value >= 1 << 31 else f"int {'' if name in loose else special}"

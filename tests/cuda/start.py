@@ -54,7 +54,7 @@ def main(capability: str, case: str) -> dict[str, Any]:
     faked.install((int(capability.split(".")[0]), int(capability.split(".")[1])))
     from vllm import SamplingParams
 
-    trees, verdicts = faked.watch_trees(), faked.watch_verdicts()
+    trees, verdicts, compiled = faked.watch_trees(), faked.watch_verdicts(), faked.watch_kernels()
     from tests.engine.engines import Engines, metric, runner_of
 
     engines, found = Engines(), {}
@@ -76,7 +76,7 @@ def main(capability: str, case: str) -> dict[str, Any]:
                 gpu_memory_utilization=0.01,
                 block_size=None,
             )
-            started, checked = len(faked.LAUNCHES), len(trees)
+            started, checked, early = len(faked.LAUNCHES), len(trees), set(compiled)
             prompts = [{"prompt_token_ids": one} for one in PROMPTS]
             outputs = [one.outputs[0] for one in llm.generate(prompts, params, use_tqdm=False)]
             found[name] = {
@@ -88,12 +88,17 @@ def main(capability: str, case: str) -> dict[str, Any]:
                 "kernels": sorted({launch.kernel for launch in faked.LAUNCHES}),
                 "warmed_up": started > 0,
             }
+        brief: dict[str, Any] = {"max_tokens": 4, "ignore_eos": True, "detokenize": False}
+        mixed = [SamplingParams(temperature=temperature, **brief) for temperature in (0, 1, 0.7)]
+        llm.generate(prompts, mixed, use_tqdm=False)
         runner = runner_of(llm)
         layers = runner.compilation_config.static_forward_context.values()
         found |= {
             "worker": type(runner).__mro__[1].__name__,
             "layers": sorted({type(layer.impl).__name__ for layer in layers if hasattr(layer, "impl")}),
             "checked": checked,
+            "early": sorted({kernel for kernel, *_ in early}),
+            "late": sorted(compiled - early),
             "off": runner.off,
             "verdict": str(verdicts[0]),
             "trees": trees[checked:],

@@ -52,6 +52,8 @@ def test_start(capability: str, case: str, kernel: str, tmp_path: Path) -> None:
     assert found["layers"] == ["TreeFlashAttentionImpl"]
     assert found["checked"] > 0, "the start-up check has launched the kernel, too"
     assert not found["off"], found["verdict"]
+    assert found["early"], "the kernels are compiled before the first request"
+    assert not found["late"], "and none after it"
     assert found["drafts"] > 0
     assert found["trees"]
     for launch in found["trees"]:

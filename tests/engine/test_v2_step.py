@@ -30,7 +30,8 @@ from tests.pure.test_no_host_sync import NoHostSync
 from vllm_adaptive_tree.budget import Plan
 from vllm_adaptive_tree.budget.acceptance_model import INFORMATION
 from vllm_adaptive_tree.drafters.ngram import NGram
-from vllm_adaptive_tree.engine.v2 import kernel_dispatch, target
+from vllm_adaptive_tree.engine.common import node_quota
+from vllm_adaptive_tree.engine.v2 import drafting, kernel_dispatch, target
 from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE
 
 pytestmark = pytest.mark.skipif(not V2, reason="MODEL_RUNNER=v2")
@@ -222,6 +223,57 @@ def test_a_draft_that_rests_reads_nothing_and_catches_up(engines: Engines, monke
         assert float(law[token]) == pytest.approx(weight, abs=2e-3)
 
 
+def test_no_trees_grow_where_none_is_verified(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Amid prompts, and after a request's last token, where vLLM knows it; the draft reads on."""
+    llm = engines.start(tree(6), max_num_batched_tokens=40)
+    runner, grown, amid = runner_of(llm), list[bool](), list[bool]()
+    grow, propose = runner.speculator.grown_trees, runner.speculator.propose
+
+    def count(*args: Any) -> Any:
+        grown[-1] = True
+        return grow(*args)
+
+    def proposed(batch: Any, *args: Any, **kwargs: Any) -> Any:
+        grown.append(False)
+        ends = kwargs.get("num_speculative_tokens") == 0
+        amid.append(ends or all(batch.num_computed_tokens_np + batch.num_scheduled_tokens < batch.prefill_len_np))
+        return propose(batch, *args, **kwargs)
+
+    monkeypatch.setattr(runner.speculator, "grown_trees", count)
+    monkeypatch.setattr(runner.speculator, "propose", proposed)
+    prompt, greedy = "\n".join(PROMPTS[:8]), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2)
+    chunked = generate(llm, [prompt], greedy)
+    assert sum(amid) > 2
+    assert grown == [not one for one in amid]
+    assert_identical(generate(engines.start(), [prompt], greedy), chunked)
+
+
+@pytest.mark.parametrize("draft", ["model", "eagle3"])
+def test_a_crowd_decodes_without_trees(
+    engines: Engines, draft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Buffers are there for two trees. The draft rests while there are more requests, and drafts for the last two."""
+    for module in (drafting, node_quota):
+        monkeypatch.setattr(module, "MOST_TREES", 2)
+    model = DRAFT if draft == "model" else heads.eagle3(tmp_path / "draft")
+    llm = engines.start({**tree(6), "model": model}, max_num_seqs=4)
+    runner, grown = runner_of(llm), list[int]()
+    speculator = runner.speculator
+    assert len(speculator.inputs.request) == len(speculator.drafts.read) == 2
+    grow = speculator.grown_trees
+
+    def count(requests: int, levels: int) -> Any:
+        grown.append(requests)
+        return grow(requests, levels)
+
+    monkeypatch.setattr(speculator, "grown_trees", count)
+    ends = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, logprobs=2) for count in (6, 8, 20, 22)]
+    outputs = generate(llm, BATCH, ends)
+    assert max(grown) == 2
+    assert metric(llm, "spec_decode_num_accepted_tokens") > (4 if draft == "model" else -1)
+    assert_identical(generate(engines.start(), BATCH, ends), outputs)
+
+
 def test_a_head_that_rests_reads_on(engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its trees are those of a head that never rests, also after prompts in chunks and in blocks of earlier requests:
     the target's hidden states are gone after a step."""
@@ -290,7 +342,6 @@ def test_nothing_waits_for_the_device(
     engines: Engines, plain: list[Any], tmp_path: Path, method: str, draft: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Our part of a step: trees to positions, acceptance, commit, drafting; not what vLLM's CPU attention does."""
-    from vllm_adaptive_tree.engine.v2 import drafting
     from vllm_adaptive_tree.engine.v2.verification import Verification
     from vllm_adaptive_tree.step import TreeStep
 

@@ -141,7 +141,7 @@ class TestKernels:
 
     @pytest.mark.parametrize("kind", ["without_replacement", "iid"])
     @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-    def test_traversal(self, kind, dtype):
+    def test_traversal(self, kind, dtype, monkeypatch):
         """Tokens that the target never takes, one law that is the draft's, and requests to leave alone."""
         requests, vocabulary = 9, 40
         shape = Shape.named("binary", 14) if kind == "iid" else Shape.k_config([3, 2, 1])
@@ -180,6 +180,10 @@ class TestKernels:
             got = kernels().traversal(tree, kind, tables, found.fold_in(at), levels=shape.depth, active=among)
             same = (wanted.tokens == got.tokens)[among].all(1) & (wanted.nodes == got.nodes)[among].all(1)
             assert same.all() if dtype == torch.float64 else same.float().mean() > 0.7, "rounding at a border at most"
+            with monkeypatch.context() as patch:
+                patch.setattr(sys.modules["vllm_adaptive_tree.kernels.traversal"], "SCRATCH", 1)
+                parts = kernels().traversal(tree, kind, tables, rngs(requests)[1].fold_in(at), levels=shape.depth)
+            assert torch.equal(parts.tokens[among], got.tokens[among]), "four requests at once"
             lengths |= set((got.nodes[among] >= 0).sum(1).tolist())
         assert lengths >= {0, shape.depth}
 

@@ -180,7 +180,7 @@ class TestStepKernels:
         step = reading.StepTensors(requests, requests, torch.arange(4), None, requests, requests, requests, text)
         cache = reading.Cache(torch.zeros(3, 4, dtype=torch.int32), 16)
         shaping = reading.Shaping(0.6, 9.0, follows=True, threshold=0.25, floor=-3.0)
-        inputs.update(step, shaping, requests, cache, padded=4, limit=64, shift=0)
+        inputs.update(step, shaping, requests, cache, padded=4, padding=4, limit=64, shift=0)
         at = len(inputs) + 8
         nodes, stride = launched[0][at], launched[0][at + 3]
         assert stride == nodes.stride(0)
@@ -214,11 +214,12 @@ class TestStepKernels:
         shaping = reading.Shaping(0.6, 9.0, follows=True, threshold=0.25, floor=-3.0)
         cache = reading.Cache(table.to(DEVICE), block)
         with NoHostSync():
-            inputs.update(step, shaping, ready.to(DEVICE), cache, padded=padded, limit=limit, shift=shift)
+            where = {"padded": padded, "padding": 2 * most, "limit": limit, "shift": shift}
+            inputs.update(step, shaping, ready.to(DEVICE), cache, **where)
         inputs = type(inputs)(*(part.cpu() for part in inputs))
         alive = [0, 2, 5]
         assert inputs.alive.tolist()[:padded] == [1, 0, 1, 0, 0, 1, 0, 0]
-        assert inputs.request.tolist()[:padded] == [*index.tolist(), most, most]
+        assert inputs.request.tolist()[:padded] == [*index.tolist(), 2 * most, 2 * most]
         assert inputs.position.tolist()[:6] == computed
         shaped = torch.where(temperature == 0, 0.6, temperature)[index]
         assert torch.equal(inputs.temperature[:6], shaped)

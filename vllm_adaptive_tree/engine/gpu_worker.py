@@ -6,6 +6,7 @@ from vllm.v1.worker import gpu_worker
 
 from vllm_adaptive_tree.engine.installation import here
 from vllm_adaptive_tree.engine.self_check import check
+from vllm_adaptive_tree.engine.self_check.warm_up import warm_up
 from vllm_adaptive_tree.engine.startup.finish import available_memory, finish_startup, save_profile
 from vllm_adaptive_tree.engine.targets import gpu_arguments
 from vllm_adaptive_tree.engine.v2 import startup_costs
@@ -20,12 +21,13 @@ class TreeGPUWorker(gpu_worker.Worker):
     def determine_available_memory(self) -> int:
         return available_memory(self, super().determine_available_memory())
 
-    def compile_or_warm_up_model(self) -> Any:
-        times = super().compile_or_warm_up_model()
+    def _maybe_activate_jit_monitor(self) -> None:
+        """Check and measure at the end of vLLM's warm-up, before it watches for kernels that are compiled late."""
         check.start(self.model_runner)
         if not self.model_runner.off:
+            warm_up(self.model_runner)
             finish_startup(self.model_runner, self.rank, startup_costs)
-        return times
+        super()._maybe_activate_jit_monitor()
 
     def shutdown(self) -> None:
         save_profile(self)

@@ -10,7 +10,7 @@ from vllm.platforms import current_platform
 
 from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.engine.common import token_deltas
-from vllm_adaptive_tree.engine.common.node_quota import schedule, too_small
+from vllm_adaptive_tree.engine.common.node_quota import MOST_TREES, schedule, too_small
 from vllm_adaptive_tree.engine.common.request_flags import varying
 from vllm_adaptive_tree.engine.drafts.registry import check_target, find
 from vllm_adaptive_tree.engine.mark import Mark
@@ -59,7 +59,7 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
     args.worker_cls = WORKER if current_platform.is_cpu() else GPU_WORKER
     if not current_platform.is_cpu():
         gpu_arguments.set_backend(args)
-        gpu_arguments.set_graphs(args, options.num_speculative_tokens)
+        gpu_arguments.set_graphs(args, options.num_speculative_tokens, MOST_TREES)
     args.additional_config = {**args.additional_config, CONFIG_KEY: options.to_json()}
     with kind.built_from(draft, vllm_keys) as path:
         args.speculative_config = {

@@ -10,7 +10,7 @@ from vllm_adaptive_tree.kernels.layout import Drafted, Layout
 from vllm_adaptive_tree.kernels.rejection import FUSED_RULES
 from vllm_adaptive_tree.kernels.rejection_walk import REJECTION_RULES, RejectionInputs, rejection_walk
 from vllm_adaptive_tree.kernels.sampling import FusedRNG
-from vllm_adaptive_tree.kernels.traversal import TRAVERSAL_KINDS, TraversalInputs, traversal
+from vllm_adaptive_tree.kernels.traversal import TRAVERSAL_KINDS, TraversalInputs, requests_at_once, traversal
 from vllm_adaptive_tree.kernels.walk import walk
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "layer_addresses",
     "move_accepted",
     "rejection_walk",
+    "requests_at_once",
     "traversal",
     "walk",
 ]

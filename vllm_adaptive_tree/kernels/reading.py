@@ -176,7 +176,7 @@ class DraftInputs(NamedTuple):
     request after the other. A head's row has the token after its position, and its rows end before the next root.
     """
 
-    request: Tensor  # [P] int64: vLLM's index; one after the last: padding
+    request: Tensor  # [P] int64: vLLM's index, or that of padding
     position: Tensor  # [P] int64: of the next root
     alive: Tensor  # [P] int8: 0: no tree grows there
     temperature: Tensor  # [P] float32: of the draft
@@ -212,6 +212,7 @@ class DraftInputs(NamedTuple):
         cache: Cache | None,
         *,
         padded: int,
+        padding: int,
         limit: int,
         shift: int,
     ) -> None:
@@ -220,6 +221,7 @@ class DraftInputs(NamedTuple):
         Args:
             ready: [R or more] int8: sum of READY, if the draft has read all tokens before this step, and CHOSEN.
             cache: None: the draft has none, and no rows are written.
+            padding: index of the requests after R.
             limit: most tokens that the draft can read.
             shift: 1 for a head, else 0.
         """
@@ -235,7 +237,7 @@ class DraftInputs(NamedTuple):
             *(step.request, step.num_sampled, ready, step.row_start),
             *(step.num_computed, step.temperature, step.seed, step.text, nodes, table),
             *(step.text.stride(0), nodes.stride(0), table.stride(0)),
-            *(len(step.request), limit, most, padded * width),
+            *(len(step.request), limit, padding, padded * width),
             *(float(shaping.certain), float(shaping.random), float(shaping.threshold), float(shaping.floor), shift),
             FOLLOWS=shaping.follows,
             READY=READY,

@@ -17,6 +17,8 @@ from vllm_adaptive_tree.kernels.sampling import FusedRNG
 from vllm_adaptive_tree.trees import TreeBatch
 
 BLOCK = 4096
+SCRATCH = 1 << 30
+"""Bytes of the residuals of p and q along the paths that are held at once."""
 TRAVERSAL_KINDS: tuple[Kind, ...] = ("without_replacement", "iid")
 """Kinds of children that the kernel supports."""
 
@@ -222,6 +224,12 @@ class TraversalInputs(NamedTuple):
     temperature: Tensor  # [R], draft temperature
 
 
+def requests_at_once(levels: int, vocabulary: int, size: int) -> int:
+    """Requests whose residuals, of numbers of `size` bytes, fit the scratch; a multiple of 4, so that the parts of
+    tensors are aligned as the whole."""
+    return max(SCRATCH // (2 * levels * vocabulary * size) // 4 * 4, 4)
+
+
 def traversal(
     tree: TreeBatch, kind: Kind, inputs: TraversalInputs, rng: FusedRNG, *, levels: int, active: Tensor | None = None
 ) -> Accepted:
@@ -231,14 +239,21 @@ def traversal(
     path = torch.full((requests, levels), -1, device=target.device)
     end = torch.zeros_like(path[:, 0])
     probs = target.new_ones(requests, vocabulary, dtype=torch.promote_types(target.dtype, torch.float32))
-    left = probs.new_empty(2, requests, levels, vocabulary)
+    chunk = requests_at_once(levels, vocabulary, probs.element_size())
+    left = probs.new_empty(2, min(chunk, requests), levels, vocabulary)
     if active is None:
         active = torch.ones_like(end, dtype=torch.bool)
-    if requests:
-        _traverse[(requests,)](
-            *(path, end, probs, left[0], left[1], tree.tokens.contiguous(), tree.parent.contiguous(), target),
-            *(inputs.root_row.contiguous(), inputs.draft.contiguous(), inputs.draft_row.contiguous()),
-            *(inputs.temperature.contiguous(), rng.key.contiguous(), active.to(torch.int8)),
+    draft = inputs.draft.contiguous()
+    by_request = (
+        *(tree.tokens, tree.parent, inputs.root_row, inputs.draft_row, inputs.temperature, rng.key),
+        active.to(torch.int8),
+    )
+    for begin in range(0, requests, chunk):
+        here = slice(begin, begin + chunk)
+        tokens, parent, *rows, temperature, key, selected = (part.contiguous()[here] for part in by_request)
+        _traverse[(len(tokens),)](
+            *(path[here], end[here], probs[here], left[0], left[1], tokens, parent, target, rows[0], draft, rows[1]),
+            *(temperature, key, selected),
             *(slots, 2 * slots + 1, vocabulary),
             TINY=torch.finfo(probs.dtype).tiny,
             ROUNDING=rounding_mass(probs),

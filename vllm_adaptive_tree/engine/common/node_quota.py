@@ -1,5 +1,9 @@
 """Quota of tree nodes of each running request in the next step."""
 
+MOST_TREES = 256
+"""Requests of a batch above which Model Runner V2 drafts nothing: its rows alone fill a GPU, and all that a tree needs
+would be there for every one of `max_num_seqs`, which is 1,024 on large GPUs."""
+
 
 def nodes_per_request(*, running: int, nodes: int, room: int) -> int:
     """The largest equal share that leaves every running request its tokens and room for one newcomer.
@@ -38,7 +42,7 @@ def schedule(*, requests: int, nodes: int, room: int) -> list[tuple[int, int, in
     """
     quotas: list[tuple[int, int, int]] = []
     for running in range(1, requests + 1):
-        share = nodes_per_request(running=running, nodes=nodes, room=room)
+        share = nodes_per_request(running=running, nodes=nodes, room=room) if running <= MOST_TREES else 0
         first = quotas.pop()[0] if quotas and quotas[-1][2] == share else running
         quotas.append((first, running, share))
     return quotas

@@ -1,11 +1,14 @@
 """Requests of the check itself, run through the model runner's own steps, in the last blocks of the pool."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
 from torch import Tensor
 from vllm import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+
+GREEDY: Mapping[str, float] = MappingProxyType({})
 
 
 class TrialStep(NamedTuple):
@@ -49,12 +52,12 @@ class Trial:
         for cache in self.runner.kv_caches:
             cache[self.lowest :] = 0
 
-    def begin(self, texts: dict[str, list[int]], *, more: int) -> None:
-        """Read texts natively, sample a token after each, and draft. Each request may get `more` tokens."""
+    def begin(self, texts: dict[str, list[int]], *, more: int, temperatures: Mapping[str, float] = GREEDY) -> None:
+        """Read texts natively, sample a token after each, and draft. Each request may get `more` tokens; those with a
+        temperature above 0 have no seed."""
         for names in self._batches(texts):
-            self._run(
-                self._new({name: texts[name] for name in names}, more), {name: len(texts[name]) for name in names}
-            )
+            new = self._new({name: texts[name] for name in names}, more, temperatures)
+            self._run(new, {name: len(texts[name]) for name in names})
 
     def read(self, texts: dict[str, list[int]], last: dict[str, int], *, chunks: bool = False) -> dict[str, Tensor]:
         """Read texts as plain causal sequences, in as many steps as they need.
@@ -113,10 +116,13 @@ class Trial:
             tokens += len(text)
         yield names
 
-    def _new(self, texts: dict[str, list[int]], more: int) -> SchedulerOutput:
+    def _new(
+        self, texts: dict[str, list[int]], more: int, temperatures: Mapping[str, float] = GREEDY
+    ) -> SchedulerOutput:
         step = SchedulerOutput.make_empty()
         room = more + 1 + self.runner.num_speculative_steps
         for name, text in texts.items():
+            temperature = temperatures.get(name, 0.0)
             held = tuple(
                 self._take(-(-(len(text) + room) // group.kv_cache_spec.block_size))
                 for group in self.runner.kv_cache_config.kv_cache_groups
@@ -126,7 +132,9 @@ class Trial:
                     req_id=name,
                     prompt_token_ids=text,
                     mm_features=[],
-                    sampling_params=SamplingParams(temperature=0, max_tokens=1 + more, seed=0),
+                    sampling_params=SamplingParams(
+                        temperature=temperature, max_tokens=1 + more, seed=None if temperature else 0
+                    ),
                     pooling_params=None,
                     block_ids=held,
                     num_computed_tokens=0,

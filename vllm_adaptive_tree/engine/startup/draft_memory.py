@@ -33,7 +33,7 @@ class LevelBuffers(NamedTuple):
     ) -> "LevelBuffers":
         """
         Args:
-            requests: R, vLLM's `max_num_seqs`.
+            requests: R, most trees of a batch.
             nodes: N, the node budget.
             depth: levels of a tree; the draft reads the root and all levels but the last.
             vocabulary: V.

@@ -83,15 +83,17 @@ def _content(file: str | None) -> str | None:
         return str(error)
 
 
-def draft_memory(runner: Any, layers: Collection[str], draft: Any, *, rows: int | None = None) -> DraftMemory:
+def draft_memory(
+    runner: Any, layers: Collection[str], draft: Any, *, requests: int, rows: int | None = None
+) -> DraftMemory:
     """Memory of the draft of a loaded `runner`, logged before the KV cache is sized. `layers`: its attention layers;
-    `draft`: its module, None if it has none; `rows`: as in `LevelBuffers.of`."""
+    `draft`: its module, None if it has none; `requests`, `rows`: as in `LevelBuffers.of`."""
     config, options = runner.vllm_config, runner.options
     spec = config.speculative_config.draft_model_config
     kind = kind_in(options)
     feeds_back = kind.node_states and not kind.independent
     levels = LevelBuffers.of(
-        requests=config.scheduler_config.max_num_seqs,
+        requests=requests,
         nodes=options.num_speculative_tokens,
         depth=runner.pair.proposer.max_depth,
         vocabulary=config.model_config.get_vocab_size(),

@@ -76,8 +76,9 @@ def set_backend(args: Any) -> None:
     args.attention_config = config
 
 
-def set_graphs(args: Any, nodes: int) -> None:
-    """Set piecewise CUDA graphs where the user has asked for nothing else, up to as many rows as trees of `nodes` have.
+def set_graphs(args: Any, nodes: int, trees: int) -> None:
+    """Set piecewise CUDA graphs where the user has asked for nothing else, up to as many rows as so many trees of
+    `nodes` have.
 
     The tree kernel runs between the pieces, so a full graph of a step with trees cannot be captured.
     """
@@ -93,7 +94,9 @@ def set_graphs(args: Any, nodes: int) -> None:
     sizes = (config.cudagraph_capture_sizes, args.cudagraph_capture_sizes)
     most = (config.max_cudagraph_capture_size, args.max_cudagraph_capture_size)
     if (*sizes, *most) == (None,) * 4:
-        config.max_cudagraph_capture_size = captured(min(ROWS, (args.max_num_seqs or REQUESTS) * (1 + nodes)))
+        requests = args.max_num_seqs or REQUESTS
+        rows = max(min(requests, trees) * (1 + nodes), requests)
+        config.max_cudagraph_capture_size = captured(min(ROWS, rows))
     args.compilation_config = config
 
 

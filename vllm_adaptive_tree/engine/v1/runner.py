@@ -82,7 +82,7 @@ class TreeModelRunner(CPUModelRunner):
     def load_model(self, load_dummy_weights: bool = False) -> None:
         super().load_model(load_dummy_weights)
         layers = self.drafter.layers
-        self.draft_memory = draft_memory(self, layers, getattr(self.drafter, "model", None))
+        self.draft_memory = draft_memory(self, layers, getattr(self.drafter, "model", None), requests=self.max_num_reqs)
         # The grown contexts of a draft with K/V are read out of the cache as they are.
         adopt_layers(self.vllm_config, layers, CPUTreeAttention, quantised_cache=not layers)
         self.model.compute_logits = self.clock.phase("verify")(self.model.compute_logits)

@@ -15,6 +15,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_adaptive_tree.drafters import Rows
 from vllm_adaptive_tree.engine.common.context_norm import norm_each_layer
+from vllm_adaptive_tree.engine.common.node_quota import MOST_TREES
 from vllm_adaptive_tree.engine.drafts.block import BlockHead
 from vllm_adaptive_tree.engine.drafts.parallel import as_vllm_drafts
 from vllm_adaptive_tree.engine.drafts.registry import kind_in
@@ -30,15 +31,15 @@ class BlockForward(DFlashSpeculator):
 
     def __init__(self, vllm_config: Any, device: torch.device):
         super().__init__(vllm_config, device)
-        count = self.max_num_reqs * self.num_speculative_steps
+        count = min(self.max_num_reqs, MOST_TREES) * self.num_speculative_steps
         self.predicting = torch.zeros(count, self.draft_model_config.get_hidden_size(), dtype=self.dtype, device=device)
         """Hidden states of the last forward, [R * K, H], by request, then depth."""
 
     def _generate_draft(self, num_reqs: int, *rest: Any, **options: Any) -> None:
         if self.resting:
             return
-        count = num_reqs * self.num_speculative_steps
-        self.predicting[:count] = self._run_model(*rest, **options)[self.sample_indices[:count]]
+        kept = self.predicting[: num_reqs * self.num_speculative_steps]
+        kept.copy_(self._run_model(*rest, **options)[self.sample_indices[: len(kept)]])
 
     @property
     def tokens(self) -> Tensor:

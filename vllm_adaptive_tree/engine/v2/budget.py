@@ -105,7 +105,7 @@ class DeviceBudget(BatchBudget):
             rows, context: of this step's verification; tokens in the cache of all requests.
             forwards: of the draft after the roots'.
             prefills: True if it read prompts.
-            missed: True if the draft read tokens that it had skipped.
+            missed: True if the draft read tokens that it had skipped, or drafted nothing that could be used.
             trees: True if it has left some, of the draft or of a look-up.
         """
         if not self.learns:

@@ -16,8 +16,9 @@ from vllm_adaptive_tree.proposers.merging import draft_levels, merge
 class DeviceDraft:
     """`step.Draft` of a `speculator`'s batch."""
 
-    def __init__(self, speculator: Any, target: Any, temperature: Tensor, seeds: Tensor):
-        """`target`: `TargetOutput` of R requests; temperatures and seeds are vLLM's, by its index."""
+    def __init__(self, speculator: Any, target: Any, temperature: Tensor, seeds: Tensor, *, unused: bool):
+        """`target`: `TargetOutput` of R requests; temperatures and seeds are vLLM's, by its index; `unused`: True if
+        vLLM knows that no request verifies what this step drafts."""
         self.speculator, self.target, self.batch = speculator, target, target.batch
         self.temperature, self.seeds = temperature, seeds
         self.nodes: int = speculator.num_speculative_steps
@@ -25,6 +26,10 @@ class DeviceDraft:
         most = speculator.flags.nodes[self.batch.idx_mapping_np]
         limited = (most < self.nodes).any()
         self.limits: Tensor | None = async_tensor_h2d(most, device=speculator.device) if limited else None
+        middle = self.batch.num_computed_tokens_np + self.batch.num_scheduled_tokens < self.batch.prefill_len_np
+        self.crowded = self.batch.num_reqs > speculator.most_trees
+        self.unused = unused or self.crowded or bool(middle.all())
+        """True if nothing is drafted: the batch is too large, or its requests end, or are amid their prompts."""
         self.drafting = True
         """False if the draft rests."""
         self.tokens: Tensor | None = None
@@ -34,6 +39,8 @@ class DeviceDraft:
         speculator, budget, requests = self.speculator, self.speculator.budget, self.batch.num_reqs
         speculator.readback.next_step()
         speculator.missed = 0
+        if self.crowded:
+            return 0
         levels: int = ALL if budget is None else budget.begin_step(self.greedy)
         if speculator.pair.looks_up:
             levels = 0
@@ -47,16 +54,16 @@ class DeviceDraft:
         verification = speculator.step.verification
         speculator.accepted = None if accepted is None else (verification, accepted)
         ready = speculator.catch_up(self.batch) if levels else None
-        speculator.prepare(self.target, self.temperature, self.seeds, ready)
+        if not self.crowded:
+            speculator.prepare(self.target, self.temperature, self.seeds, ready)
         if levels:
             speculator.read(self.target)
         else:
             speculator.rest(self.target)
-        speculator.accepted = None
-        if levels == 0 and speculator.offers is None:
+        speculator.accepted, speculator.forwards = None, 0
+        if self.unused or (levels == 0 and speculator.offers is None):
             speculator.drafts.forget()
             return False
-        speculator.forwards = 0
         return True
 
     def grow(self, levels: int) -> Proposal:
@@ -105,6 +112,6 @@ class DeviceDraft:
                 int(batch.num_computed_tokens_np.sum()),
                 speculator.forwards,
                 prefills=batch.has_prefill,
-                missed=bool(speculator.missed),
+                missed=self.unused or bool(speculator.missed),
                 trees=self.tokens is not None,
             )

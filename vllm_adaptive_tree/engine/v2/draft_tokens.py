@@ -21,6 +21,8 @@ class DraftTreesHandler(DraftTokensHandler):
     def set_draft_tokens(self, input_batch: Any, draft_tokens: Tensor) -> None:
         """`draft_tokens` [R, N]: of `drafts`, or -1."""
         parent = self.drafts.tree.parent[: len(draft_tokens), : draft_tokens.shape[1]]
+        if len(parent) < len(draft_tokens):  # a batch too large for trees
+            parent = draft_tokens
         super().set_draft_tokens(input_batch, torch.stack([draft_tokens, parent.to(draft_tokens.dtype)], 2))
 
     def get_draft_tokens(self) -> DraftTokenIds | None:

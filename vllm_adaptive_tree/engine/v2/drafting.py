@@ -11,15 +11,17 @@ import torch
 from torch import Tensor
 from vllm.config.compilation import CUDAGraphMode
 from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from vllm_adaptive_tree.acceptance import Accepted, TargetOnly
 from vllm_adaptive_tree.drafters import Continuations, Frontier, Rows
+from vllm_adaptive_tree.engine.common.node_quota import MOST_TREES
 from vllm_adaptive_tree.engine.v2.device import compiles
 from vllm_adaptive_tree.engine.v2.device_draft import DeviceDraft
 from vllm_adaptive_tree.engine.v2.drafts import Drafts
 from vllm_adaptive_tree.engine.v2.graphs import DraftGraphs, Piece, ladder
-from vllm_adaptive_tree.engine.v2.kernel_dispatch import counter_rng
+from vllm_adaptive_tree.engine.v2.kernel_dispatch import acceptance_bytes, counter_rng
 from vllm_adaptive_tree.engine.v2.readback import AsyncReadback
 from vllm_adaptive_tree.engine.v2.verification import Verification
 from vllm_adaptive_tree.kernels.reading import CHOSEN, READY, Cache, DraftInputs, Shaping, StepTensors
@@ -110,7 +112,9 @@ class TreeDrafting(BaseSpeculator):
         if self.pair.proposer.gate is not None:
             self.pair.proposer.gate.to(self.device)
         self.most_rows = self.vllm_config.scheduler_config.max_num_batched_tokens
-        self.drafts = Drafts(runner.max_num_reqs, self.num_speculative_steps, self.device)
+        self.most_trees = min(runner.max_num_reqs, MOST_TREES)
+        """Requests of a batch above which nothing is drafted."""
+        self.drafts = Drafts(runner.max_num_reqs, self.most_trees, self.num_speculative_steps, self.device)
         if self.pair.proposer.acceptance is not None:
             self.pair.proposer.acceptance.to(self.device)
             self.drafts.cell = torch.full_like(self.drafts.read, -1)
@@ -133,8 +137,8 @@ class TreeDrafting(BaseSpeculator):
             self.levels = min(max(self.levels, self.offers.length or nodes), nodes)
         self.captures = compiles(self.device) and self.pair.proposer.capturable
         """True if graphs may hold its pieces."""
-        self.inputs = DraftInputs.empty(runner.max_num_reqs, self.reading_width, self.device)
-        self.everyone = torch.ones(runner.max_num_reqs, dtype=torch.int8, device=self.device)
+        self.inputs = DraftInputs.empty(self.most_trees, self.reading_width, self.device)
+        self.everyone = torch.ones(self.most_trees, dtype=torch.int8, device=self.device)
         self.accepted: tuple[Verification, Accepted] | None = None
         """Accepted paths of this step, while the draft reads them."""
         self.dead: Tensor | None = None  # number of dead rows of the last trees, not yet in the metrics
@@ -146,8 +150,7 @@ class TreeDrafting(BaseSpeculator):
     @property
     def sizes(self) -> list[int]:
         """Numbers of requests that its pieces run for; a batch is padded to the next."""
-        most = len(self.everyone)
-        return ladder(most) if self.captures else list(range(1, 1 + most))
+        return ladder(self.most_trees) if self.captures else list(range(1, 1 + self.most_trees))
 
     def padded(self, requests: int) -> int:
         return next(size for size in self.sizes if size >= requests)
@@ -242,6 +245,7 @@ class TreeDrafting(BaseSpeculator):
         temperature: Tensor,
         seeds: Tensor,
         *rest: Any,
+        num_speculative_tokens: int | None = None,
         dummy_run: bool = False,
         skip_attn_for_dummy_run: bool = False,
         **_: Any,
@@ -260,11 +264,22 @@ class TreeDrafting(BaseSpeculator):
         if self.off or dummy_run:
             if not self.off:
                 self.dummy_run(target, without_attention=skip_attn_for_dummy_run)
+                if skip_attn_for_dummy_run and compiles(self.device):
+                    self.profile_acceptance()
             return self._nothing(input_batch)
-        draft = DeviceDraft(self, target, temperature, seeds)
+        draft = DeviceDraft(self, target, temperature, seeds, unused=num_speculative_tokens == 0)
         with self.stats.times.phase("draft"):
             self.step.draft(draft)
         return self._nothing(input_batch) if draft.tokens is None else draft.tokens
+
+    def profile_acceptance(self) -> None:
+        """Hold as much memory as accepting the largest batch takes, so that vLLM's profile sees it."""
+        config, nodes = self.vllm_config.model_config, self.num_speculative_steps
+        vocabulary = config.get_vocab_size()
+        rows = min(self.most_trees * (1 + nodes), self.most_rows, get_max_chunk_logits(vocabulary))
+        sizes = {"rows": rows, "levels": self.levels, "vocabulary": vocabulary, "size": config.dtype.itemsize}
+        held = acceptance_bytes(self.pair, requests=self.most_trees, **sizes)
+        torch.empty(held, dtype=torch.uint8, device=self.device)
 
     def _nothing(self, batch: Any) -> Tensor:
         return torch.full((batch.num_reqs, self.num_speculative_steps), EMPTY, device=self.device)
@@ -294,6 +309,7 @@ class TreeDrafting(BaseSpeculator):
             self._request_flags(batch, ready),
             self.cache(batch.num_reqs),
             padded=self.padded(batch.num_reqs),
+            padding=self.drafts.padding,
             limit=self.limit,
             shift=self.shift,
         )

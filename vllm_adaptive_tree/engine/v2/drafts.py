@@ -40,16 +40,17 @@ class DraftProbs(NamedTuple):
 class Drafts:
     """Trees of the last batch that drafted, by vLLM's index of the request, in persistent buffers."""
 
-    def __init__(self, requests: int, nodes: int, device: torch.device):
+    def __init__(self, requests: int, trees: int, nodes: int, device: torch.device):
+        """`requests`: most of the engine; `trees`: most of a batch."""
         number = torch.full((requests + 1,), NOWHERE, device=device)  # the last one is that of padding
-        whole = torch.full((requests, nodes), -1, device=device)
+        whole = torch.full((trees, nodes), -1, device=device)
         self.place, self.root = number, number.clone()  # of each request's tree, and the position of its root
-        value = torch.full((requests, nodes), -torch.inf, device=device)
+        value = torch.full((trees, nodes), -torch.inf, device=device)
         self.tree = TreeBatch(whole, whole.clone(), torch.zeros_like(whole), value)
-        self.read, self.planned = whole.clone(), torch.zeros(requests, 1 + nodes, dtype=torch.int64, device=device)
-        self.temperature = torch.ones(requests, device=device)
+        self.read, self.planned = whole.clone(), torch.zeros(trees, 1 + nodes, dtype=torch.int64, device=device)
+        self.temperature = torch.ones(trees, device=device)
         self.cell: Tensor | None = None
-        """Cells of the nodes [requests, N], if the proposer learns acceptance."""
+        """Cells of the nodes [trees, N], if the proposer learns acceptance."""
         self.shape = 0, 0
         """Shape of the last batch: B, S."""
         self.kept: Tensor | None = None
@@ -84,6 +85,11 @@ class Drafts:
             buffer[: len(request)] = part
         if self.cell is not None:  # the trees of a look-up have none, and must not count in those of others
             self.cell[: len(request)] = -1 if proposal.cell is None else proposal.cell
+
+    @property
+    def padding(self) -> int:
+        """Index of no request."""
+        return len(self.place) - 1
 
     def forget(self) -> None:
         """Drop the trees: they have been verified, and no others follow."""

@@ -22,13 +22,16 @@ class NodeSelection:
     likely of all its requests; without a node it is vLLM's plain decode. Graphs are chosen by the rows that run.
     """
 
-    def __init__(self, drafts: Drafts, query_start_loc: Tensor, budget: DeviceBudget | None):
+    def __init__(self, drafts: Drafts, query_start_loc: Tensor, budget: DeviceBudget | None, *, most_rows: int):
         """
         Args:
             drafts: of the speculator.
             query_start_loc: [requests + 1] int32, the runner's own.
             budget: None: all nodes.
+            most_rows: of logits that a budget verifies: vLLM's sampler takes no more at once, nor do the kernels of
+                rules after it.
         """
+        self.most_rows = most_rows
         self.drafts, self.query_start_loc, self.budget = drafts, query_start_loc, budget
         self.nodes = 0  # of the step in preparation
         self.scheduled = self.num_other_tokens = np.zeros(
@@ -39,6 +42,8 @@ class NodeSelection:
         """Number of tokens of the step."""
         drafts = sum(map(len, draft_tokens.values()))
         most = None if self.budget is None else self.budget.nodes
+        if most is not None:
+            most = min(most, max(0, self.most_rows - len(num_tokens_per_req)))
         self.nodes = drafts if most is None else min(most, drafts)
         return sum(num_tokens_per_req.values()) - drafts + self.nodes
 

@@ -71,9 +71,9 @@ class PagedDraft(TreeDrafting, DraftModelSpeculator):
         if compiles(self.device):
             context = self.vllm_config.compilation_config.static_forward_context
             layers = {name: context[name] for name in sorted(self.draft_attn_layer_names)}
-            widths = [self.width(requests) for requests in range(1, 1 + self.max_num_reqs)]
+            widths = [self.width(requests) for requests in range(1, 1 + self.most_trees)]
             self.level_keys = LevelKeys(layers, widths, self.drafted_levels - 1, self.dtype, self.device)
-            sizes = self.max_num_reqs * self.reading_width, self.max_num_reqs, self.reading_width
+            sizes = self.most_trees * self.reading_width, self.most_trees, self.reading_width
             self.reading_plans = plans(layers, *sizes, self.dtype, self.device)
 
     def pieces(self) -> dict[Piece, Callable[[], Any]]:
@@ -129,9 +129,9 @@ class PagedDraft(TreeDrafting, DraftModelSpeculator):
         batch = target.batch
         drafts = batch.num_draft_tokens_per_req
         num_other_tokens = batch.num_scheduled_tokens - (0 if drafts is None else drafts)
-        requests = self.padded(batch.num_reqs)
-        at_once = self.level_keys is not None and self.fits(requests)
-        if not at_once or batch.has_prefill or not (num_other_tokens == 1).all():
+        at_once = self.level_keys is not None and batch.num_reqs <= self.most_trees
+        requests = self.padded(batch.num_reqs) if at_once else 0
+        if not at_once or not self.fits(requests) or batch.has_prefill or not (num_other_tokens == 1).all():
             self.longest_text = int(batch.seq_lens_cpu_upper_bound[: batch.num_reqs].max())
             self.read_natively(target)
             return
@@ -166,8 +166,9 @@ class PagedDraft(TreeDrafting, DraftModelSpeculator):
 
     def _keep_roots(self, hidden: Tensor) -> None:
         if self.root_hidden is None:
-            self.root_hidden = hidden.new_zeros(len(self.everyone), hidden.shape[1])
-        self.root_hidden[: len(hidden)] = hidden
+            self.root_hidden = hidden.new_zeros(self.most_trees, hidden.shape[1])
+        kept = self.root_hidden[: len(hidden)]
+        kept.copy_(hidden[: len(kept)])
 
     def roots(self, requests: int) -> tuple[Rows, TreeState]:
         assert self.root_hidden is not None

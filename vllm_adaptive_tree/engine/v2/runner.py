@@ -7,6 +7,7 @@ from torch import Tensor
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu import model_runner
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 
 from vllm_adaptive_tree.budget import Budget, DraftTemperature, Planner
 from vllm_adaptive_tree.engine.common.attention import CPUTreeAttention, adopt_layers
@@ -85,13 +86,17 @@ class TreeModelRunnerV2(ModelRunner):
         """Stop drafting trees: every step is vLLM's plain decoding, and the draft runs nothing."""
         self.speculator.off, self.speculator.backlog = True, None
         self.speculator.drafts.forget()
-        self.adaptive_verification = NoNodes(self.speculator.drafts, self.input_buffers.query_start_loc, None)
+        self.adaptive_verification = self._selection(NoNodes, None)
         if self.cudagraph_manager is not None:  # a whole graph may hold our attention
             drop_whole_graphs(self.cudagraph_manager)
 
+    def _selection(self, kind: type[NodeSelection], budget: DeviceBudget | None) -> NodeSelection:
+        most = get_max_chunk_logits(self.model_config.get_vocab_size())
+        return kind(self.speculator.drafts, self.input_buffers.query_start_loc, budget, most_rows=most)
+
     def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         checks.check_draft_groups(kv_cache_config.kv_cache_groups, self.speculator.draft_attn_layer_names)
-        selection = NodeSelection(self.speculator.drafts, self.input_buffers.query_start_loc, self.budget)
+        selection = self._selection(NodeSelection, self.budget)
         graphs = self.attention.buffers is not None and self.compilation_config.cudagraph_mode.has_full_cudagraphs()
         # With it vLLM captures whole graphs for batches of unequal trees; it asks for them, so not without any.
         with swapped(
@@ -100,7 +105,8 @@ class TreeModelRunnerV2(ModelRunner):
             super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
         if self.budget is not None:
             self.adaptive_verification = selection
-        if self.options.tree.budget == "auto" and self.speculator.reads_late:
+        rests = self.options.tree.budget == "auto" or self.max_num_reqs > self.speculator.most_trees
+        if rests and self.speculator.reads_late:
             self.speculator.backlog = DraftBacklog.of(self.speculator, self.kv_cache_config, self.max_num_reqs)
         self.attention.open_caches()
 
@@ -114,8 +120,9 @@ class TreeModelRunnerV2(ModelRunner):
         super().load_model(*args, **kwargs)
         speculator = self.speculator
         layers, draft = speculator.draft_attn_layer_names, getattr(speculator, "model", None)
-        rows = max(requests * speculator.width(requests) for requests in range(1, 1 + self.max_num_reqs))
-        memory = draft_memory(self, layers, draft, rows=rows)
+        most = speculator.most_trees
+        rows = max(requests * speculator.width(requests) for requests in range(1, 1 + most))
+        memory = draft_memory(self, layers, draft, requests=most, rows=rows)
         self.draft_memory = memory._replace(profiled=getattr(speculator, "level_keys", None) is not None)
         kind = PagedTreeAttention if compiles(self.device) else CPUTreeAttention
         adopt_layers(self.vllm_config, layers, kind, levels=speculator.levels)

@@ -1,0 +1,26 @@
+"""First steps of a mixed batch, before vLLM's watch for kernels that are compiled in service begins.
+
+The check's own requests are greedy. The rule of the pair, its draws, and both together are compiled here, in the dtypes
+and sizes of the engine.
+"""
+
+from typing import Any
+
+import torch
+
+from vllm_adaptive_tree.engine.self_check.trial import Trial
+
+PROMPT = 5
+TEMPERATURES = {"warm-up, greedy": 0.0, "warm-up, sampled": 0.8}
+
+
+@torch.inference_mode()
+def warm_up(runner: Any) -> None:
+    """Run a step without trees, and one with them, of a greedy and of a sampled request if there is room for two."""
+    nodes, names = runner.options.num_speculative_tokens, list(TEMPERATURES)[-runner.max_num_reqs :]
+    room = runner.max_num_tokens // len(names) - 1
+    if min(nodes, room) < 1 or runner.max_model_len < PROMPT + 2 * nodes + 2:
+        return
+    with Trial(runner) as trial:
+        trial.begin({name: [0] * PROMPT for name in names}, more=nodes, temperatures=TEMPERATURES)
+        trial.decode(names, nodes=min(nodes, room))
