@@ -8,13 +8,23 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+TESTS = Path(__file__).parent
 
-def install(*, asynchronous: bool = False, kernels: bool = False) -> None:
-    """Install the interpreter; must run before vLLM or Triton is imported. `kernels`: run a GPU's kernels, with its
-    cache, in place of the PyTorch operations for a CPU."""
+
+@cache  # once in a process
+def install(runner: str) -> None:
+    """Install the interpreter; must run before vLLM or Triton is imported.
+
+    Args:
+        runner: "v2"; "v2-async": with asynchronous scheduling; "v2-kernels": with a GPU's kernels and cache in place of
+            the PyTorch operations for a CPU.
+    """
+    assert runner in ("v2", "v2-async", "v2-kernels")
     assert not {"vllm", "triton"} & set(sys.modules)
     os.environ.update(TRITON_INTERPRET="1", VLLM_USE_V2_MODEL_RUNNER="1")
     after("vllm.triton_utils.importing", lambda module: setattr(module, "HAS_TRITON", True))
@@ -23,11 +33,17 @@ def install(*, asynchronous: bool = False, kernels: bool = False) -> None:
     after("triton.runtime.interpreter", _splat_truth_values)
     after("triton.runtime.interpreter", _patch_once)
     after("triton.runtime.interpreter", _multiply_bfloat16)
-    if asynchronous:
+    if runner == "v2-async":
         after("vllm.platforms.cpu", _keep_asynchronous)
-    if kernels:
+    if runner == "v2-kernels":
         after("vllm_adaptive_tree.engine.v2.device", lambda module: setattr(module, "compiles", lambda device: True))
         after("vllm.v1.attention.backends.cpu_attn", _plain_cache)
+
+
+def install_in_children() -> None:
+    """Let processes that this one starts, in which MODEL_RUNNER is the same, begin with `install`."""
+    paths = os.environ.get("PYTHONPATH", ""), str(TESTS / "interpreted"), str(TESTS.parent)
+    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
 
 
 def _splat_truth_values(module: ModuleType) -> None:

@@ -105,7 +105,7 @@ class Count:
 
 def install(count: Count) -> None:
     """Before vLLM is imported."""
-    interpreter.install(kernels=True)
+    interpreter.install("v2-kernels")
     copies = (("vllm.utils.torch_utils", "async_tensor_h2d"), ("vllm.v1.worker.gpu.async_utils", "async_copy_to_np"))
     for module, name in copies:
         interpreter.after(module, lambda found, name=name: count.wrap(found, name, one=True))

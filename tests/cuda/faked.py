@@ -48,7 +48,7 @@ def install(capability: tuple[int, int]) -> None:
         VLLM_USE_V2_MODEL_RUNNER="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1"
     )
     os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # of unseeded top-p alone; it is not installed here
-    interpreter.install(asynchronous=False)
+    interpreter.install("v2")
     interpreter.after("vllm_adaptive_tree.engine.v2.device", lambda module: setattr(module, "compiles", lambda _: True))
     for compiled in ("_C_stable_libtorch", "_moe_C_stable_libtorch"):
         sys.modules[f"vllm.{compiled}"] = ModuleType(compiled)

@@ -9,7 +9,8 @@ import os
 from tests import interpreter
 
 if (RUNNER := os.environ.get("MODEL_RUNNER", "v1")) != "v1":
-    interpreter.install(**{"v2": {}, "v2-async": {"asynchronous": True}, "v2-kernels": {"kernels": True}}[RUNNER])
+    interpreter.install(RUNNER)
+    interpreter.install_in_children()
 
 os.environ.update(
     OMP_NUM_THREADS="1",

@@ -270,7 +270,7 @@ def main():
 """
 
 
-@pytest.mark.skipif(V2, reason="spawned processes have no interpreter hook")
+@pytest.mark.skipif(V2, reason="the interpreter is slow")
 def test_a_front_end_that_is_given_the_configuration(stock: list[list[int]], tmp_path: Path) -> None:
     """As Ray Serve does it: built and pickled elsewhere, no EngineArgs, no plugin, statistics on, two engines."""
     file = tmp_path / "config"

@@ -91,7 +91,6 @@ DAMAGED = {
     "absurd costs": '{"name": "x", "costs": {"verify": {"rows": [1, 1], "seconds": [NaN, -1]}, "draft": 7}}',
 }
 """Of what a cost profile may become."""
-IN_ITS_PROCESS = pytest.mark.skipif(V2, reason="the engine's own process has no interpreter")
 
 
 def head(make: Any, **options: Any) -> dict[str, Any]:
@@ -506,7 +505,6 @@ REPORTS = [
         requests=ask(TEXTS * 2, stop=STOPS, structured_outputs=FORMS, max_tokens=in_turn(5, 9, LENGTH), logprobs=2),
         proofs=(stopped(1), accepted(COUNT)),
         process=True,
-        marks=(IN_ITS_PROCESS,),
     ),
     Report(
         name="aborted names come again at once, in a server",
@@ -515,7 +513,6 @@ REPORTS = [
         requests=[ask([SHARED + one] * 3, leaves=in_turn(2, 1, 0)) for one in TEXTS],
         proofs=(accepted(COUNT),),
         process=True,
-        marks=(IN_ITS_PROCESS,),
     ),
     Report(
         name="parameters crossed at random, in a server",
@@ -523,7 +520,6 @@ REPORTS = [
         spec=TREE,
         requests=crossings(8 if V2 else 32, seed=4),
         process=True,
-        marks=(IN_ITS_PROCESS,),
     ),
 ]
 

@@ -72,7 +72,7 @@ def sampled(tokens: int) -> SamplingParams:
     return SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True)
 
 
-@pytest.mark.skipif(V2, reason="the engine's own process has no interpreter")
+@pytest.mark.skipif(V2, reason="the interpreter is slow")
 def test_one_by_one_through_a_server_s_engine(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM

@@ -97,7 +97,6 @@ def test_heads(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(V2, reason="the engine's own process has no interpreter")
 def test_a_server_s_engine(engines: Engines, sessions: list[list[Turn]], plain: list[list[Answer]]) -> None:
     """`AsyncLLM`, whose scheduler and worker are in other processes; a turn without a token is refused there."""
     from vllm.engine.arg_utils import AsyncEngineArgs

@@ -30,7 +30,7 @@ SCRIPT = """
 import json, os, sys
 if os.environ.get("MODEL_RUNNER", "v1") != "v1":  # in every rank
     from tests import interpreter
-    interpreter.install(asynchronous=os.environ["MODEL_RUNNER"] == "v2-async")
+    interpreter.install(os.environ["MODEL_RUNNER"])
 from tests.engine.engines import V2
 from tests.engine.leaning import lean, second_best
 from tests.engine.test_tensor_parallel import sampling
@@ -81,7 +81,7 @@ NODE = """
 import os, sys
 if os.environ.get("MODEL_RUNNER", "v1") != "v1":
     from tests import interpreter
-    interpreter.install(asynchronous=os.environ["MODEL_RUNNER"] == "v2-async")
+    interpreter.install(os.environ["MODEL_RUNNER"])
 from vllm_adaptive_tree.cli.serve import run
 
 if __name__ == "__main__":
