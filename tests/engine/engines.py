@@ -67,6 +67,12 @@ class Engines:
         gc.freeze()  # what is left lives as long as the process; a start collects ten times
 
 
+def one_core_each(ranks: int) -> str:
+    """VLLM_CPU_OMP_THREADS_BIND: a core for each rank, of those that this process may use."""
+    cores = sorted(os.sched_getaffinity(0))
+    return "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
+
+
 def runner_of(llm: Any) -> Any:
     """The model runner of an engine in this process."""
     return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner

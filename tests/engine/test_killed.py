@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from openai import OpenAI, OpenAIError
 
-from tests.engine.engines import PROMPTS, V2
+from tests.engine.engines import PROMPTS, V2, one_core_each
 from tests.engine.test_server import API_SERVER, GREEDY, metric, started
 
-pytestmark = pytest.mark.skipif(V2, reason="the server's processes have no interpreter")
+pytestmark = pytest.mark.skipif(V2, reason="the interpreter is slow")
 
 
 def below(process: int) -> dict[int, str]:
@@ -39,7 +39,7 @@ def test_a_killed_engine_core(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank(rank: int, tmp_path: Path) -> None:
-    module, threads = [*API_SERVER, "--tensor-parallel-size", "2"], {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    module, threads = [*API_SERVER, "--tensor-parallel-size", "2"], {"VLLM_CPU_OMP_THREADS_BIND": one_core_each(2)}
     kill(f"VLLM::Worker_TP{rank}", module, threads, tmp_path / "log", rf"Worker proc \S+-{rank} died unexpectedly")
 
 

@@ -17,7 +17,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from tests.engine.engines import PROMPTS, TARGET, V2, Engines, assert_identical, tree
+from tests.engine.engines import PROMPTS, TARGET, V2, Engines, assert_identical, one_core_each, tree
 from tests.engine.families import FAMILIES
 from tests.engine.heads import eagle3
 from tests.engine.installations import with_version
@@ -139,9 +139,14 @@ class Nodes:
 
     def end(self) -> None:
         for process, _ in self.started:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            end_session(process)
+
+
+def end_session(process: subprocess.Popen[Any]) -> None:
+    """Kill a process that leads a session, and all that it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 @pytest.fixture
@@ -179,24 +184,28 @@ def on_ranks(folder: Path, *given: Any) -> tuple[list[list[int]], list[str], lis
     texts that a head agrees with. Its output: tokens, texts, counters, and the grammars that each rank's draft has
     followed; none on Model Runner V2."""
     (folder / "two_ranks.py").write_text(SCRIPT)
-    result = subprocess.run(
+    process = subprocess.Popen(
         [sys.executable, str(folder / "two_ranks.py")],
-        input=json.dumps(given),
         env={
             **os.environ,
             "PYTHONPATH": str(ROOT),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
             "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # a function for the workers
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind" if "nnodes" in given[2] else "0|1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind" if "nnodes" in given[2] else one_core_each(2),
             "VLLM_HOST_IP": "127.0.0.1",
         },
-        capture_output=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=900 if V2 else 300,
-        check=False,
+        start_new_session=True,
     )
-    lines = [line for line in result.stdout.splitlines() if line.startswith("RESULT")]
-    assert lines, result.stdout[-3000:] + result.stderr[-3000:]  # a rank that disagreed would have raised
+    try:
+        output, errors = process.communicate(json.dumps(given), timeout=900)
+    finally:
+        end_session(process)
+    lines = [line for line in output.splitlines() if line.startswith("RESULT")]
+    assert lines, output[-3000:] + errors[-3000:]  # a rank that disagreed would have raised
     tokens, texts, counters, followed = json.loads(lines[0].removeprefix("RESULT"))
     return tokens, texts, counters, followed
 
