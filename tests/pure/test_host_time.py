@@ -28,4 +28,4 @@ def test_prepared_launches():
     for requests, figures in found.items():
         assert figures[LAYER] < 0.5 * figures[BY_TRITON]
         ours = figures["step"] - figures["budget"], recorded[requests]["step"] - recorded[requests]["budget"]
-        assert ours[0] * recorded[requests][BY_TRITON] < 1.5 * ours[1] * figures[BY_TRITON], "on a machine as fast"
+        assert ours[0] * recorded[requests][BY_TRITON] < 2 * ours[1] * figures[BY_TRITON], "on a machine as fast"
