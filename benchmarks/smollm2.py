@@ -16,9 +16,11 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tokens_per_step import BATCH, NEW_TOKENS, start
+from benchmarks.tokens_per_step import NEW_TOKENS, start
+from vllm_adaptive_tree.bench.provenance import save
 
 SAMPLED_PROMPTS = 1  # seed of the choice of prompts
+BATCH = 8
 
 
 def humaneval(file: Path, count: int) -> list[str]:
@@ -126,7 +128,7 @@ def main() -> None:
                 print(rows[-1], flush=True)
         llm.llm_engine.engine_core.shutdown()
         if options.out:
-            options.out.write_text(json.dumps(rows, indent=2) + "\n")
+            save(options.out, rows)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,8 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from vllm_adaptive_tree.bench.provenance import save
+
 NODES, LAYERS, HEADS, KV_HEADS, SIZE, BLOCK, CONTEXT, LEVELS = 24, 36, 32, 8, 128, 16, 600, 8
 PROCESSORS = 132
 REQUESTS = 1, 64
@@ -221,8 +223,8 @@ def main() -> int:
         return 1
     run = {"label": options.label, "requests": measured(options.calls)}
     if options.out is not None:
-        before = json.loads(options.out.read_text()) if options.out.exists() else []
-        options.out.write_text(json.dumps([*before, run], indent=1) + "\n")
+        before = json.loads(options.out.read_text())["rows"] if options.out.exists() else []
+        save(options.out, [*before, run])
     print(json.dumps(run, indent=1))
     return 0
 

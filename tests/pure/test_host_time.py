@@ -26,7 +26,9 @@ def test_prepared_launches():
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
     found = json.loads(run.stdout[run.stdout.index("{") :])["requests"]
-    recorded = json.loads((ROOT / "benchmarks" / "results" / "gpu" / "host_time.json").read_text())[-1]["requests"]
+    recorded = json.loads((ROOT / "benchmarks" / "results" / "gpu" / "host_time.json").read_text())["rows"][-1][
+        "requests"
+    ]
     assert {requests: set(figures) for requests, figures in found.items()} == {
         requests: set(figures) for requests, figures in recorded.items()
     }
