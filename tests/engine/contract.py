@@ -72,9 +72,11 @@ def blocks(step: Step) -> None:
 
 
 def prefixes(step: Step) -> None:
-    """Blocks in the prefix cache hold computed tokens alone, and no hash is of a token that was not accepted."""
+    """Blocks in the prefix cache hold computed tokens alone, and no hash is of a token that was not accepted. The place
+    of the token that follows a prompt is not among the computed ones."""
     for name, request in step.requests.items():
-        settled = request.num_computed_tokens - request.num_output_placeholders
+        done = request.num_computed_tokens
+        settled = max(done - request.num_output_placeholders, min(done, request.num_prompt_tokens))
         for manager in step.scheduler.kv_cache_manager.coordinator.single_type_managers:
             cached = manager.num_cached_block.get(name, 0) * manager.block_size
             assert cached <= max(settled, 0) or request.num_stale_output_tokens, f"{name} {cached} of {settled}"
