@@ -54,8 +54,8 @@ def made() -> Step:
     """A step of two requests with six tokens each, in blocks of two; "a" has accepted one of its nodes."""
 
     def request() -> Any:
-        numbers = {"num_computed_tokens": 7, "num_tokens": 8, "num_output_tokens": 2, "max_tokens": 9}
-        more = {"num_output_placeholders": 0, "num_stale_output_tokens": 0, "block_hashes": [b""] * 3}
+        numbers = {"num_computed_tokens": 7, "num_prompt_tokens": 6, "num_tokens": 8, "num_output_tokens": 2}
+        more = {"max_tokens": 9, "num_output_placeholders": 0, "num_stale_output_tokens": 0, "block_hashes": [b""] * 3}
         return Made(request_id="a", **numbers, **more)
 
     requests = {"a": request(), "b": request()}
