@@ -9,32 +9,31 @@ measures acceptance, not speed. A step without drafts counts, too: n tokens of w
 """
 
 import argparse
-import gzip
 import json
 import random
 import statistics
 from pathlib import Path
 from typing import Any
 
+from benchmarks.datasets import read_prompts
 from benchmarks.tokens_per_step import NEW_TOKENS, start
 from vllm_adaptive_tree.bench.provenance import save
 
-SAMPLED_PROMPTS = 1  # seed of the choice of prompts
+CHOICE = 1  # seed of the choice of prompts
 BATCH = 8
 
 
 def humaneval(file: Path, count: int) -> list[str]:
-    """Prompts of HumanEval's JSON lines, plain or compressed."""
-    data = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
-    prompts = [json.loads(line)["prompt"].strip() for line in data.decode().splitlines() if line.strip()]
-    chosen = random.Random(SAMPLED_PROMPTS).sample(prompts, min(count, len(prompts)))
-    return [f"Complete this Python function.\n\n```python\n{prompt}\n```" for prompt in chosen]
+    """Questions about the prompts of HumanEval's JSON lines, plain or compressed."""
+    prompts = read_prompts(file)
+    chosen = random.Random(CHOICE).sample(prompts, min(count, len(prompts)))
+    return [f"Complete this Python function.\n\n```python\n{prompt.strip()}\n```" for prompt in chosen]
 
 
 def held_out(file: Path, count: int) -> list[str]:
     """Questions that no draft was trained on."""
     found = [question for chunk in json.loads(file.read_text()).values() for question in chunk]
-    return random.Random(SAMPLED_PROMPTS).sample(found, min(count, len(found)))
+    return random.Random(CHOICE).sample(found, min(count, len(found)))
 
 
 def configurations(head: str | None, nodes: list[int]) -> dict[str, dict[str, Any]]:
