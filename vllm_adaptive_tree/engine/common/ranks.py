@@ -18,6 +18,10 @@ def is_rank_0() -> bool:
     return bool(get_tp_group().rank_in_group == 0)
 
 
+def num_ranks() -> int:
+    return int(get_tp_group().world_size)
+
+
 def from_rank_0(decision: Tensor) -> Tensor:
     """Rank 0's `decision`; every rank passes a tensor of the same shape."""
     group = get_tp_group()

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from vllm_adaptive_tree.budget import Costs
-from vllm_adaptive_tree.engine.common.ranks import from_rank_0
+from vllm_adaptive_tree.engine.common.ranks import from_rank_0, num_ranks
 
 MIN_THRESHOLD, MAX_THRESHOLD = 0.05, 0.9
 
@@ -23,7 +23,8 @@ DISTURBED = 1.2
 class Times(NamedTuple):
     seconds: list[float]
     disturbance: float
-    """Wall-clock time over CPU time of the thread; 1 on a device. If it exceeds `DISTURBED`, `seconds` are CPU time."""
+    """Wall-clock time over CPU time of the thread; 1 on a device, and with ranks, which sleep while they wait for each
+    other. If it exceeds `DISTURBED`, `seconds` are CPU time."""
 
 
 class MeasuredCosts(NamedTuple):
@@ -77,6 +78,7 @@ def fastest_on_rank_0(
     """Smallest times as of `fastest`, with the device idle before and after each forward; every rank runs them, and
     rank 0's seconds count."""
     cpu_seconds, on_cpu = list[float](), device.type == "cpu"
+    bound_by_thread = on_cpu and num_ranks() == 1
 
     def timed(forward: Callable[[], Any]) -> float:
         begun = time.thread_time()
@@ -89,7 +91,7 @@ def fastest_on_rank_0(
 
     times = fastest(forwards, rounds=rounds, seconds=seconds, least=least, sync_timeout=sync_timeout, timed=timed)
     busy = [min(cpu_seconds[len(times) + place :: len(times)]) for place in range(len(times))]  # not of the warm-up
-    disturbance = median(wall / max(cpu, 1e-9) for wall, cpu in zip(times, busy, strict=True)) if on_cpu else 1.0
+    disturbance = median(wall / max(cpu, 1e-9) for wall, cpu in zip(times, busy, strict=True)) if bound_by_thread else 1.0
     figures = [disturbance, *(busy if disturbance > DISTURBED else times)]
     disturbance, *agreed = from_rank_0(torch.tensor(figures, dtype=torch.float64, device=device)).tolist()
     return Times(agreed, disturbance)
