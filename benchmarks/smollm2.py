@@ -20,7 +20,7 @@ from benchmarks.tokens_per_step import NEW_TOKENS, start
 from vllm_adaptive_tree.bench.provenance import save
 
 CHOICE = 1  # seed of the choice of prompts
-BATCH = 8
+BATCH = 4
 
 
 def humaneval(file: Path, count: int) -> list[str]:
@@ -49,7 +49,7 @@ def configurations(head: str | None, nodes: list[int]) -> dict[str, dict[str, An
 
     found = {}
     if head is not None:
-        for length in (1, 3, 5):
+        for length in (1, 3, 5, 7):
             found[f"vLLM's chain of {length}"] = {"method": "eagle3", "model": head, "num_speculative_tokens": length}
         for count in nodes:
             found[f"adaptive_tree, {count} nodes"] = tree("adaptive_tree", head, count)
