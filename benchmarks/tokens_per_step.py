@@ -9,6 +9,8 @@ Greedy, float32, on the bundled pair and the modules held out from its training,
 import argparse
 import os
 import statistics
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,8 @@ from vllm_adaptive_tree.bench.provenance import save
 
 PAIR = Path(vllm_adaptive_tree.__file__).parent / "demo_pair"
 BATCH, PROMPT_CHARACTERS, NEW_TOKENS = 16, 300, 128
+FIRST = 200
+"""Steps in which a learning method has seen little."""
 
 
 def prompts(count: int, file: Path | None = None) -> list[str]:
@@ -60,20 +64,28 @@ def start(spec: dict[str, Any] | None, target: Path = PAIR / "target", dtype: st
     )
 
 
-def measure(llm: Any, texts: list[str], temperature: float = 0.0) -> dict[str, float]:
-    """Decode `texts` in rounds of BATCH; the spread is the standard deviation over the rounds."""
-    from vllm import SamplingParams
+def measure(llm: Any, texts: list[str], temperatures: Sequence[float] = (0.0,), top_p: float = 1.0) -> dict[str, Any]:
+    """Decode `texts` in rounds of BATCH, at each of the temperatures in turn.
 
-    params = SamplingParams(temperature=temperature, max_tokens=NEW_TOKENS, ignore_eos=True)
+    Returns:
+        tokens_per_step, its spread (the standard deviation over the rounds), nodes_per_step and steps of all; first:
+        tokens per step of the first FIRST; by_prompt: tokens per step of each, those after the last left out.
+    """
+    from vllm import SamplingParams
 
     def counts() -> dict[str, float]:
         names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
         found = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
         return {name: found.get(f"vllm:spec_decode_{name}", 0.0) for name in names}
 
-    rounds, before = [], counts()
-    for first in range(0, len(texts), BATCH):
-        llm.generate(texts[first : first + BATCH], params, use_tqdm=False)
+    laws = [SamplingParams(temperature=t, top_p=top_p, max_tokens=NEW_TOKENS, ignore_eos=True) for t in temperatures]
+    rounds, before, first, by_prompt = [], counts(), list[int](), list[float]()
+    for start in range(0, len(texts), BATCH):
+        part = texts[start : start + BATCH]
+        steps = list(decode(llm, [(text, laws[at % len(laws)]) for at, text in enumerate(part)]))
+        first += [tokens for _, tokens in steps][: FIRST - len(first)]
+        number = Counter(at for at, _ in steps)
+        by_prompt += [(NEW_TOKENS - 1) / number[at] for at in range(len(part))]
         after = counts()
         rounds.append({name: after[name] - before[name] for name in after})
         before = after
@@ -84,10 +96,25 @@ def measure(llm: Any, texts: list[str], temperature: float = 0.0) -> dict[str, f
         "spread": statistics.stdev(each) if len(each) > 1 else 0.0,
         "nodes_per_step": total["num_draft_tokens"] / total["num_drafts"],
         "steps": total["num_drafts"],
+        "first": statistics.mean(first),
+        "by_prompt": [round(rate, 3) for rate in by_prompt],
     }
 
 
-def measured(spec: dict[str, Any], texts: list[str]) -> dict[str, float]:
+def decode(llm: Any, requests: list[tuple[str, Any]]) -> Iterator[tuple[int, int]]:
+    """Decode one batch; yields the request and the number of tokens of each step, but for those that end prompts."""
+    engine, length = llm.llm_engine, dict[str, int]()
+    for at, (text, params) in enumerate(requests):
+        engine.add_request(str(at), text, params)
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            name, tokens = output.request_id.partition("-")[0], len(output.outputs[0].token_ids)
+            if name in length:
+                yield int(name), tokens - length[name]
+            length[name] = tokens
+
+
+def measured(spec: dict[str, Any], texts: list[str]) -> dict[str, Any]:
     llm = start(spec)
     found = measure(llm, texts)
     llm.llm_engine.engine_core.shutdown()
