@@ -29,6 +29,8 @@ PAIR = Path(vllm_adaptive_tree.__file__).parent / "demo_pair"
 BATCH, PROMPT_CHARACTERS, NEW_TOKENS = 16, 300, 128
 FIRST = 200
 """Steps in which a learning method has seen little."""
+SEEDS = "none", "default", "reproducible"
+"""A request's seed: without one; one that asks for vLLM's own samples; one that keys the draws of the rule."""
 
 
 def prompts(count: int, file: Path | None = None) -> list[str]:
@@ -59,17 +61,23 @@ def start(spec: dict[str, Any] | None, target: Path = PAIR / "target", dtype: st
         dtype=dtype,
         enforce_eager=True,
         max_model_len=1024,
+        max_num_seqs=BATCH,
         disable_log_stats=False,
         enable_prefix_caching=False,
     )
 
 
-def measure(llm: Any, texts: list[str], temperatures: Sequence[float] = (0.0,), top_p: float = 1.0) -> dict[str, Any]:
-    """Decode `texts` in rounds of BATCH, at each of the temperatures in turn.
+def measure(
+    llm: Any, texts: list[str], temperatures: Sequence[float] = (0.0,), top_p: float = 1.0, seeds: str = "none"
+) -> dict[str, Any]:
+    """Decode `texts` in rounds of BATCH, at each of the temperatures in turn; `seeds`: one of SEEDS.
 
     Returns:
         tokens_per_step, its spread (the standard deviation over the rounds), nodes_per_step and steps of all; first:
         tokens per step of the first FIRST; by_prompt: tokens per step of each, those after the last left out.
+
+    Raises:
+        VLLMValidationError: the engine refuses `seeds`.
     """
     from vllm import SamplingParams
 
@@ -78,11 +86,20 @@ def measure(llm: Any, texts: list[str], temperatures: Sequence[float] = (0.0,), 
         found = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
         return {name: found.get(f"vllm:spec_decode_{name}", 0.0) for name in names}
 
-    laws = [SamplingParams(temperature=t, top_p=top_p, max_tokens=NEW_TOKENS, ignore_eos=True) for t in temperatures]
+    def params(at: int) -> Any:
+        return SamplingParams(
+            temperature=temperatures[at % BATCH % len(temperatures)],
+            top_p=top_p,
+            max_tokens=NEW_TOKENS,
+            ignore_eos=True,
+            seed=None if seeds == "none" else at,
+            extra_args={"tree": {"seed": seeds}} if seeds == "reproducible" else None,
+        )
+
     rounds, before, first, by_prompt = [], counts(), list[int](), list[float]()
     for start in range(0, len(texts), BATCH):
         part = texts[start : start + BATCH]
-        steps = list(decode(llm, [(text, laws[at % len(laws)]) for at, text in enumerate(part)]))
+        steps = list(decode(llm, [(text, params(start + at)) for at, text in enumerate(part)]))
         first += [tokens for _, tokens in steps][: FIRST - len(first)]
         number = Counter(at for at, _ in steps)
         by_prompt += [(NEW_TOKENS - 1) / number[at] for at in range(len(part))]
