@@ -43,6 +43,7 @@ from vllm_adaptive_tree.versions import minor
 
 TEXTS = PROMPTS[:4] if V2 else PROMPTS
 COUNT = len(TEXTS)
+CROWD = PROMPTS[:8] if V2 else PROMPTS
 SHARED = "\n\n".join(PROMPTS[:6])
 STOPS = in_turn(["e"], ["self", "\n"], ["return", " the", "="])
 STOP_TOKENS = list(range(260, 380))
@@ -52,7 +53,7 @@ FORMS = in_turn(*GRAMMARS, None)
 SMALL: dict[str, Any] = {
     "max_model_len": 320,
     "max_num_batched_tokens": 64,
-    "num_gpu_blocks_override": 24,
+    "num_gpu_blocks_override": 14 if V2 else 24,
     "scheduling_policy": "priority",
 }
 """Prompts in chunks, and too few blocks for all requests."""
@@ -351,7 +352,7 @@ REPORTS = [
         source="vllm#28558, vllm#31944",
         spec=TREE,
         engine=SMALL,
-        requests=ask(TEXTS, priority=in_turn(3, 2, 1, 0), max_tokens=40),
+        requests=ask(CROWD, priority=in_turn(3, 2, 1, 0), max_tokens=40),
         proofs=(preempted, accepted(COUNT)),
     ),
     Report(
