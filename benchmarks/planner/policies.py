@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_adaptive_tree.budget import Costs, Planner
-from vllm_adaptive_tree.budget.planner import ALL
+from vllm_adaptive_tree.budget.fixed import ALL
 
 NODES = 24
 """Most nodes of a tree."""

@@ -6,6 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -157,7 +158,7 @@ def test_auto_measures(engines: Engines, plain: list[Any]) -> None:
     budget = runner_of(llm).budget
     assert budget.budget.costs.verify.cost(8) > 0
     assert all(one.observed > 0 for one in budget.budget.calibrations)
-    assert torch.isfinite(budget.value).all()
+    assert np.isfinite(budget.value).all()
     names = ("adaptive_tree_expected_tokens", "adaptive_tree_observed_tokens")
     expected, observed = (metric(llm, name) for name in names)
     assert 0 < observed <= metric(llm, "spec_decode_num_accepted_tokens")

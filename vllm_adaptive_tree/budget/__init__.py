@@ -3,7 +3,8 @@
 from vllm_adaptive_tree.budget.acceptance_model import Calibration, DraftTemperature
 from vllm_adaptive_tree.budget.allocation import allocate, top_nodes
 from vllm_adaptive_tree.budget.cost import FREE, Costs, Curve
-from vllm_adaptive_tree.budget.planner import Budget, Plan, Planner
+from vllm_adaptive_tree.budget.fixed import Budget, Plan
+from vllm_adaptive_tree.budget.planner import Planner
 
 __all__ = [
     "FREE",

@@ -1,6 +1,5 @@
 """Model of the target's acceptance of drafted nodes, learnt from past steps."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,19 +8,12 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from vllm_adaptive_tree.budget import calibration_loops as loops
+from vllm_adaptive_tree.budget.calibration_loops import BINS, DEPTHS, LOWEST
 from vllm_adaptive_tree.json_numbers import MAX_NUMBER, member, number, numbers, short
 
-DEPTHS, BINS = 16, 24
-LOWEST = 1e-4
-"""Value below which nodes are useless and share a bin."""
 PRIOR = 8.0
 """Weight of the draft's own probability in every bin, in observations."""
-MEMORY = 300.0
-"""Observations of a bin after which an old one has weight 1/e."""
-LEAST = 0.1
-"""Observations that count in any bin."""
-SCALE, OFFSET = -BINS / math.log(LOWEST), BINS + 0.5
-"""SCALE * log(value) + OFFSET: the position of a value among the centres of bins 1 to BINS."""
 
 
 class Calibration:
@@ -39,41 +31,25 @@ class Calibration:
         self.chance = np.zeros_like(self.hits)
         self.predicted = self.observed = 0.0
         """Sums over all nodes verified so far: expected and actual acceptances."""
-        self._settle(range(1, 1 + DEPTHS))
-
-    def _settle(self, depths: Sequence[int]) -> None:
-        for depth in depths:
-            self.chance[depth, 1:-1] = _rising(self.hits[depth, 1:-1].tolist(), self.trials[depth, 1:-1].tolist())
-            self.chance[depth, -1] = self.chance[depth, -2]
+        loops.settle(self.hits, self.trials, self.chance)
 
     def __call__(self, value: Tensor, depth: Tensor) -> Tensor:
         """Acceptance probability [...] of a node of this value and depth (1: child of the root); 0 for NaN."""
         return torch.from_numpy(self.chances(value.numpy(), depth.numpy()))
 
-    def chances(self, value: NDArray[Any], depth: NDArray[Any]) -> NDArray[np.float64]:
+    def chances(self, value: ArrayLike, depth: ArrayLike) -> NDArray[np.float64]:
         """Acceptance probabilities of arrays."""
-        place, row = _place(value), np.minimum(depth, DEPTHS)
-        left = place.astype(np.int64)
-        low = self.chance[row, left]
-        chance = low + (self.chance[row, left + 1] - low) * (place - left)
-        return np.where(value > 0, chance, 0.0)
+        values = np.ascontiguousarray(value, np.float64)
+        found = np.empty_like(values)
+        loops.chances(self.chance, values.ravel(), np.ascontiguousarray(depth, np.int64).ravel(), found.ravel())
+        return found
 
     def observe(self, value: ArrayLike, depth: ArrayLike, accepted: ArrayLike) -> None:
         """Record M verified nodes, with `accepted` of each."""
-        values, row, hits = np.asarray(value, np.float64), np.minimum(depth, DEPTHS), np.asarray(accepted, bool)
-        if not len(values):
-            return
-        self.predicted += float(self.chances(values, row).sum())
-        self.observed += float(hits.sum())
-        cell = row * self.trials.shape[1] + np.minimum((_place(values) + 0.5).astype(np.int64), BINS)
-        trials = np.bincount(cell, minlength=self.trials.size).reshape(self.trials.shape)
-        accepted_counts = np.bincount(cell, hits, self.trials.size).reshape(self.trials.shape)
-        # empty bins fade too, more slowly, or their priors would be averaged in for ever
-        fade = np.exp(-(trials + trials.sum(1, keepdims=True) / 4) / MEMORY)
-        fade = np.maximum(fade, LEAST / self.trials)
-        self.trials = self.trials * fade + trials
-        self.hits = self.hits * fade + accepted_counts
-        self._settle(np.unique(row).tolist())
+        values, depths = np.ascontiguousarray(value, np.float64), np.ascontiguousarray(depth, np.int64)
+        hits = np.ascontiguousarray(accepted, bool)
+        predicted, observed = loops.observe(self.hits, self.trials, self.chance, values, depths, hits)
+        self.predicted, self.observed = self.predicted + predicted, self.observed + observed
 
     def to_json(self) -> dict[str, Any]:
         return {"hits": short(self.hits.ravel().tolist()), "trials": short(self.trials.ravel().tolist())}
@@ -86,27 +62,7 @@ class Calibration:
         if (hits > 1.001 * trials).any():  # numbers are written with six digits
             raise ValueError("more nodes were accepted than verified")
         self.hits, self.trials = hits, trials
-        self._settle(range(1, 1 + DEPTHS))
-
-
-def _place(value: NDArray[Any]) -> NDArray[np.float64]:
-    """Position among the bins' centres; NaN counts as the lowest."""
-    return SCALE * np.log(np.minimum(np.fmax(value, LOWEST), 1).astype(np.float64)) + OFFSET
-
-
-def _rising(hits: Sequence[float], trials: Sequence[float]) -> list[float]:
-    """The ratios hits / trials, pooled with neighbours where they would decrease (isotonic regression).
-
-    A running maximum would trust every lucky bin and predict too much.
-    """
-    pools: list[tuple[float, float, int]] = []
-    for hit, trial in zip(hits, trials, strict=True):
-        count = 1
-        while pools and pools[-1][0] * trial >= hit * pools[-1][1]:
-            more_hits, more_trials, more = pools.pop()
-            hit, trial, count = hit + more_hits, trial + more_trials, count + more
-        pools.append((hit, trial, count))
-    return [hit / trial for hit, trial, count in pools for _ in range(count)]
+        loops.settle(self.hits, self.trials, self.chance)
 
 
 COLDEST, HOTTEST = 0.2, 2.0

@@ -2,6 +2,7 @@
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from vllm_adaptive_tree.budget.cost import Curve
@@ -11,8 +12,8 @@ LEAST = 1e-300
 
 
 def allocate(
-    values: Tensor, *, verify: Curve, price: float, sampled: bool, rows: int = 0, most: int | None = None
-) -> Tensor:
+    values: ArrayLike, *, verify: Curve, price: float, sampled: bool, rows: int = 0, most: int | None = None
+) -> NDArray[np.int64]:
     """Number of nodes of each tree to verify, [R]: a prefix of each list.
 
     The gain of a node is its expected tokens, its cost the share of a verification of all rows, at `price` tokens a
@@ -31,22 +32,22 @@ def allocate(
         rows: rows of the verification other than roots and nodes.
         most: upper bound of the nodes of the whole batch.
     """
-    requests = len(values)
-    value = np.minimum.accumulate(values.numpy().astype(np.float64), axis=1).T.ravel()
+    falling = np.minimum.accumulate(np.asarray(values, np.float64), axis=1)
+    requests, value = len(falling), falling.T.ravel()
     order = np.argsort(-value, kind="stable")  # by value, ties by position in the list, then by request: never by token
     value = value[order]
     total_rows = np.arange(rows + requests, rows + requests + 1 + len(value))
     cost = price * (verify.hull() if sampled else verify).at(total_rows)
     if sampled:
-        unprofitable = value < np.maximum(np.diff(cost), LEAST)
+        unprofitable = value < np.maximum(cost[1:] - cost[:-1], LEAST)
         size = int(unprofitable.argmax()) if unprofitable.any() else len(value)
     else:
-        score = np.concatenate([[0.0], np.cumsum(value)]) - cost
-        score[1:][value <= 0] = -np.inf
-        size = int(score.argmax())
+        nodes = int(np.count_nonzero(value > 0))  # the others are last
+        score = value[:nodes].cumsum() - cost[1 : 1 + nodes]
+        size = 1 + int(score.argmax()) if nodes and score.max() > -cost[0] else 0
     if most is not None:
         size = min(size, most)
-    return torch.from_numpy(np.bincount(order[:size] % requests, minlength=requests))
+    return np.bincount(order[:size] % requests, minlength=requests)
 
 
 def top_nodes(values: Tensor, capacity: Tensor, count: int) -> Tensor:

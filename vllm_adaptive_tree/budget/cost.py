@@ -1,7 +1,5 @@
 """Costs of forwards: seconds by rows, measured at start-up and corrected by live steps."""
 
-import math
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -10,17 +8,10 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from vllm_adaptive_tree.budget import curve_loops as loops
+from vllm_adaptive_tree.budget.curve_loops import TINY
 from vllm_adaptive_tree.json_numbers import member, number
 
-SAMPLES = 32.0
-"""Most forwards at a point that count against a new one: the times of one row count scatter by 5 to 10 %."""
-SEEN = 0.25
-"""Weight of forwards near a point from which on its own correction is used."""
-BOUND = math.log(2)
-"""Largest deviation (log) of one forward that counts. More is a stall, or the machine has changed: earlier forwards
-then count half."""
-TINY = 1e-9
-"""Lower bound of the seconds of any forward."""
 FAR = float(1 << 30)
 """Rows to which a curve is extrapolated beyond its last point."""
 TILES = 16, 32, 64
@@ -48,22 +39,13 @@ class Curve:
         and costs, as many rows as the next one has."""
         self.sizes = np.asarray(sizes, dtype=np.float64)
         self._rows = np.asarray(rows, dtype=np.float64)
-        self._start = np.asarray(seconds, dtype=np.float64)
-        self._off = np.zeros(len(self._rows))  # log of the correction
-        self._seen = np.zeros(len(self._rows))
-        self._settle()
-
-    def _settle(self) -> None:
-        place, known = np.arange(len(self._rows)), self._seen >= SEEN
-        if known.any():
-            self._off = np.interp(place, place[known], self._off[known])
-        self._measured = self._start * np.exp(self._off)
-        before = np.maximum.accumulate(np.where(known, self._measured, 0.0))  # of forwards seen with fewer rows
-        self._measured = np.where(known, self._measured, np.maximum(self._measured, before))
-        seconds = np.minimum.accumulate(self._measured[::-1])[::-1]
-        slope = (seconds[-1] - seconds[-2]) / (self._rows[-1] - self._rows[-2])
-        self._x, self._y = [*self._rows.tolist(), self._rows[-1] + FAR], [*seconds.tolist(), seconds[-1] + slope * FAR]
+        start, places = np.asarray(seconds, np.float64).copy(), np.append(self._rows, self._rows[-1] + FAR)
+        off, seen, measured, y = (np.zeros(len(array)) for array in (start, start, start, places))
+        self._points = places, start, off, seen, measured, y
+        """As `curve_loops` takes them."""
+        self._x, self._y, self._seen = places, y, seen
         self._hull: Curve | None = None
+        loops.settle(*self._points)
 
     @property
     def rows(self) -> NDArray[np.float64]:
@@ -72,18 +54,15 @@ class Curve:
     @property
     def seconds(self) -> NDArray[np.float64]:
         """Seconds [P] at each point."""
-        return np.array(self._y[:-1])
+        return self._y[:-1].copy()
 
-    def at(self, rows: Sequence[float] | NDArray[Any]) -> NDArray[np.float64]:
+    def at(self, rows: ArrayLike) -> NDArray[np.float64]:
         """Seconds for an array of row counts, of any shape."""
         return np.interp(self.padded(rows), self._x, self._y)
 
     def cost(self, rows: float) -> float:
         """Seconds for one row count."""
-        rows = float(self.padded(rows))
-        right = self._right(rows)
-        (x0, x1), (y0, y1) = self._x[right - 1 : right + 1], self._y[right - 1 : right + 1]
-        return y0 + (y1 - y0) / (x1 - x0) * max(0.0, rows - x0)
+        return float(loops.cost(self._x, self._y, float(self.padded(rows)) if len(self.sizes) else float(rows)))
 
     def padded(self, rows: ArrayLike) -> NDArray[np.float64]:
         """Row counts that forwards of so many rows run with, of any shape."""
@@ -93,15 +72,11 @@ class Curve:
         size = self.sizes[np.searchsorted(self.sizes[:-1], rows)]
         return np.maximum(rows, size)
 
-    def _right(self, rows: float) -> int:
-        """Right end of the segment that contains `rows` or is nearest to it."""
-        return min(max(bisect_left(self._x, rows), 1), len(self._x) - 1)
-
     def hull(self) -> "Curve":
         """Convex lower hull of the points: each row costs at least as much as the one before."""
         if self._hull is None:
             kept: list[tuple[float, float]] = []
-            for x, y in zip(self._x[:-1], self._y[:-1], strict=True):
+            for x, y in zip(self._rows.tolist(), self.seconds.tolist(), strict=True):
                 while len(kept) > 1:
                     (x0, y0), (x1, y1) = kept[-2:]
                     if (y1 - y0) * (x - x0) < (y - y0) * (x1 - x0):
@@ -112,27 +87,17 @@ class Curve:
         return self._hull
 
     def observe(self, rows: int, seconds: float) -> None:
-        """Record a forward of `rows` rows in `seconds`: the two nearest points follow, less the more they have seen."""
-        rows = int(self.padded(rows))
-        right = min(self._right(rows), len(self._rows) - 1)
-        near, ends = slice(right - 1, right + 1), self._rows[right - 1 : right + 1]
-        share = min(max((rows - ends[0]) / (ends[1] - ends[0]), 0.0), 1.0)
-        weight = np.array([1 - share, share])
-        believed = self.cost(rows) if rows > ends[1] else weight @ self._measured[near]
-        off = math.log(max(seconds, TINY) / believed)
-        self._off[near] += min(max(off, -BOUND), BOUND) * weight / (1 + self._seen[near])
-        self._seen[near] = np.minimum(self._seen[near] + weight, SAMPLES)
-        if abs(off) > BOUND:
-            self._seen /= 2
-        self._settle()
+        """Record a forward of `rows` rows in `seconds`."""
+        loops.observe(*self._points, float(int(self.padded(rows))), seconds)
+        self._hull = None
 
     def knows(self, rows: int) -> bool:
         """Return whether live forwards of about so many rows were seen."""
-        right = self._right(float(self.padded(rows)))
-        return bool(self._seen[right - 1 : right + 1].sum() >= SEEN)
+        right = min(max(int(np.searchsorted(self._x, self.padded(rows))), 1), len(self._rows))
+        return bool(self._seen[right - 1 : right + 1].sum() >= loops.SEEN)
 
     def to_json(self) -> dict[str, Any]:
-        return {"rows": self._rows.astype(int).tolist(), "seconds": self._y[:-1]}
+        return {"rows": self._rows.astype(int).tolist(), "seconds": self.seconds.tolist()}
 
     @classmethod
     def from_json(cls, data: Any) -> Self:
@@ -149,7 +114,7 @@ class Curve:
         return cls(rows, seconds)
 
     def __str__(self) -> str:
-        points = zip(self._rows, self._y, strict=False)
+        points = zip(self._rows, self.seconds, strict=True)
         return ", ".join(f"{rows:.0f}: {1000 * seconds:.2f}" for rows, seconds in points)
 
 

@@ -109,6 +109,6 @@ def test_more_requests_get_fewer_nodes_each():
     for requests in (1, 2, 8, 32):
         values = (0.7 ** torch.arange(1, 21)).expand(requests, 20)
         kept = allocate(values, verify=LINEAR, price=2 * requests / LINEAR.cost(2 * requests), sampled=False)
-        sizes.append(float(kept.double().mean()))
+        sizes.append(float(kept.mean()))
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] > sizes[-1] > 0

@@ -49,7 +49,7 @@ def joint_bias(
     for i, a in enumerate(values[0]):
         for j, b in enumerate(values[1]):
             both = torch.stack([a, b])
-            first = allocate(both, verify=verify, price=price, sampled=sampled)
+            first = torch.from_numpy(allocate(both, verify=verify, price=price, sampled=sampled))
             left = both.masked_fill(torch.arange(nodes) >= first[:, None], 0.0)
             again = allocate(left, verify=verify, price=price, sampled=sampled, rows=prompts)
             kept = (again if prompts else first).tolist()

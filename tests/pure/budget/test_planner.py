@@ -10,16 +10,8 @@ import torch
 
 from tests.pure.budget import curve
 from vllm_adaptive_tree.budget import Budget, Calibration, Costs, Curve, Plan, Planner
-from vllm_adaptive_tree.budget.planner import (
-    EVERY,
-    MAX_BACKOFF,
-    MIN_STEPS,
-    MIN_TREES,
-    PRIOR_ACCEPTANCE,
-    PROBE_EVERY,
-    RETRY_AFTER,
-    Backoff,
-)
+from vllm_adaptive_tree.budget.backoff import MAX_BACKOFF, PROBE_EVERY, RETRY_AFTER, Backoff
+from vllm_adaptive_tree.budget.planner import EVERY, MIN_STEPS, MIN_TREES, PRIOR_ACCEPTANCE
 
 FLAT = ((1, 1.0), (1000, 1.0))
 STEEP = ((1, 1.0), (100, 100.0))
@@ -293,7 +285,7 @@ def test_a_sampled_token_has_no_say_in_its_own_cut(sampled):
             value, depth = torch.tensor([[0.17, 0.17 * likely, 0.17 * likely]]), torch.tensor([[1, 2, 3]])
             if plan.levels:
                 budget.observe_trees(value, depth, torch.tensor([False]), plan)
-            kept.append(int(budget.share(value, depth, torch.tensor([False]), rows=60)) > 0)
+            kept.append(budget.share(value, depth, torch.tensor([False]), rows=60).sum() > 0)
     assert kept[: len(kept) // 2] == kept[len(kept) // 2 :] or not sampled
     assert {*kept} == {True, False}, "the first node is kept where rows are cheap, and not where they are dear"
 
@@ -418,7 +410,7 @@ def found(budget: Planner, *, brings: float, drafted: float = 0.0) -> tuple[Plan
     level = torch.where(order < 4, 0, depth[order])
     greedy = torch.tensor([True])
     budget.observe_trees(value[None], depth[order][None], greedy, plan, level=level[None])
-    return plan, int(budget.share(value[None], depth[order][None], greedy))
+    return plan, int(budget.share(value[None], depth[order][None], greedy).sum())
 
 
 @pytest.mark.parametrize("brings", [0.9, 0.01])

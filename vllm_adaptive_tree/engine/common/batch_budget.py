@@ -2,8 +2,11 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm_adaptive_tree.budget import Budget, DraftTemperature, Plan, Planner
@@ -50,16 +53,15 @@ class BatchBudget(ABC):
         plan = self.budget.plan
         self.steering.price(self.budget.level(requests) * plan.price / trees, plan.floor)
 
-    def values(self, tree: TreeBatch, order: Tensor | None = None) -> Tensor:
-        """[R, N]: value of each node before its token is known; 0 where there is none.
+    def values(self, weight: NDArray[Any], valid: NDArray[np.bool_], place: NDArray[Any] | None) -> NDArray[Any]:
+        """[R, N]: value of each node before its token is known, from its log `weight`; 0 where there is none.
 
-        Nodes of a fixed shape count by their place in the list, or in the `order` [R, N] given: a sampled token must
+        Nodes of a fixed shape count by their `place` [R, N] in generation order (None: their own): a sampled token must
         not influence its own cut.
         """
-        value = place_values(tree) if self.by_place else tree.log_weight.exp()
-        if self.by_place and order is not None:
-            value = value.gather(1, order)
-        return value.masked_fill(~tree.valid, 0.0)
+        if not self.by_place:
+            return np.where(valid, np.exp(weight), 0.0)
+        return np.where(valid, 1 / (1 + (np.arange(weight.shape[1]) if place is None else place)), 0.0)
 
 
 def place_values(tree: TreeBatch) -> Tensor:

@@ -9,11 +9,12 @@ import json
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from vllm.compilation.cuda_graph import CUDAGraphStat
 
-from vllm_adaptive_tree.engine.common.batch_budget import BatchBudget
+if TYPE_CHECKING:  # a front end needs no budget, nor the loops that it compiles
+    from vllm_adaptive_tree.engine.common.batch_budget import BatchBudget
 
 KEY = "adaptive_tree"
 
@@ -64,7 +65,7 @@ class StepFigures:
     """Requests that have begun to decode, by what they ask of their trees."""
 
     @classmethod
-    def begun(cls, budget: BatchBudget | None, *, dead: int) -> Self:
+    def begun(cls, budget: "BatchBudget | None", *, dead: int) -> Self:
         """Figures that are known before the tokens of a step are read, for both model runners: those of its budget, and
         the `dead` rows since the last step."""
         if budget is None:

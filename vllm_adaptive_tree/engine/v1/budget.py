@@ -54,8 +54,8 @@ class HostBudget(BatchBudget):
         """
         value = pad_sequence([torch.tensor(draft.value) for draft in drafts], batch_first=True)
         depth = pad_sequence([torch.tensor(draft.tree.depths) for draft in drafts], batch_first=True)
-        greedy = torch.tensor([draft.greedy for draft in drafts])
-        kept = self.budget.share(value, depth, greedy, rows=rows)
+        greedy = np.array([draft.greedy for draft in drafts])
+        kept = torch.from_numpy(self.budget.share(value.numpy(), depth.numpy(), greedy, rows=rows))
         waited = torch.tensor([draft.price != self.budget.plan.price for draft in drafts])
         counts: list[int] = from_rank_0(torch.where(waited, (depth > 0).sum(1), kept)).tolist()
         return counts
@@ -70,7 +70,7 @@ class HostBudget(BatchBudget):
         value = np.concatenate([draft.value for draft in drafts.values()])
         greedy = np.array([draft.greedy for draft in drafts.values()]).repeat(np.diff(step.branches.start))
         hit = on_path[step.row, 1 + step.node]
-        self.budget.verified(*map(torch.from_numpy, (value, step.branches.depth, hit, greedy)))
+        self.budget.verified(value, step.branches.depth, hit, greedy)
         if self.temperature is not None:
             roots = {row: draft.root for row, draft in drafts.items() if draft.root is not None}
             self.temperature.observe(list(roots.values()), accepted.tokens[list(roots), 0].tolist())
@@ -122,9 +122,15 @@ class HostBudget(BatchBudget):
             prompts, gaps: True if the roots' forward read prompts, or tokens that the draft had skipped.
         """
         tree, seconds, batch = proposal.tree, self.clock.seconds, len(drafts) + num_without_tree
-        value = self.values(tree)
-        self.budget.observe_trees(value, tree.depth, greedy, self.budget.plan, level=level)
-        kept = from_rank_0(self.budget.share(value, tree.depth, greedy, rows=num_without_tree)).tolist()
+        value, depth, kinds = (
+            self.values(tree.log_weight.numpy(), tree.valid.numpy(), None),
+            tree.depth.numpy(),
+            greedy.numpy(),
+        )
+        levels = None if level is None else level.numpy()
+        self.budget.observe_trees(value, depth, kinds, self.budget.plan, level=levels)
+        kept = torch.from_numpy(self.budget.share(value, depth, kinds, rows=num_without_tree))
+        counts = from_rank_0(kept).tolist()
         self.has_lookup_trees = not self.levels
         if self.levels:
             choosing = (seconds["tree"] - looking) / (1 + len(growing))  # of each level, the roots' included
@@ -135,13 +141,10 @@ class HostBudget(BatchBudget):
                 seconds["draft"] + seconds["tree"] - looking - (0 if prompts or gaps else first - usual)
             )
             self.prompt_seconds = max(0.0, first - usual) if prompts and not gaps else 0.0
+        price = self.budget.plan.price
         return [
-            draft._replace(value=values, greedy=certain, root=root, price=self.budget.plan.price).prefix(
-                min(count, len(draft.tree))
-            )
-            for draft, count, values, certain, root in zip(
-                drafts, kept, value.numpy(), greedy.tolist(), roots, strict=True
-            )
+            draft.prefix(count)._replace(value=own[:count], greedy=certain, root=root, price=price)
+            for draft, count, own, certain, root in zip(drafts, counts, value, greedy.tolist(), roots, strict=True)
         ]
 
     def end_step(self, step: Verification) -> None:

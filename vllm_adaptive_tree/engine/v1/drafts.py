@@ -32,7 +32,9 @@ class Draft(NamedTuple):
     from_lookup: bool = False  # True if a look-up alone has made it while the draft rested
 
     def prefix(self, length: int) -> "Draft":
-        """Draft of the first `length` nodes."""
+        """Draft of the first `length` nodes, or of all."""
+        if length >= len(self.tree):
+            return self
         return self._replace(
             tree=self.tree.prefix(length),
             row=self.row[: 1 + length],

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vllm_adaptive_tree.acceptance import Accepted, TargetOnly
-from vllm_adaptive_tree.budget.planner import ALL
+from vllm_adaptive_tree.budget.fixed import ALL
 from vllm_adaptive_tree.drafters import Continuations, Rows
 from vllm_adaptive_tree.drafters.lookup import LookupState
 from vllm_adaptive_tree.engine.common.node_quota import nodes_per_request

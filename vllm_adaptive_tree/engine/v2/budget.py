@@ -47,8 +47,8 @@ class DeviceBudget(BatchBudget):
         self.live = True
         """True if costs follow the steps; ranks that must agree on every number keep to those of the start."""
         self.readback = AsyncReadback()
-        self.value = self.depth = torch.zeros(0, 1)  # [R, N] of an earlier step
-        self.greedy = torch.zeros(0, dtype=torch.bool)  # [R]: greedy requests among those of these trees
+        self.value = self.depth = np.zeros((0, 1))  # [R, N] of an earlier step
+        self.greedy = np.zeros(0, dtype=bool)  # [R]: greedy requests among those of these trees
         self.last: StepCost | None = None
         """The last step, if its times say what one costs."""
         self.timed = deque[StepCost]()
@@ -73,20 +73,16 @@ class DeviceBudget(BatchBudget):
     def drafted(self, tree: TreeBatch, greedy: np.ndarray, level: Tensor | None) -> None:
         """Note the trees of this step; `level` [R, N] as `Planner.observe_trees` takes it."""
         if self.learns:
-            value = self.values(tree)
-            numbers = (tree.depth,) if level is None else (tree.depth, level)
-            figures = torch.stack([value, *(column.to(value.dtype) for column in numbers)])
-            self.readback.send(figures, partial(self._on_trees, torch.from_numpy(greedy), self.budget.plan))
+            parts = (tree.log_weight, tree.tokens, tree.depth, *(() if level is None else (level,)))
+            callback = partial(self._on_trees, greedy, self.budget.plan, tree.tokens.shape[1])
+            self.readback.send(torch.cat(parts, 1), callback)
 
     def verified(self, tree: TreeBatch, accepted: Accepted, greedy: np.ndarray, order: Tensor | None) -> None:
         """Learn from a verification. `order` [R, N]: places in generation order, if the nodes are in another."""
         if self.learns:
-            value = self.values(tree, order)
-            place = torch.arange(tree.tokens.shape[1], device=value.device)
-            hit = (accepted.nodes[:, :, None] == place).any(1)
-            depth = torch.where(tree.valid, tree.depth, 0)
-            figures = torch.stack([value, depth.to(value.dtype), hit.to(value.dtype)])
-            self.readback.send(figures, partial(self._on_verified, torch.from_numpy(greedy)))
+            weight = order if self.by_place and order is not None else tree.log_weight
+            callback = partial(self._on_verified, greedy, weight is order, tree.tokens.shape[1])
+            self.readback.send(torch.cat([weight, tree.tokens, tree.depth, accepted.nodes], 1), callback)
 
     def fit(self, roots: Tensor, token: Tensor, selected: Tensor) -> None:
         """Fit the temperature to roots with the draft's logits [R, V] after which the target took `token` [R];
@@ -130,13 +126,21 @@ class DeviceBudget(BatchBudget):
         if step.levels:
             self.budget.observe_level(step.requests, drafting / step.levels)
 
-    def _on_trees(self, greedy: Tensor, plan: Plan, figures: Tensor) -> None:
-        (self.value, depth, *level), self.greedy = figures, greedy
-        self.depth = depth.long()
-        self.budget.observe_trees(self.value, self.depth, greedy, plan, level=level[0].long() if level else None)
+    def _on_trees(self, greedy: np.ndarray, plan: Plan, nodes: int, figures: Tensor) -> None:
+        """`figures` [R, 3 * N or 4 * N]: of the trees, side by side."""
+        parts = figures.numpy()
+        weight, token, depth, *level = (parts[:, at : at + nodes] for at in range(0, parts.shape[1], nodes))
+        self.value, self.depth, self.greedy = self.values(weight, token >= 0, None), depth, greedy
+        self.budget.observe_trees(self.value, depth, greedy, plan, level=level[0] if level else None)
 
-    def _on_verified(self, greedy: Tensor, figures: Tensor) -> None:
-        value, depth, hit = figures
-        known = depth > 0
-        rows = greedy[:, None].expand(known.shape)[known]
-        self.budget.verified(value[known], depth[known].long(), hit[known] > 0, rows)
+    def _on_verified(self, greedy: np.ndarray, placed: bool, nodes: int, figures: Tensor) -> None:
+        """`figures` [R, 3 * N + L]: of the trees, and the accepted nodes, side by side; `placed`: places of the nodes
+        are where their weights would be."""
+        parts = figures.numpy()
+        weight, token, depth = (parts[:, at * nodes : (at + 1) * nodes] for at in range(3))
+        hit = np.zeros((len(parts), 1 + nodes), dtype=bool)
+        hit[np.arange(len(parts))[:, None], parts[:, 3 * nodes :].astype(np.int64)] = True  # -1: the last
+        known = token >= 0
+        value = self.values(weight, known, weight if placed else None)
+        kinds = np.broadcast_to(greedy[:, None], known.shape)
+        self.budget.verified(*(part[known] for part in (value, depth, hit[:, :-1], kinds)))

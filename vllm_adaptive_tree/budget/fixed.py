@@ -1,0 +1,118 @@
+"""A fixed number of nodes for a batch, and what any budget tells and learns."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from vllm_adaptive_tree.budget.acceptance_model import Calibration
+from vllm_adaptive_tree.budget.allocation import allocate
+from vllm_adaptive_tree.budget.cost import FREE
+
+ALL = 1 << 30
+
+
+class Plan(NamedTuple):
+    """Plan of a step's drafting."""
+
+    levels: int
+    """Most levels of its trees; 0: the draft rests, look-ups go on."""
+    price: float
+    """Tokens per second of the batch: what a second of drafting or verifying must bring."""
+    floor: float = -math.inf
+    """Log value up to which a node's children are not drafted: no child has a larger value than its parent."""
+    most: int | None = None
+    """Most nodes of the whole batch."""
+    deep: bool = False
+    """True if it has one level more than the best plan, to measure that level."""
+
+
+class Budget:
+    """A fixed number of nodes for the whole batch."""
+
+    def __init__(self, *, sampled: bool, most: int | None = None, drafts: bool = True):
+        """
+        Args:
+            sampled: True if children of requests that are not greedy are sampled.
+            most: nodes of the batch.
+            drafts: False if look-ups are all the draft there is.
+        """
+        self.sampled, self.most, self.drafts, self.verifying = sampled, most, drafts, 0
+        self.calibrations = Calibration(), Calibration()
+        """Calibrations of sampled requests, and of greedy ones: a value means another probability for each."""
+        self.costs, self.plan = FREE, Plan(ALL if drafts else 0, 0.0, most=most)
+        self._taken = 0.0, 0.0
+
+    def begin(self, greedy: Sequence[bool]) -> Plan:
+        """Begin a step of these requests, each `greedy` or not, and return its plan."""
+        return self.plan
+
+    def level(self, requests: int) -> float:
+        """Seconds of a draft level."""
+        return self.costs.draft.cost(requests)
+
+    def observe_trees(
+        self, value: ArrayLike, depth: ArrayLike, greedy: ArrayLike, plan: Plan, *, level: ArrayLike | None = None
+    ) -> None:
+        """Record the trees of a step of this `plan`, before any cut; arguments as in `share`.
+
+        Args:
+            level: [R, N] draft levels that a node needs; 0: it is from a look-up. None: there is no look-up.
+        """
+
+    def share(self, value: ArrayLike, depth: ArrayLike, greedy: ArrayLike, *, rows: int = 0) -> NDArray[np.int64]:
+        """Number of nodes of each tree to verify, [R].
+
+        Args:
+            value: [R, N] the proposer's value of each node before its token is known; 0 where there is none.
+            depth: [R, N].
+            greedy: [R] bool.
+            rows: of the verification, besides the roots and nodes of these trees.
+        """
+        kinds = np.asarray(greedy)
+        count = int(np.count_nonzero(kinds))
+        sampled, certain = self.calibrations
+        chance = (certain if count == len(kinds) else sampled).chances(value, depth)
+        if 0 < count < len(kinds):
+            chance = np.where(kinds[:, None], certain.chances(value, depth), chance)
+        verify, price = self.costs.verify, self.plan.price
+        sampled_children = self.sampled and count < len(kinds)
+        kept = allocate(chance, verify=verify, price=price, sampled=sampled_children, rows=rows, most=self.plan.most)
+        self.verifying = int(kept.sum())
+        return kept
+
+    def verified(self, value: ArrayLike, depth: ArrayLike, accepted: ArrayLike, greedy: ArrayLike) -> None:
+        """Record the nodes [M] of a verification, with `accepted` of each, of requests that are `greedy` [M] or not."""
+        kinds = np.asarray(greedy)
+        for kind, calibration in enumerate(self.calibrations):
+            chosen = kinds == kind
+            if chosen.all():
+                calibration.observe(value, depth, accepted)
+            elif chosen.any():
+                calibration.observe(*(np.asarray(part)[chosen] for part in (value, depth, accepted)))
+
+    def observe_step(
+        self, rows: int, context: int, forward: float, rest: float, *, drafted: bool | None, reading: float = 0
+    ) -> None:
+        """Record the times of a step.
+
+        Args:
+            rows, context: of its verification; tokens in the cache of all requests.
+            forward, rest: seconds of the verification, and of all else but draft levels.
+            drafted: True if it drafted; None for a step whose times say nothing about others.
+            reading: seconds in which the draft read prompts.
+        """
+
+    def observe_level(self, requests: int, seconds: float) -> None:
+        """Record the seconds of one draft level of the batch, forward and choice of nodes."""
+
+    def take(self) -> tuple[float, float]:
+        """Expected and observed numbers of accepted nodes since the last call."""
+        now = (
+            sum(calibration.predicted for calibration in self.calibrations),
+            sum(calibration.observed for calibration in self.calibrations),
+        )
+        taken, self._taken = (now[0] - self._taken[0], now[1] - self._taken[1]), now
+        return taken

@@ -1,0 +1,69 @@
+"""Trees of past steps: what a batch's next trees are expected to be."""
+
+from collections import deque
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_adaptive_tree.budget.acceptance_model import Calibration
+
+Step = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
+"""[R, N] value, depth and level of the trees of a step; empty slots have value 0."""
+TREES = 64
+"""Number of trees that are remembered."""
+
+
+class Nodes(NamedTuple):
+    """Nodes [M] of past trees, tree after tree."""
+
+    value: NDArray[np.float64]
+    level: NDArray[np.int64]
+    """Draft levels that a node needs; 0: from a look-up."""
+    chance: NDArray[np.float64]
+    falling: NDArray[np.float64]
+    """Chance, at most that of the node before it in its tree."""
+
+
+class PastTrees:
+    """The last trees, as their steps had them."""
+
+    def __init__(self) -> None:
+        self._steps = deque[Step]()
+        self._count = 0
+
+    def __len__(self) -> int:
+        return min(self._count, TREES)
+
+    def append(self, value: NDArray[Any], depth: NDArray[Any], level: NDArray[Any]) -> None:
+        self._steps.append((value, depth, level))
+        self._count += len(value)
+        while self._count - len(self._steps[0][0]) >= TREES:
+            self._count -= len(self._steps.popleft()[0])
+        self.__dict__.pop("_columns", None)
+
+    def clear(self) -> None:
+        self._steps.clear()
+        self._count = 0
+        self.__dict__.pop("_columns", None)
+
+    @cached_property
+    def _columns(self) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64]]:
+        """[T, N] each."""
+        widths = {value.shape[1] for value, _, _ in self._steps}
+        steps = self._steps if len(widths) == 1 else [_padded(step, max(widths)) for step in self._steps]
+        value, depth, level = (np.concatenate(parts)[-TREES:] for parts in zip(*steps, strict=True))
+        return value.astype(np.float64), depth.astype(np.int64), level.astype(np.int64)
+
+    def nodes(self, calibration: Calibration) -> Nodes:
+        value, depth, level = self._columns
+        there, chance = value > 0, calibration.chances(value, depth)
+        falling = np.minimum.accumulate(np.where(there, chance, np.inf), axis=1)
+        return Nodes(value[there], level[there], chance[there], falling[there])
+
+
+def _padded(step: Step, width: int) -> Step:
+    """Trees with empty slots up to `width`."""
+    value, depth, level = (np.pad(part, ((0, 0), (0, width - part.shape[1]))) for part in step)
+    return value, depth, level
