@@ -23,6 +23,7 @@ EXTENDED: dict[str, tuple[str, ...]] = {
         "test_greedy[eagle3.1-opt_tree-auto]",
         "test_mtp[dyspec-rrsw]",
         "test_look_ups_go_on_while_the_draft_rests[model-opt_tree-auto-ngram]",
+        "test_look_ups_among_drawn_children[True]",
         "test_budget[eagle3-always]",
         "test_budget[eagle3-never]",
         "test_budget[ngram-always]",

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from vllm_adaptive_tree.acceptance import RULES, Kind, Rule, TargetOnly
+from vllm_adaptive_tree.acceptance.traversal import Traversal
 from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.drafters import Lookup
 from vllm_adaptive_tree.proposers import PROPOSERS, Proposer
@@ -21,6 +22,11 @@ class Pair(NamedTuple):
     @property
     def lossless(self) -> bool:
         return self.loss is None
+
+    @property
+    def mixes(self) -> bool:
+        """True if the continuations of a look-up may stand among drawn children."""
+        return self.proposer.either and self.rule is Traversal
 
 
 def resolve(options: TreeOptions) -> Pair:

@@ -66,7 +66,7 @@ def decode_step(
     levels: list[Tensor] = []
     rows, state = (drafter := PathDrafter(draft)).catch_up(sequence)
     request = Request(torch.tensor([draft_temperature]), torch.tensor([temperature == 0]), rng(0))
-    tree, read, num_planned, _ = draft_tree(
+    tree, read, num_planned, *_ = draft_tree(
         proposer, drafter, rows, state, nodes=nodes, request=request, keep=levels.append
     )
     size = int(tree.valid.sum())

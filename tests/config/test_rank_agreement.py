@@ -85,7 +85,7 @@ def test_a_rank_takes_the_whole_tree_of_rank_0(monkeypatch: pytest.MonkeyPatch) 
             torch.where(there, -0.5 * (1 + chain), found.log_weight),
         )
         read = torch.where(there, chain, -1)
-        return Proposal(tree, read, torch.ones(1, 5, dtype=torch.int64), 10 * read)
+        return Proposal(tree, read, torch.ones(1, 5, dtype=torch.int64), 10 * read, there & (chain % 2 == 0))
 
     sent = list[torch.Tensor]()
 

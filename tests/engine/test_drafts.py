@@ -24,6 +24,7 @@ from tests.engine.engines import (
 )
 from tests.engine.heads import HEADS
 from vllm_adaptive_tree.proposers.gate import Gate
+from vllm_adaptive_tree.step import step
 
 BATCH = ["\n".join(PROMPTS[:6]), *PROMPTS[6:13]]
 NODES = 6
@@ -176,6 +177,32 @@ def test_look_ups_go_on_while_the_draft_rests(
     assert sum(map(len, spy.trees)) > 50
     assert metric(llm, "spec_decode_num_accepted_tokens") > len(REPEATING) * 40 / 2
     assert all(not seen for seen in runner.budget.budget.recent), "what a rest brings says nothing of drafts"
+
+
+@pytest.mark.skipif(V2, reason="there requests with drawn children get no look-ups")
+@pytest.mark.parametrize("rests", [True, False])
+def test_look_ups_among_drawn_children(
+    engines: Engines, models: dict[str, str], repeating: list[Any], rests: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of sampled requests with one possible token: they say what greedy ones say. The draft may rest meanwhile."""
+    seconds = 60.0 if rests else 1e-3
+    level = {"rows": [1, 1000], "seconds": [seconds, seconds]}
+    set_costs(monkeypatch, verify={"rows": [1, 1000], "seconds": [0.5, 0.5 + 1e-6]}, draft=level)
+    llm = engines.start(config(models, Case("model", "adaptive_tree"), budget="auto"), **CHUNKED)
+    if rests:
+        monkeypatch.setattr(runner_of(llm).drafter, "grow", None)
+    chosen, accept = set[bool](), step.accept
+
+    def spied(pair: Any, target: Any, verification: Any, requests: Any) -> Any:
+        if verification.chosen is not None:
+            chosen.update(verification.chosen[verification.tree.valid].tolist())
+        return accept(pair, target, verification, requests)
+
+    monkeypatch.setattr(step, "accept", spied)
+    sampled = SamplingParams(temperature=1, top_k=1, max_tokens=40, ignore_eos=True, logprobs=2)
+    assert_identical(repeating, generate(llm, REPEATING, sampled))
+    assert chosen == ({True} if rests else {True, False})
+    assert metric(llm, "spec_decode_num_accepted_tokens") > len(REPEATING) * 40 / 2
 
 
 @pytest.mark.skipif(not TRAINED.is_dir(), reason="no trained head is bundled")

@@ -28,6 +28,7 @@ class Trees(NamedTuple):
     planned: Tensor
     levels: int
     max_children: int
+    chosen: None = None
 
     @property
     def initial(self) -> Tensor:

@@ -218,7 +218,7 @@ def test_a_node_is_worth_what_the_table_says(chosen):
     made = proposer()
     chance = torch.rand(SHAPE[:3], generator=torch.Generator().manual_seed(1)).clamp(0.05, 0.95)
     made.acceptance.chance.copy_(chance[..., None].expand(SHAPE))
-    tree, _, _, cell = grown(made, chosen=chosen)
+    tree, _, _, cell, _ = grown(made, chosen=chosen)
     assert cell is not None
     chance = made.acceptance.chance.flatten()[cell[0]].double()
     children: dict[int, list[int]] = {}
@@ -289,7 +289,7 @@ def test_a_value_does_not_see_its_own_draw_not_even_by_rounding(dtype, monkeypat
 def test_small_vocabularies(vocabulary, chosen):
     models = [ToyLM.random(vocabulary, 3, seed=seed, scale=3.0, dtype=torch.float16) for seed in (1, 2)]
     made = AdaptiveTree(max_depth=4, max_children=16, drawn_from=0.5)
-    tree, _, _, cell = propose(made, ToyDrafter(models), nodes=10, chosen=chosen)
+    tree, _, _, cell, _ = propose(made, ToyDrafter(models), nodes=10, chosen=chosen)
     assert cell is not None
     assert tree.valid.any(1).all()
     assert (tree.valid == (tree.log_weight > -torch.inf)).all()

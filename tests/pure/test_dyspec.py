@@ -201,7 +201,7 @@ def test_every_node_that_was_read_planned_the_most_children():
     models = models_of(4, 4, COUNT)
     for children, planned in ((3, 3), (16, 4)):
         proposer = DySpec(max_depth=4, max_children=children, threshold=0)
-        _, read, drawn, _ = proposal = grow(proposer, models, nodes=12)
+        _, read, drawn, *_ = proposal = grow(proposer, models, nodes=12)
         assert (drawn[:, 0] == planned).all()
         assert torch.equal(drawn[:, 1:], torch.where(read > 0, planned, 0))
         for r, paths in enumerate(paths_of(proposal)):

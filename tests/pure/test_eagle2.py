@@ -60,7 +60,7 @@ def test_no_node_has_more_than_k_children_and_no_level_more_than_k_inner_nodes(t
     models = models_of(5, 4, 12)
     proposer = Eagle2(max_depth=4, top_k=top_k)
     recorder = Recorder(models)
-    _, read, drawn, _ = proposal = grow(proposer, models, nodes=60, drafter=recorder)
+    _, read, drawn, *_ = proposal = grow(proposer, models, nodes=60, drafter=recorder)
     most = 0
     for paths in paths_of(proposal):
         for above in {path[:-1] for path in paths}:

@@ -113,7 +113,7 @@ def test_just_the_threshold_is_not_enough():
 def test_nothing_is_read_or_drawn_behind_the_stop():
     models = [ToyLM.random(4, 3, seed=seed, scale=1.0) for seed in range(40)]
     shape = Shape.k_config((3, 2, 1))
-    tree, read, drawn, _ = proposal = grow(Mcsd(shape, gate=Fixed(confident), stop_threshold=0.5), models, nodes=15)
+    tree, read, drawn, *_ = proposal = grow(Mcsd(shape, gate=Fixed(confident), stop_threshold=0.5), models, nodes=15)
     sizes = Counter(len(paths) for paths in paths_of(proposal))
     assert set(sizes) == {3, 9, 15}
     for r in range(len(models)):

@@ -97,6 +97,9 @@ def test_the_best_of_both(seed: int, nodes: int, merge: Any) -> None:
         assert merged.cell is not None
         cells = [30 + drafted.index(path) if path in tree else -1 for path in paths]
         assert merged.cell[row].tolist() == cells + [-1] * (merged.cell.shape[1] - len(cells))
+        assert merged.chosen is not None
+        flags = [worth[path] > tree.get(path, -math.inf) for path in paths]
+        assert merged.chosen[row, : len(paths)].tolist() == flags
         planned = [20 + drafted.index(path) if path in tree else 0 for path in paths]
         assert merged.num_planned[row, : 1 + len(paths)].tolist() == [1, *planned]
         levels = merging.draft_levels(merged.tree, found)[row].tolist()
@@ -122,6 +125,17 @@ def test_all_at_once_as_one_token_after_another(seed: int, length: int, merge: A
         one, other = merge(given, found, nodes=nodes), oracle.merge(given, found, nodes=nodes, max_depth=DEPTH)
         for got, expected in zip((*one.tree, *one[1:3]), (*other.tree, *other[1:3]), strict=True):
             torch.testing.assert_close(got, expected)
+
+
+def test_a_table_learns_nothing_from_chosen_nodes_and_their_later_siblings() -> None:
+    """Of a request whose other children are drawn; what stands before a chosen sibling still counts."""
+    depth = torch.tensor([[1, 1, 1, 2, 2, 1]] * 2)
+    tree = TreeBatch(depth + 4, torch.tensor([[-1, -1, -1, 1, 1, -1]] * 2), depth, -depth.float())
+    chosen, cell = torch.tensor([[False, True, False, False, False, False]] * 2), torch.arange(12).view(2, 6)
+    proposal = Proposal(tree, depth, torch.ones(2, 7, dtype=torch.int64), cell, chosen)
+    found = merging.counted(proposal, among=torch.tensor([True, False])).cell
+    assert found is not None
+    assert found.tolist() == [[0, -1, -1, 3, 4, -1], cell[1].tolist()]
 
 
 @BOTH

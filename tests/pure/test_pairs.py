@@ -20,7 +20,7 @@ from vllm_adaptive_tree.proposers.gate import Gate
 from vllm_adaptive_tree.proposers.mcsd import Mcsd
 from vllm_adaptive_tree.proposers.opt_tree import OptTree
 from vllm_adaptive_tree.rng import CounterRNG
-from vllm_adaptive_tree.testing.drafts import Drafts, cut, every_draft, node_probs, propose
+from vllm_adaptive_tree.testing.drafts import Drafts, chosen_nodes, cut, every_draft, node_probs, propose
 from vllm_adaptive_tree.testing.lossless import EXACT, TEMPERATURE, emitted_probs
 from vllm_adaptive_tree.testing.models import Models, ToyDrafter, ToyLM, histories, random_pairs
 from vllm_adaptive_tree.testing.steps import emitted, verify
@@ -369,6 +369,7 @@ def in_order(drafts: Drafts, ranks: Tensor) -> Drafts:
         tree=permuted(drafts.tree, ranks),
         q=drafts.q.gather(1, entries[..., None].expand_as(drafts.q)),
         drawn=drafts.drawn.gather(1, entries),
+        chosen=drafts.chosen.gather(1, ranks),
     )
 
 
@@ -474,6 +475,7 @@ def step(
         requests,
         proposal.tree,
         *node_probs(proposal, levels, 1.0),
+        chosen_nodes(proposal),
         min(5, proposer.max_children),
     )
     p = torch.stack([target.probs for target in targets])[requests[:, None], histories(proposal.tree, 3)]

@@ -168,7 +168,7 @@ def test_greedy_requests_get_the_best_tokens_whatever_the_kind(kind):
 @EVERY_KIND
 def test_every_tree_has_the_shape(kind):
     shape = Shape.k_config((2, 2, 2)) if kind == "hub_pair" else EAGLE_ISH
-    tree, _, _, _ = proposal = grow(StaticTree(shape, kind=kind), models_of(5, 3, 12), nodes=14)
+    tree, *_ = proposal = grow(StaticTree(shape, kind=kind), models_of(5, 3, 12), nodes=14)
     paths_of(proposal)
     slots = {path: slot for slot, path in enumerate(((), *shape.paths))}
     parent = [slots[path[:-1]] - 1 for path in shape.paths]

@@ -40,6 +40,7 @@ class Drafted(NamedTuple):
     logits: Tensor
     levels: int
     max_children: int = NODES
+    chosen: None = None
 
     @property
     def initial(self) -> Tensor:
@@ -125,7 +126,7 @@ class PlainEngine:
         return None
 
     def keep(self, proposal: Proposal, merged: Continuations | None) -> None:
-        tree, read, planned, _ = proposal
+        tree, read, planned, *_ = proposal
         self.drafted.append(Drafted(tree, read, planned, torch.cat(self.logits, 1)[0], int(tree.depth.max())))
 
     def end(self) -> None:

@@ -71,7 +71,7 @@ def two_tokens(width: int, drafts: list[ToyLM], targets: list[ToyLM]) -> Tensor:
         rows, state = drafter.catch_up(None, None)
         request = Request(torch.ones(len(world)).double(), torch.zeros(len(world), dtype=torch.bool), rng, initial)
         levels: list[Tensor] = []
-        tree, read, drawn, _ = draft_tree(
+        tree, read, drawn, *_ = draft_tree(
             proposer, drafter, rows, state, nodes=9, request=request, keep=lambda level: levels.append(level)
         )
         assert (tree.tokens[:, :width] == initial).all()

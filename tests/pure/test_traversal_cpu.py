@@ -40,7 +40,10 @@ def trees(vocabulary: int, peaked: float, generator: torch.Generator) -> tuple[T
 
 @pytest.mark.parametrize(
     ("vocabulary", "peaked", "change"),
-    [(3, 1.0, ""), (3, 6.0, ""), (40, 3.0, ""), (3000, 2.0, ""), (40, 3.0, "equal"), (40, 3.0, "apart")],
+    [
+        *[(3, 1.0, ""), (3, 6.0, ""), (40, 3.0, ""), (3000, 2.0, "")],
+        *[(40, 3.0, "equal"), (40, 3.0, "apart"), (3, 1.0, "chosen"), (40, 3.0, "chosen")],
+    ],
 )
 def test_tokens_are_those_of_traversal(vocabulary: int, peaked: float, change: str) -> None:
     generator = torch.Generator().manual_seed(vocabulary)
@@ -54,6 +57,10 @@ def test_tokens_are_those_of_traversal(vocabulary: int, peaked: float, change: s
             p = torch.where(q >= q.amax(-1, keepdim=True), 0.0, p)
             p /= p.sum(-1, keepdim=True)
         rng = CounterRNG(row + 1000 * seed, 7 * row, 1)
+        chosen = (torch.arange(tree.tokens.shape[1]) % 3 == 0).expand_as(
+            tree.tokens
+        ) & tree.valid  # first and later ones
+        chosen = chosen if change == "chosen" else torch.zeros_like(chosen)
 
         def p_rows(node: Tensor, active: Tensor, p: Tensor = p) -> Tensor:
             return p[row, 1 + node]
@@ -61,11 +68,17 @@ def test_tokens_are_those_of_traversal(vocabulary: int, peaked: float, change: s
         def q_rows(node: Tensor, q: Tensor = q) -> tuple[Tensor, Tensor]:
             return q[row, 1 + node], torch.full_like(node, MOST)
 
-        wanted = traversal(tree, "without_replacement", p_rows, q_rows, rng, levels=LEVELS, most=MOST)
+        wanted = traversal(tree, "without_replacement", p_rows, q_rows, rng, levels=LEVELS, most=MOST, chosen=chosen)
         rows = []
         for request in range(REQUESTS):
             size = int(tree.valid[request].sum())
-            rows.append(Rows(request, p[request, : 1 + size], q[request, : 1 + size], np.arange(1 + size)))
+            of_nodes = (
+                p[request, : 1 + size],
+                q[request, : 1 + size],
+                np.arange(1 + size),
+                chosen[request, :size].numpy(),
+            )
+            rows.append(Rows(request, *of_nodes))
         found = traversal_of_rows(tree, rows, rng, levels=LEVELS)
         assert found.nodes.equal(wanted.nodes)
         assert found.tokens.equal(wanted.tokens)
@@ -78,7 +91,10 @@ def test_others_are_left_alone() -> None:
     rng = CounterRNG(torch.arange(REQUESTS), torch.arange(REQUESTS), 1)
     at = [REQUESTS - 1, 5]
     sizes = tree.valid.sum(1).tolist()
-    rows = [Rows(r, p[r, : 1 + sizes[r]], q[r, : 1 + sizes[r]], np.arange(1 + sizes[r])) for r in range(REQUESTS)]
+    rows = [
+        Rows(r, p[r, : 1 + size], q[r, : 1 + size], np.arange(1 + size), np.zeros(size, bool))
+        for r, size in enumerate(sizes)
+    ]
     every = traversal_of_rows(tree, rows, rng, levels=LEVELS)
     some = traversal_of_rows(tree, [rows[r] for r in at], rng, levels=LEVELS)
     assert some.tokens[at].equal(every.tokens[at])

@@ -30,7 +30,8 @@ def by_target(tree: TreeBatch, target: ToyLM, length: int) -> Emitted:
     """Tokens that `target_only` emits of every cut of one tree; the origin of the tree does not matter."""
     entries = torch.zeros(1, 1 + tree.tokens.shape[1], dtype=torch.int64)
     q = entries[..., None].expand(-1, -1, target.vocabulary).double()
-    drafts = Drafts(torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.int64), tree, q, entries, 1)
+    one = torch.ones(1, dtype=torch.float64)
+    drafts = Drafts(one, torch.zeros(1, dtype=torch.int64), tree, q, entries, torch.zeros_like(tree.valid), 1)
     return emitted(every_cut(drafts, groups=1), [target], TargetOnly, "one_hot", length=length)
 
 

@@ -1,11 +1,12 @@
-"""Traversal verification, leaves first (Weng et al., arXiv 2505.12398), generalised to any distribution of siblings."""
+"""Traversal verification, leaves first (Weng et al., arXiv 2505.12398), generalised to any distribution of siblings,
+among children drawn without replacement also chosen ones."""
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from vllm_adaptive_tree.acceptance.rejection import positive_part, rounding_mass, where_rows
+from vllm_adaptive_tree.acceptance.rejection import one_hot, positive_part, rounding_mass, where_rows
 from vllm_adaptive_tree.acceptance.rule import Kind, Rule
 from vllm_adaptive_tree.acceptance.sibling_probs import first_child_probs, next_child_probs
 from vllm_adaptive_tree.acceptance.walk import Accepted
@@ -29,6 +30,7 @@ def traversal(
     *,
     levels: int,
     most: int,
+    chosen: Tensor | None = None,
     active: Tensor | None = None,
     proceed: Callable[[Tensor], bool] = lambda active: True,
 ) -> Accepted:
@@ -43,6 +45,7 @@ def traversal(
         q_rows: node [R] -> draft distribution [R, V] its children were drawn from, and the number planned [R].
         levels: upper bound of the depth.
         most: upper bound of the children planned for a node.
+        chosen: [R, N] bool, nodes without a draw, whatever the `kind` of their siblings; None: there is none.
         active: [R] bool, the requests to verify; the output of the others is undefined.
         proceed: called with `active`; returning false ends the loop early.
     """
@@ -58,6 +61,7 @@ def traversal(
     # Rows with nothing to write write to the last, unused entry: cheaper than read, select and write back.
     unused = torch.full_like(root, levels + 1)
     p_at, q_at, d_at, planned_at = per_level(p), per_level(q), per_level(q), per_level(num_planned)
+    drawn_at = d_at if chosen is None else d_at.clone()  # of the last child, had it been drawn
     acc = per_level(torch.ones_like(p[:, 0]))
     path, rank = per_level(root), per_level(torch.zeros_like(root))  # rank: number of deleted children
     depth = torch.zeros_like(root)
@@ -75,8 +79,11 @@ def traversal(
         d = where_rows(
             deleted == 0,
             first_child_probs(kind, q_here, planned_at[row, depth], most, x),
-            next_child_probs(kind, q_here, d_at[row, depth], before, x),
+            next_child_probs(kind, q_here, drawn_at[row, depth], before, x),
         )
+        if chosen is not None:
+            drawn_at[row, torch.where(down, depth, unused)] = d
+            d = where_rows(chosen.gather(1, child.clamp(min=0)[:, None])[:, 0], one_hot(x, d), d)
         at = x.clamp(min=0)
         reach = (acc[row, depth] * p_at[row, depth, at] / d[row, at]).nan_to_num(0.0).clamp(max=1.0)
         d_at[row, torch.where(down, depth, unused)] = d

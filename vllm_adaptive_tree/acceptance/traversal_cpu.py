@@ -28,6 +28,7 @@ class Rows(NamedTuple):
     p: Tensor  # [1 + N, V] float32: the target's
     q: Tensor  # [I, V] float32: those that the children of inner nodes were drawn from
     row: np.ndarray  # [1 + N] int64: of `q`, -1 for a node that was never read
+    chosen: np.ndarray  # [N] bool: nodes without a draw
 
 
 def traversal_of_rows(tree: TreeBatch, rows: list[Rows], rng: CounterRNG, *, levels: int) -> Accepted:
@@ -36,9 +37,9 @@ def traversal_of_rows(tree: TreeBatch, rows: list[Rows], rng: CounterRNG, *, lev
     end, depth = (np.full(requests, fill) for fill in (-1, 0))
     path, last = np.full((requests, levels + 2), -1), torch.zeros(requests, vocabulary)
     keys, tokens, parents = rng.key.numpy(), tree.tokens.numpy(), tree.parent.numpy()
-    for request, p, q, row in rows:
+    for request, p, q, row, chosen in rows:
         size = len(p) - 1
-        lists = tokens[request, :size], parents[request, :size], row
+        lists = tokens[request, :size], parents[request, :size], row, chosen
         end[request], depth[request] = _traverse(
             *map(np.ascontiguousarray, lists), p.numpy(), q.numpy(), keys[request], path[request], last[request].numpy()
         )
@@ -72,7 +73,7 @@ def _drawn(tokens, parent, node, count):  # type: ignore[no-untyped-def]
 
 @njit(fastmath={"reassoc", "nsz"})
 def _positive_part(p, acc, q, left, gone, out):  # type: ignore[no-untyped-def]
-    """Write (acc * p - d)+, d: q without the tokens `gone`, which had `left`; returns its mass."""
+    """Write (acc * p - d)+, d: q without the tokens `gone`, which had `left`, 0 if nothing; returns its mass."""
     scale, part, mass = np.float32(acc), np.float32(1 / left if left > 0 else 0.0), 0.0
     for start in range(0, len(p), 1024):
         total = np.float32(0)
@@ -99,10 +100,10 @@ def _rest(q, gone):  # type: ignore[no-untyped-def]
 
 
 @njit(
-    "UniTuple(int64, 2)(int64[::1], int64[::1], int64[::1], float32[:, ::1], float32[:, ::1], int64, int64[::1],"
-    " float32[::1])"
+    "UniTuple(int64, 2)(int64[::1], int64[::1], int64[::1], boolean[::1], float32[:, ::1], float32[:, ::1], int64,"
+    " int64[::1], float32[::1])"
 )
-def _traverse(tokens, parent, q_row, p, q, key, path, last):  # type: ignore[no-untyped-def]
+def _traverse(tokens, parent, q_row, chosen, p, q, key, path, last):  # type: ignore[no-untyped-def]
     """Returns the step and the depth of acceptance; writes the `path` there, and the distribution `last` after it."""
     size, most, vocabulary = len(tokens), len(path), p.shape[1]
     rank, acc, left = np.zeros(most, np.int64), np.ones(most), np.ones(most)
@@ -115,7 +116,7 @@ def _traverse(tokens, parent, q_row, p, q, key, path, last):  # type: ignore[no-
         if child >= 0:
             token, at = tokens[child], q_row[1 + node]
             mass = residuals[place[depth], token] if rejected[depth] else p[1 + node, token]
-            reach, drawn = acc[depth] * mass, q[at, token] / left[depth]
+            reach, drawn = acc[depth] * mass, 1.0 if chosen[child] else q[at, token] / left[depth]
             depth += 1
             path[depth], rank[depth], left[depth], rejected[depth] = child, 0, 1.0, False
             acc[depth] = min(1.0, reach / max(drawn, TINY)) if reach > 0 else 0.0
@@ -123,11 +124,14 @@ def _traverse(tokens, parent, q_row, p, q, key, path, last):  # type: ignore[no-
         if depth == 0 or uniform(key, step, 2) < acc[depth]:
             last[:] = residuals[place[depth]] if rejected[depth] else p[1 + node]
             return step, depth
-        token, depth = tokens[node], depth - 1
+        token, one_hot, depth = tokens[node], chosen[node], depth - 1
         node, at = path[depth], q_row[1 + path[depth]]
         before = residuals[place[depth]] if rejected[depth] else p[1 + node]
         gone = _drawn(tokens, parent, node, rank[depth])
-        kept = _positive_part(before, acc[depth], q[at], left[depth], gone, residuals[free])
+        kept = _positive_part(before, acc[depth], q[at], 0.0 if one_hot else left[depth], gone, residuals[free])
+        if one_hot:
+            kept -= residuals[free, token]
+            residuals[free, token] = 0
         if kept > ROUNDING:
             residuals[free] *= np.float32(1 / kept)
             place[depth], free, rejected[depth] = free, place[depth], True

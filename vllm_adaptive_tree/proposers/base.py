@@ -28,12 +28,15 @@ class Proposal(NamedTuple):
     read: Tensor  # [R, N]: the drafter's slot of each node, as in `Frontier`; -1: never read, or a dead row
     num_planned: Tensor  # [R, N + 1]: number of children planned for the root (first) and each node
     cell: Tensor | None = None  # [R, N]: cell of an acceptance table in which a node counts; -1: none
+    chosen: Tensor | None = None  # [R, N] bool: nodes that a look-up has chosen; None: there is no look-up
 
     def padded(self, nodes: int) -> "Proposal":
         """Proposal with N = `nodes`, for callers that need a fixed width: a fixed shape may have fewer nodes."""
         more = (0, nodes - self.read.shape[1])
         cell = None if self.cell is None else pad(self.cell, more, value=-1)
-        return Proposal(self.tree.padded(nodes), pad(self.read, more, value=-1), pad(self.num_planned, more), cell)
+        chosen = None if self.chosen is None else pad(self.chosen, more)
+        read, planned = pad(self.read, more, value=-1), pad(self.num_planned, more)
+        return Proposal(self.tree.padded(nodes), read, planned, cell, chosen)
 
     def cut(self, limit: Tensor) -> "Proposal":
         """Proposal of the first `limit[r]` nodes of every tree ([R]), as if the scheduler had kept no others."""

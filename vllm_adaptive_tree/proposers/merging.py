@@ -1,7 +1,9 @@
 """Continuations of a text merged into drafted trees: more nodes without another draft forward.
 
-This is for rules that sample from the target (`target_only`), with which any tree is lossless. A rule for sampled
-children would take these for sampled ones.
+With a rule that samples from the target (`target_only`) any tree is lossless. `traversal` takes chosen nodes among
+children drawn without replacement, if it is told which they are: one is known before any draw and stands where its
+value puts it, and the draws behind it are those of other tokens. A token whose slot was worth as much stays a drawn
+one, or its kind would tell what was drawn.
 """
 
 import math
@@ -24,7 +26,8 @@ def merge(proposal: Proposal, continuations: Continuations, *, nodes: int, max_d
     which may be deeper.
 
     The value of a continuation's node is the weight of all continuations through it; of a node that is in the tree
-    already, the larger of both values. Weights are probabilities: those of a request add up to at most 1.
+    already, the larger of both values. Weights are probabilities: those of a request add up to at most 1. A node that a
+    continuation has added, or moved before what the draft had there, is chosen.
     """
     tree, size, dtype = proposal.tree, proposal.read.shape[1], proposal.tree.log_weight.dtype
     requests, chains, length = continuations.tokens.shape
@@ -55,7 +58,19 @@ def merge(proposal: Proposal, continuations: Continuations, *, nodes: int, max_d
         before = above.clamp(min=0)
         value = torch.minimum(value, torch.where(above >= 0, value.gather(1, before), torch.inf))
         above = torch.where(above >= 0, above.gather(1, before), -1)
-    return _best(proposal, both._replace(log_weight=value), nodes)
+    drawn = pad(tree.log_weight, (0, chains * length), value=-torch.inf)
+    return _best(proposal, both._replace(log_weight=value), value > drawn, nodes)
+
+
+def counted(proposal: Proposal, among: Tensor) -> Proposal:
+    """Trees in which no table learns from chosen nodes and later siblings: for the requests `among` [R] whose other
+    children are drawn, after a chosen sibling these are accepted less often."""
+    tree, chosen, cell = proposal.tree, proposal.chosen, proposal.cell
+    if chosen is None or cell is None:
+        return proposal
+    siblings = tree.parent[:, :, None] == tree.parent[:, None]  # [R, N, N]
+    after = (siblings & (chosen & tree.valid)[:, None]).tril().any(2)
+    return proposal._replace(cell=cell.masked_fill(after & among[:, None], -1))
 
 
 def draft_levels(tree: TreeBatch, continuations: Continuations) -> Tensor:
@@ -77,7 +92,7 @@ def _on(tree: TreeBatch, continuations: Continuations) -> Tensor:
     return on
 
 
-def _best(proposal: Proposal, tree: TreeBatch, nodes: int) -> Proposal:
+def _best(proposal: Proposal, tree: TreeBatch, chosen: Tensor, nodes: int) -> Proposal:
     """Proposal of the best `nodes`. Of equal values the earlier comes first, so parents do."""
     order = tree.log_weight.sort(dim=1, descending=True, stable=True).indices
     place = order.argsort(1)
@@ -90,4 +105,5 @@ def _best(proposal: Proposal, tree: TreeBatch, nodes: int) -> Proposal:
     cell = proposal.cell
     if cell is not None:
         cell = pad(cell, (0, more), value=-1).gather(1, order)[:, :nodes]
-    return Proposal(merged, read.gather(1, order)[:, :nodes], torch.cat([first, rest], 1), cell)
+    chosen = chosen.gather(1, order)[:, :nodes]
+    return Proposal(merged, read.gather(1, order)[:, :nodes], torch.cat([first, rest], 1), cell, chosen)

@@ -28,13 +28,13 @@ def merge(proposal: Proposal, continuations: Continuations, *, nodes: int) -> Pr
     tokens, weight = (np.ascontiguousarray(part.numpy()) for part in continuations)
     requests, size = given[3].shape
     nodes = min(nodes, size + tokens[0].size)
-    columns = np.full((5, requests, nodes), -1, np.int64)
+    columns = np.full((6, requests, nodes), -1, np.int64)
     best = np.full((requests, nodes), -np.inf, np.float32)
     planned = np.zeros((requests, 1 + nodes), np.int64)
     _merge(*map(np.ascontiguousarray, (*given, value)), tokens, weight, columns, best, planned)
-    token, parent, depth, read, cells = torch.from_numpy(columns).unbind(0)
+    token, parent, depth, read, cells, chosen = torch.from_numpy(columns).unbind(0)
     merged = TreeBatch(token, parent, depth.clamp_(min=0), torch.from_numpy(best))
-    return Proposal(merged, read, torch.from_numpy(planned), None if cell is None else cells)
+    return Proposal(merged, read, torch.from_numpy(planned), None if cell is None else cells, chosen > 0)
 
 
 def draft_levels(tree: TreeBatch, continuations: Continuations) -> Tensor:
@@ -50,7 +50,7 @@ def draft_levels(tree: TreeBatch, continuations: Continuations) -> Tensor:
     " int64[:, :, ::1], float32[:, ::1], int64[:, :, ::1], float32[:, ::1], int64[:, ::1])"
 )
 def _merge(tokens, parent, depth, read, planned, cell, value, chains, weight, columns, best, counts):  # type: ignore[no-untyped-def]
-    """Fill `columns` (token, parent, depth, read, cell), `best` values and planned `counts` of the merged trees."""
+    """Fill `columns` (token, parent, depth, read, cell, chosen), `best` values and planned `counts` of the trees."""
     size, more = read.shape[1], chains.shape[1] * chains.shape[2]
     token, above, deep = (
         np.empty(size + more, np.int64),
@@ -107,6 +107,7 @@ def _merge(tokens, parent, depth, read, planned, cell, value, chains, weight, co
             old = order[new]
             columns[0, r, new], columns[2, r, new], best[r, new] = token[old], deep[old], worth[old]
             columns[1, r, new] = -1 if above[old] < 0 else place[above[old]]
+            columns[5, r, new] = old >= drafted or worth[old] > value[r, old]
             if old < drafted:
                 columns[3, r, new], columns[4, r, new] = read[r, old], cell[r, old]
                 counts[r, 1 + new] = planned[r, 1 + old]

@@ -46,6 +46,7 @@ def _whole_paths(
         rng,
         levels=verification.levels,
         most=pair.most,
+        chosen=verification.chosen,
         active=active,
         proceed=target.proceed,
     )

@@ -40,6 +40,10 @@ class Verification(Protocol):
     def initial(self) -> Tensor:
         """[R]: leading nodes of each tree that the target has sampled itself (`init_width`)."""
 
+    @property
+    def chosen(self) -> Tensor | None:
+        """[R, N] bool: nodes that a look-up has chosen, among drawn ones; None: there is none."""
+
     def draft_probs(self, node: Tensor) -> tuple[Tensor, Tensor]:
         """q [R, V] that the children of `node` [R] (-1: the root) were drawn from, and the number of children planned
         [R]; zeros for nodes that the draft has not read."""

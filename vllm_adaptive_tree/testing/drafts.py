@@ -23,11 +23,13 @@ class Drafts(NamedTuple):
     tree: TreeBatch  # [W, N]
     q: Tensor  # [W, 1 + N, V]: of the children of the root (first) and of each node; zeros if there are none
     drawn: Tensor  # [W, 1 + N]
+    chosen: Tensor  # [W, N] bool: nodes that a look-up has chosen
     most: int
 
     def rows(self, index: Tensor) -> "Drafts":
         tree = TreeBatch(*(column[index] for column in self.tree))
-        return Drafts(self.weight[index], self.group[index], tree, self.q[index], self.drawn[index], self.most)
+        q, drawn, chosen = (part[index] for part in (self.q, self.drawn, self.chosen))
+        return Drafts(self.weight[index], self.group[index], tree, q, drawn, chosen, self.most)
 
 
 def propose(
@@ -85,11 +87,16 @@ def every_draft(
     return distinct(
         stacked(
             [
-                Drafts(weight, world, proposal.tree, q, drawn, most)
+                Drafts(weight, world, proposal.tree, q, drawn, chosen_nodes(proposal), most)
                 for weight, world, (proposal, q, drawn) in every_outcome(run, len(models))
             ]
         )
     )
+
+
+def chosen_nodes(proposal: Proposal) -> Tensor:
+    """`chosen` of `Drafts`."""
+    return torch.zeros_like(proposal.tree.valid) if proposal.chosen is None else proposal.chosen
 
 
 def node_probs(proposal: Proposal, levels: Sequence[Tensor], temperature: float) -> tuple[Tensor, Tensor]:
@@ -117,20 +124,22 @@ def cut(drafts: Drafts, length: int | Tensor, group: int = 0) -> Drafts:
         tree=drafts.tree.cut(limit),
         q=drafts.q * kept[..., None],
         drawn=drafts.drawn * kept,
+        chosen=drafts.chosen & kept[:, 1:],
     )
 
 
 def stacked(drafts: Sequence[Drafts]) -> Drafts:
-    weight, group, trees, q, drawn, most = zip(*drafts, strict=True)
+    weight, group, trees, q, drawn, chosen, most = zip(*drafts, strict=True)
     tree = TreeBatch(*(torch.cat(columns) for columns in zip(*trees, strict=True)))
-    return Drafts(torch.cat(weight), torch.cat(group), tree, torch.cat(q), torch.cat(drawn), max(most))
+    weights, groups, qs, counts, flags = map(torch.cat, (weight, group, q, drawn, chosen))
+    return Drafts(weights, groups, tree, qs, counts, flags, max(most))
 
 
 def distinct(drafts: Drafts) -> Drafts:
     """Drafts with equal ones merged; without it the outcomes of drafting and verifying multiply."""
-    weight, group, tree, q, drawn, _ = drafts
+    weight, group, tree, q, drawn, chosen, _ = drafts
     rounded = (q * 1e12).round().long().flatten(1)
-    keys = torch.cat([group[:, None], tree.tokens, tree.parent, drawn, rounded], 1)
+    keys = torch.cat([group[:, None], tree.tokens, tree.parent, drawn, chosen, rounded], 1)
     _, which = keys.unique(dim=0, return_inverse=True)
     count = int(which.max()) + 1
     one = torch.empty(count, dtype=torch.int64).scatter_(0, which, torch.arange(len(which)))

@@ -77,7 +77,8 @@ def verify(drafts: Drafts, p: Tensor, rule: type[Rule], kind: Kind, rng: RandomS
 
     if draw is not None:
         return walk(tree, by_rule, levels=levels)
-    path = traversal(tree, kind, p_rows, q_rows, rng, levels=levels, most=most).tokens
+    chosen = drafts.chosen if drafts.chosen.any() else None
+    path = traversal(tree, kind, p_rows, q_rows, rng, levels=levels, most=most, chosen=chosen).tokens
     return replayed(tree, path)
 
 

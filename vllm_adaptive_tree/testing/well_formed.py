@@ -57,7 +57,7 @@ def paths_of(proposal: Proposal) -> list[list[Path]]:
     Raises:
         AssertionError: an entry of the proposal is invalid.
     """
-    tree, read, num_planned, _ = proposal
+    tree, read, num_planned, *_ = proposal
     assert read.shape == tree.tokens.shape, f"read has the shape {list(read.shape)}, tokens {list(tree.tokens.shape)}"
     assert num_planned.shape[1] == read.shape[1] + 1, "num_planned has an entry for the root and one for each node"
     return [_paths(*(column[r].tolist() for column in (*tree, read))) for r in range(len(read))]

@@ -79,5 +79,6 @@ def proposal_from_rank_0(proposal: Proposal) -> Proposal:
     )
     log_weight = from_rank_0(tree.log_weight)
     cell = None if proposal.cell is None else from_rank_0(proposal.cell)
+    chosen = None if proposal.chosen is None else from_rank_0(proposal.chosen.long()) > 0
     tree = tree._replace(tokens=tokens, parent=parent, depth=depth, log_weight=log_weight)
-    return Proposal(tree, read, planned, cell)
+    return Proposal(tree, read, planned, cell, chosen)

@@ -91,7 +91,9 @@ def fastest_on_rank_0(
 
     times = fastest(forwards, rounds=rounds, seconds=seconds, least=least, sync_timeout=sync_timeout, timed=timed)
     busy = [min(cpu_seconds[len(times) + place :: len(times)]) for place in range(len(times))]  # not of the warm-up
-    disturbance = median(wall / max(cpu, 1e-9) for wall, cpu in zip(times, busy, strict=True)) if bound_by_thread else 1.0
+    disturbance = (
+        median(wall / max(cpu, 1e-9) for wall, cpu in zip(times, busy, strict=True)) if bound_by_thread else 1.0
+    )
     figures = [disturbance, *(busy if disturbance > DISTURBED else times)]
     disturbance, *agreed = from_rank_0(torch.tensor(figures, dtype=torch.float64, device=device)).tolist()
     return Times(agreed, disturbance)

@@ -29,6 +29,7 @@ class Draft(NamedTuple):
     root: Tensor | None = None  # [V] logits at the root of a greedy request, if a budget has them
     price: float = 0.0  # at which a budget has cut it
     cell: Sequence[int] | NDArray[np.int64] = ()  # of each node, if its proposer learns acceptance
+    chosen: Sequence[bool] | NDArray[np.bool_] = ()  # of each node: a look-up has chosen it; (): there is no look-up
     from_lookup: bool = False  # True if a look-up alone has made it while the draft rested
 
     def prefix(self, length: int) -> "Draft":
@@ -42,6 +43,7 @@ class Draft(NamedTuple):
             initial=min(self.initial, length),
             value=self.value[:length],
             cell=self.cell[:length],
+            chosen=self.chosen[:length],
         )
 
     def probs(self, node: int) -> Tensor:
@@ -64,16 +66,17 @@ def to_drafts(
 ) -> list[Draft]:
     """Move R trees to the host; `levels`: the logits [R, W, V] of every level read, if a rule reads them; `initial`: as
     in `Request`; `hidden`: [R, W, H] of every level, if a recorder reads them."""
-    tree, read, planned, cell = proposal
+    tree, read, planned, cell, chosen = proposal
     rows = torch.cat(levels, 1) if levels else None  # [R, slots, V]
     states = torch.cat(tuple(hidden), 1) if hidden else None  # [R, slots, H]
     sizes, was_read = (tree.tokens >= 0).sum(1).tolist(), (read > 0) & (tree.tokens >= 0)
     row = pad(was_read.cumsum(1).masked_fill_(~was_read, -1), (1, 0)).numpy()  # in the order of the nodes
-    cells = [()] * len(sizes) if cell is None else cell.numpy()
+    cells, flags = ([()] * len(sizes) if part is None else part.numpy() for part in (cell, chosen))
     given = [0] * len(sizes) if initial is None else (initial >= 0).sum(1).tolist()
-    columns = tree.tokens.tolist(), tree.parent.tolist(), row, planned.numpy(), cells, temperature.tolist(), given
+    columns = tree.tokens.tolist(), tree.parent.tolist(), row, planned.numpy(), cells, flags
+    each = zip(sizes, *columns, temperature.tolist(), given, strict=True)
     drafts = []
-    for r, (size, tokens, parents, place, counts, learnt, own, sampled) in enumerate(zip(sizes, *columns, strict=True)):
+    for r, (size, tokens, parents, place, counts, learnt, flag, own, sampled) in enumerate(each):
         inner = pad(read[r, was_read[r]], (1, 0)) if rows is not None or states is not None else None
         drafts.append(
             Draft(
@@ -85,6 +88,7 @@ def to_drafts(
                 min(size, sampled),
                 None if states is None else states[r, inner],
                 cell=learnt[:size],
+                chosen=flag[:size],
             )
         )
     return drafts
@@ -95,6 +99,6 @@ def draft_probs(drafts: dict[int, Draft], node: Tensor, vocabulary: int) -> tupl
     q, planned = torch.zeros(len(node), vocabulary), torch.zeros_like(node)
     for request, at in enumerate(node.tolist()):
         draft = drafts.get(request)
-        if draft is not None and len(draft.tree) and draft.row[1 + at] >= 0:
+        if draft is not None and draft.logits is not None and len(draft.tree) and draft.row[1 + at] >= 0:
             q[request], planned[request] = draft.probs(at), draft.num_planned[1 + at]
     return q, planned

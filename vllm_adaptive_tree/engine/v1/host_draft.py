@@ -25,6 +25,7 @@ from vllm_adaptive_tree.engine.v1.requests import HostRequests
 from vllm_adaptive_tree.engine.v1.text_drafter import token_history
 from vllm_adaptive_tree.engine.v1.verification import Verification
 from vllm_adaptive_tree.proposers import Proposal, Request, draft_tree
+from vllm_adaptive_tree.proposers.merging import counted
 from vllm_adaptive_tree.proposers.merging_cpu import draft_levels, merge
 from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE
 
@@ -133,13 +134,16 @@ class HostDraft:
         with self.runner.clock.phase("tree"):
             roots = {item.row: item.root for item in self.rooted if item.root is not None}
             found = lookup.continuations(token_history(self.runner.input_batch, roots))
-            found = masked_continuations(found, self.grammars).only(self.request.chosen)
+            found = masked_continuations(found, self.grammars)
+            found = found.only(None if self.runner.pair.mixes else self.request.chosen)
         self.looking = time.perf_counter() - started
         return found
 
     def merge(self, proposal: Proposal, continuations: Continuations) -> Proposal:
         with self.runner.clock.phase("tree"):
-            return merge(proposal, continuations, nodes=self.nodes)
+            merged = merge(proposal, continuations, nodes=self.nodes)
+            chosen = self.request.chosen
+            return merged if chosen is None or not self.runner.pair.mixes else counted(merged, among=~chosen)
 
     def keep(self, proposal: Proposal, merged: Continuations | None) -> None:
         runner, engine = self.runner, self.engine

@@ -99,14 +99,14 @@ class Target:
         rows = [self._rows(request, *verification.rows_of(request)) for request in walking]
         return traversal_of_rows(verification.tree, rows, rng, levels=verification.levels) if rows else None
 
-    def _rows(self, request: int, size: int, q: Tensor, row: NDArray[np.int64]) -> Rows:
+    def _rows(self, request: int, size: int, q: Tensor, row: NDArray[np.int64], chosen: NDArray[np.bool_]) -> Rows:
         """Distributions of a random request, as vLLM's sampler makes them of temperature, top-k and top-p."""
         first, sampling = int(self.first[request]), self.sampling
         logits = self.logits[first : first + 1 + size].float() / sampling.temperature[request]
         top_k, top_p = (
             None if limit is None else limit[request].expand(1 + size) for limit in (sampling.top_k, sampling.top_p)
         )
-        return Rows(request, apply_top_k_top_p(logits, top_k, top_p).softmax(-1, dtype=torch.float32), q, row)
+        return Rows(request, apply_top_k_top_p(logits, top_k, top_p).softmax(-1, dtype=torch.float32), q, row, chosen)
 
     def emit(self, verification: Verification, paths: Accepted, from_target: Tensor | None) -> Accepted:
         """Draw the tokens of `paths` once more where vLLM's sampler draws itself, or gives logprobs of each."""

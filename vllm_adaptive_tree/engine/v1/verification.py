@@ -105,13 +105,27 @@ class Verification:
         drafts = (self.drafts.get(request) for request in range(len(self.row_start)))
         return torch.tensor([0 if draft is None else draft.initial for draft in drafts])
 
-    def rows_of(self, request: int) -> tuple[int, Tensor, NDArray[np.int64]]:
-        """Nodes of a request's tree; the distributions q [I, V] that its children were drawn from; and the row of q
-        of its root, then of each node, -1 for one that was never read."""
+    @cached_property
+    def chosen(self) -> Tensor | None:
+        """See `step.Verification`."""
+        if not any(len(draft.chosen) for draft in self.drafts.values()):
+            return None
+        chosen = torch.zeros_like(self.tree.valid)
+        for request, draft in self.drafts.items():
+            chosen[request, : len(draft.chosen)] = torch.as_tensor(draft.chosen)
+        return chosen
+
+    def rows_of(self, request: int) -> tuple[int, Tensor, NDArray[np.int64], NDArray[np.bool_]]:
+        """Nodes of a request's tree; the distributions q [I, V] that its children were drawn from; the row of q of its
+        root, then of each node, -1 for one that was never read; and which nodes a look-up has chosen."""
         draft = self.drafts.get(request)
-        if draft is None or draft.logits is None:
-            return 0, torch.zeros(1, self.vocabulary), np.full(1, -1)
-        return len(draft.tree), draft.all_probs(), draft.row
+        if draft is None:
+            return 0, torch.zeros(1, self.vocabulary), np.full(1, -1), np.zeros(0, bool)
+        size = len(draft.tree)
+        chosen = np.asarray(draft.chosen) if len(draft.chosen) else np.zeros(size, bool)
+        if draft.logits is None:  # the draft rests
+            return size, torch.zeros(1, self.vocabulary), np.full(1 + size, -1), chosen
+        return size, draft.all_probs(), draft.row, chosen
 
     def draft_probs(self, node: Tensor) -> tuple[Tensor, Tensor]:
         """See `step.Verification`."""

@@ -335,7 +335,7 @@ class TreeDrafting(BaseSpeculator):
         self.dead, self.forwards = grown.dead, grown.forwards
         if self.steering.steered.fill and 1 + self.forwards < most:  # else the limit may have ended them
             self.readback.send(grown.counts, self._grown)
-        tree, read, planned, cell = grown.proposal
+        tree, read, planned, cell, _ = grown.proposal
         cell = None if cell is None else cell[:requests]
         return Proposal(TreeBatch(*(part[:requests] for part in tree)), read[:requests], planned[:requests], cell)
 

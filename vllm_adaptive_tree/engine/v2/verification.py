@@ -80,6 +80,10 @@ class Verification(NamedTuple):
         return step
 
     @property
+    def chosen(self) -> None:
+        return None
+
+    @property
     def initial(self) -> Tensor:
         """[R]: zeros, as nothing is target-initialised here."""
         return torch.zeros_like(self.root)
