@@ -122,7 +122,7 @@ class Auto:
     ) -> Sequence[int]:
         planner, batch = self.planner, len(requests) + others
         for one in seconds[1:]:
-            planner.observe_level(batch, one)
+            planner.observe_level(batch, batch, one)
         beyond = seconds[0] - planner.level(batch)
         if usual:
             self.first = beyond

@@ -43,6 +43,8 @@ class Budget:
         self.calibrations = Calibration(), Calibration()
         """Calibrations of sampled requests, and of greedy ones: a value means another probability for each."""
         self.costs, self.plan = FREE, Plan(ALL if drafts else 0, 0.0, most=most)
+        self.width = 1.0
+        """Rows of a draft level for each request."""
         self._taken = 0.0, 0.0
 
     def begin(self, greedy: Sequence[bool]) -> Plan:
@@ -51,7 +53,7 @@ class Budget:
 
     def level(self, requests: int) -> float:
         """Seconds of a draft level."""
-        return self.costs.draft.cost(requests)
+        return self.costs.draft.cost(requests * self.width)
 
     def observe_trees(
         self, value: ArrayLike, depth: ArrayLike, greedy: ArrayLike, plan: Plan, *, level: ArrayLike | None = None
@@ -105,8 +107,8 @@ class Budget:
             reading: seconds in which the draft read prompts.
         """
 
-    def observe_level(self, requests: int, seconds: float) -> None:
-        """Record the seconds of one draft level of the batch, forward and choice of nodes."""
+    def observe_level(self, requests: int, rows: int, seconds: float) -> None:
+        """Record the seconds of one draft level of the batch that read so many rows: forward and choice of nodes."""
 
     def take(self) -> tuple[float, float]:
         """Expected and observed numbers of accepted nodes since the last call."""

@@ -20,7 +20,7 @@ from vllm_adaptive_tree.budget.past_trees import TREES, PastTrees
 from vllm_adaptive_tree.json_numbers import MAX_NUMBER, member, numbers, short
 
 LAST = 8
-"""Window of the median of a step's overhead: about one step in a hundred stalls."""
+"""Window of the median of a step's overhead: about one step in a hundred stalls; levels that a width remembers."""
 MIN_TREES, MIN_STEPS = 8, 4
 """Fewest trees, of at least so many steps, that the planner relies on; until then chains replace the missing ones."""
 PRIOR_ACCEPTANCE = 0.8
@@ -97,7 +97,8 @@ class Planner(Budget):
                 self.known[kind] = 0.0
             self._plans.clear()
             plan = self._planned(requests, greedy)
-            return Plan(1 + max(1, plan.levels), plan.price, deep=True)
+            floor = self._least_that_pays(requests, plan.price)
+            return Plan(1 + max(1, plan.levels), plan.price, floor, deep=True)
         if min(self.known[kind] for kind in kinds) < 1:
             return plan._replace(deep=True)
         self.resting.pop(size, None)
@@ -108,7 +109,7 @@ class Planner(Budget):
             if self.drafting[size].due(self.probe):
                 return plan._replace(levels=0)
         if self.steps % EVERY == 0:
-            return Plan(1 + plan.levels, plan.price, deep=True)
+            return Plan(1 + plan.levels, plan.price, plan.floor, deep=True)
         fewer = self.verifying // 2
         if self.warm_sizes and self.steps % EVERY == EVERY // 2 and not self.costs.verify.knows(requests + fewer):
             return plan._replace(most=fewer)  # fewer rows may cost less than is believed
@@ -139,8 +140,14 @@ class Planner(Budget):
         if math.log(rate / plain_rate) < MARGIN:
             return Plan(0, plain_rate)
         if min(known for known, share in zip(self.known, (1 - greedy, greedy), strict=True) if share) < 1:
-            return Plan(levels, plain_rate)
+            return Plan(levels, plain_rate, self._least_that_pays(requests, plain_rate))
         return Plan(levels, rate, least)
+
+    def _least_that_pays(self, requests: int, price: float) -> float:
+        """Log value of a node that brings what its row costs, where another row for each request is verified."""
+        verify = self.costs.verify
+        tokens = (verify.cost(2 * requests) - verify.cost(requests)) / requests * price
+        return math.log(tokens) if tokens > 0 else -math.inf
 
     def _rate(
         self, trees: Sequence[PastTrees], requests: int, greedy: float, levels: Sequence[int]
@@ -221,8 +228,10 @@ class Planner(Budget):
         if drafted is not None:
             self.overheads[drafted].append(rest)
 
-    def observe_level(self, requests: int, seconds: float) -> None:
-        self.costs.draft.observe(requests, seconds)
+    def observe_level(self, requests: int, rows: int, seconds: float) -> None:
+        self.costs.draft.observe(rows, seconds)
+        if self.plan.floor > -math.inf:  # else the level read what no plan would
+            self.width += (rows / requests - self.width) / LAST
 
     def to_json(self) -> dict[str, Any]:
         """Learnt state, for another process."""

@@ -50,7 +50,7 @@ class Machine:
                 levels = min(6, plan.levels)
                 depth = torch.arange(1, 1 + levels).expand(requests, levels)
                 for _ in range(levels - 1):
-                    planner.observe_level(requests, self.level)
+                    planner.observe_level(requests, requests, self.level)
                 greedy = torch.ones(requests, dtype=torch.bool)
                 value = self.chance ** depth.double()
                 planner.observe_trees(value, depth, greedy, plan)

@@ -221,10 +221,12 @@ def test_without_trees_a_second_is_worth_what_it_brings_without_drafts():
 def test_nodes_that_a_batch_would_not_verify_get_no_children():
     budget = planner((1, 1.0), (200, 40.0), level=0.001)
     plans = [step(budget, 0.6, greedy=4)[0] for _ in range(60)]
-    assert plans[0].floor == -math.inf, "not known yet"
+    assert math.exp(plans[0].floor) == pytest.approx(plans[0].price * 39 / 199), "by the costs of the start"
     worth = plans[-1].price * 39 / 199
     assert math.exp(plans[-1].floor) >= 0.5 * worth
-    assert all(plan.floor == -math.inf for plan in plans if plan.deep)
+    deep = [plan.floor for plan in plans[10:] if plan.deep]
+    assert deep
+    assert min(deep) > -math.inf, "a level more, of what pays"
 
 
 def test_prompts_in_a_step_leave_room_for_good_nodes_only():
@@ -324,9 +326,22 @@ def test_what_the_contexts_cost_is_no_matter_of_rows():
 def test_a_level_costs_what_was_measured_until_it_is_seen():
     budget = Planner(Costs(curve(*FLAT), curve((1, 0.2), (9, 1.0))), sampled=False)
     assert [budget.level(requests) for requests in (1, 5)] == pytest.approx([0.2, 0.6])
-    budget.observe_level(1, 0.4)
+    budget.observe_level(1, 1, 0.4)
     assert budget.level(1) == pytest.approx(0.4)
     assert budget.level(5) > 0.6
+
+
+def test_a_level_is_priced_by_the_rows_that_plans_read():
+    """Not by those of a level that expands everything, before there is a plan."""
+    budget = Planner(Costs(curve(*FLAT), curve((1, 0.2), (2, 0.2), (4, 0.3), (16, 0.9))), sampled=False)
+    for _ in range(40):
+        budget.observe_level(1, 16, 0.9)
+    assert budget.level(1) == pytest.approx(0.2)
+    budget.plan = budget.plan._replace(floor=math.log(0.5))
+    for _ in range(40):
+        budget.observe_level(2, 8, 0.5)
+    assert budget.width == pytest.approx(4, rel=0.02)
+    assert budget.level(1) == pytest.approx(0.3, rel=0.02)
 
 
 def test_what_was_learnt_is_written_and_read():
@@ -367,13 +382,13 @@ def test_a_rank_that_hears_no_times_looks_for_none():
     assert all(plan.levels and plan.most is None for plan in plans)
 
 
-def test_a_kind_that_was_never_seen_gets_whole_trees():
+def test_a_kind_that_was_never_seen_gets_all_nodes_that_could_pay():
     budget = planner((1, 1.0), (200, 10.0), level=0.001)
     for _ in range(100):
         step(budget, 0.7, greedy=8)
     plan = step(budget, 0.7, greedy=0, sampled=8)[0]
     assert plan.levels > 1
-    assert plan.floor == -math.inf
+    assert math.exp(plan.floor) == pytest.approx(plan.price * 9 / 199, rel=0.01)
 
 
 @pytest.mark.parametrize("wrong", [{}, {"calibrations": []}, {"overhead": {"plain": "fast"}}, {"overhead": []}])

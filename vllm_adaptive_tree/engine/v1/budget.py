@@ -101,7 +101,7 @@ class HostBudget(BatchBudget):
         proposal: Proposal,
         greedy: Tensor,
         roots: Sequence[Tensor | None],
-        growing: list[float],
+        growing: list[tuple[int, float]],
         *,
         level: Tensor | None,
         looking: float,
@@ -115,7 +115,7 @@ class HostBudget(BatchBudget):
             drafts, proposal: the trees, on the host and as tensors.
             greedy: [R] bool.
             roots: the draft's logits [V] at the roots of greedy requests; none while it rests.
-            growing: seconds of each draft forward after the roots'.
+            growing: rows and seconds of each draft forward after the roots'.
             level: [R, N] as `Planner.observe_trees` takes it.
             looking: seconds of the look-up.
             num_without_tree: requests that drafted nothing.
@@ -134,9 +134,10 @@ class HostBudget(BatchBudget):
         self.has_lookup_trees = not self.levels
         if self.levels:
             choosing = (seconds["tree"] - looking) / (1 + len(growing))  # of each level, the roots' included
-            for forward in growing:
-                self.budget.observe_level(batch, forward + choosing)
-            usual, first = self.budget.level(batch), seconds["draft"] + choosing - sum(growing)
+            for rows, forward in growing:
+                self.budget.observe_level(batch, rows, forward + choosing)
+            grown = sum(forward for _, forward in growing)
+            usual, first = self.budget.level(batch), seconds["draft"] + choosing - grown
             self.draft_seconds = (
                 seconds["draft"] + seconds["tree"] - looking - (0 if prompts or gaps else first - usual)
             )

@@ -56,14 +56,15 @@ class TimedDrafter:
 
     def __init__(self, drafter: V1Drafter, clock: PhaseClock, hidden: list[Any]):
         self.drafter, self.clock, self.hidden = drafter, clock, hidden
-        self.levels: list[float] = []  # seconds
+        self.levels: list[tuple[int, float]] = []  # rows and seconds
 
     def grow(self, tokens: Tensor, parent: Tensor, state: Any) -> tuple[Rows, Any]:
         before = self.clock.seconds["draft"]
         with self.clock.phase("draft"):
             result = self.drafter.grow(tokens, parent, state)
-        self.levels.append(self.clock.seconds["draft"] - before)
-        self.clock.seconds["tree"] -= self.levels[-1]
+        seconds = self.clock.seconds["draft"] - before
+        self.levels.append((int((tokens >= 0).sum()), seconds))
+        self.clock.seconds["tree"] -= seconds
         if self.hidden:  # a recorder has put the root's there
             self.hidden.append(result[0].hidden)
         return result

@@ -124,7 +124,7 @@ class DeviceBudget(BatchBudget):
         others = max(0.0, seconds(step.begin, step.end) - drafting)
         self.budget.observe_step(step.rows, step.context, others, 0.0, drafted=step.levels > 0)
         if step.levels:
-            self.budget.observe_level(step.requests, drafting / step.levels)
+            self.budget.observe_level(step.requests, step.requests, drafting / step.levels)
 
     def _on_trees(self, greedy: np.ndarray, plan: Plan, nodes: int, figures: Tensor) -> None:
         """`figures` [R, 3 * N or 4 * N]: of the trees, side by side."""
