@@ -1,4 +1,4 @@
-# make demo        the main job on the bundled pair: no speculation, vLLM's chain, OPT-Tree
+# make demo        the main job: no speculation, vLLM's chain, adaptive trees, on SmolLM2-135M or the bundled pair
 # make demo-ray    the pair in a batch job of Ray Data, on a cluster of two nodes on this machine
 # make test        ruff, mypy, import contracts, pytest with the coverage of the pure rooms; then Model Runner V2; then tests on Ray
 # make test-next   the engine tests on the newest supported vLLM; SHORT=1: a cut of them

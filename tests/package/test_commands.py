@@ -146,7 +146,8 @@ MEASURE = "costs measure --model {} --draft {} --name x --out costs.json"
         ("demo --model ../none", "--model: '../none' is no folder here"),
         ("demo --model a/b/c", "--model: 'a/b/c' is no folder here"),
         ("bench --draft ''", "--draft: '' is no folder here"),
-        ("demo --model OWNER/NAME --enlarge-to 1B", "the target cannot be enlarged"),
+        ("demo --model OWNER/NAME --draft OWNER/HEAD --enlarge-to 1B", "the target cannot be enlarged"),
+        ("demo --model OWNER/NAME", "give --model and --draft, both, or a --pair"),
         ("view none.jsonl", "none.jsonl"),
     ],
 )

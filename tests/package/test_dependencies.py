@@ -26,6 +26,7 @@ IMPORTS = {  # room -> the extra with which its modules import; the longest name
     "attention.triton_tree": "cuda",
     "bench": "bench",
     "bench.demo": "demo",
+    "bench.demo_models": "demo",
     "cli.templates.head": VLLM,
     "compiled": "cpu",
     "engine": VLLM,

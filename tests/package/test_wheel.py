@@ -84,7 +84,8 @@ def test_the_plugin_is_small_and_the_pair_a_wheel_of_its_own(checkout: Path) -> 
     assert plugin.name.startswith(f"vllm_adaptive_tree-{__version__}-")
     assert pair.name.startswith("vllm_adaptive_tree_demo_pair-")
     assert plugin.stat().st_size < 1 * MB
-    assert pair.stat().st_size < 17 * MB  # target 11.9, one-forward head 3.6, head 2.0, draft 1.2 before compression
+    # head of SmolLM2 19.7, target 11.9, one-forward head 3.6, head 2.0, draft 1.2 before compression
+    assert pair.stat().st_size < 36 * MB
     assert not [name for name in _contents(plugin) if "demo_pair" in name or name.startswith("tests")]
     assert _contents(plugin) >= {
         path.relative_to(ROOT).as_posix()

@@ -28,7 +28,7 @@ from vllm_adaptive_tree.report.tokens import Span, coloured, legend, spans
 
 FLOAT32_TIE = 1e-5
 """Largest distance of two logits that counts as a tie in any dtype."""
-TEMPERATURE = 0.8
+TEMPERATURE = 0.7
 """Of the sampled requests."""
 NUM_SHOWN = 1
 """Number of texts on the console."""
@@ -148,7 +148,9 @@ def cells(prompts: int) -> dict[Cell, int]:
 class Demo:
     """Rounds of all `configs`, with every token; the first is the reference, the last one is shown."""
 
-    def __init__(self, configs: Sequence[Config], setup: Setup):
+    def __init__(self, configs: Sequence[Config], setup: Setup, shown_prompts: Sequence[str]):
+        """`shown_prompts`: the prompts as a reader sees them."""
+        self.shown_prompts = shown_prompts
         self.configs, self.setup, self.cells = configs, setup, cells(len(setup.prompts))
         self.rounds = [
             Round("demo", cell.name, number, {}) for cell, count in self.cells.items() for number in range(1, count + 1)
@@ -218,7 +220,7 @@ class Demo:
         console, table = Console(highlight=False), self.rows()
         for index, shown in enumerate(self.spans[:NUM_SHOWN]):
             console.rule(f"{self.configs[-1].name}, prompt {index + 1}", align="left", style="dim")
-            console.print(Text.assemble((self.setup.prompts[index], "dim"), coloured(shown)), soft_wrap=True)
+            console.print(Text.assemble((self._shown(index), "dim"), coloured(shown)), soft_wrap=True)
             console.print()
         if self.tree is not None:
             console.rule("one step: its tree, and the draft's probability of each branch", align="left", style="dim")
@@ -227,6 +229,11 @@ class Demo:
         console.print(legend(colours=console.color_system is not None and not console.no_color), "\n")
         tables.show(console, settings, tables.speed(list(self.cells), table, COLUMNS), self.notes(table))
         console.print("", *self.conclusion(table), sep="\n", soft_wrap=True)
+
+    def _shown(self, index: int) -> str:
+        """The prompt; a question stands on lines of its own."""
+        shown = self.shown_prompts[index]
+        return shown if shown == self.setup.prompts[index] else f"{shown}\n\n"
 
     def notes(self, table: Sequence[Row]) -> list[str]:
         found = [SPEED_NOTE, tables.TOKENS_NOTE, *tables.warnings(table)]

@@ -3,9 +3,13 @@
 import os
 from pathlib import Path
 
+from vllm_adaptive_tree.version import pip_install
+
 PACKAGE = Path(__file__).resolve().parents[1]
 PAIR = PACKAGE / "demo_pair"
 TARGET, DRAFT, HEAD = str(PAIR / "target"), str(PAIR / "draft"), str(PAIR / "head")
+SMOLLM2_HEAD = str(PAIR / "smollm2_head")
+"""EAGLE-3 head of SmolLM2-135M-Instruct."""
 ENVIRONMENT = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # each engine has a process of its own already
@@ -24,6 +28,14 @@ def set_environment(model: str, draft: str, *, enlarged: bool = False, cache: in
         settings["HF_HUB_OFFLINE"] = "1"
     for name, value in settings.items():
         os.environ.setdefault(name, value)
+
+
+def check_pair_installed() -> None:
+    """Raises ValueError if the bundled models are not there: they are a distribution of their own."""
+    if not PAIR.is_dir():
+        raise ValueError(
+            f"the bundled pair is a package of its own and is not installed: {pip_install('demo')}, or name both models"
+        )
 
 
 def shown(model: str) -> str:

@@ -4,13 +4,12 @@ import argparse
 import math
 from pathlib import Path
 
-from vllm_adaptive_tree.bench.environment import DRAFT, PAIR, TARGET
+from vllm_adaptive_tree.bench.environment import DRAFT, PAIR, TARGET, check_pair_installed
 from vllm_adaptive_tree.bench.prompts import parse
-from vllm_adaptive_tree.version import pip_install
 
 
-def add_pair(parser: argparse.ArgumentParser, draft: str = DRAFT) -> None:
-    for name, bundled in (("model", TARGET), ("draft", draft)):
+def add_pair(parser: argparse.ArgumentParser) -> None:
+    for name, bundled in (("model", TARGET), ("draft", DRAFT)):
         which = f"a folder or hub name (default: the bundled {Path(bundled).name})"
         parser.add_argument(f"--{name}", type=model, default=bundled, help=which)
     parser.add_argument("--dtype", default="auto", help="as vLLM's (default: the target's own)")
@@ -71,10 +70,11 @@ def parameters(text: str) -> int:
 
 def model(text: str) -> str:
     """A folder or a hub name; what can only be a folder must be one."""
-    if Path(text).parent == PAIR and not Path(text).is_dir():
-        raise argparse.ArgumentTypeError(
-            f"the bundled pair is a package of its own and is not installed: {pip_install('demo')}, or name both models"
-        )
+    if Path(text).parent == PAIR:
+        try:
+            check_pair_installed()
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
     if not text or (not Path(text).is_dir() and (text[0] in "/.~" or text.count("/") > 1)):
         raise argparse.ArgumentTypeError(f"{text!r} is no folder here, and no hub name, which is OWNER/NAME")
     return text

