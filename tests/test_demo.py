@@ -82,7 +82,9 @@ def test_where_no_model_can_be_fetched(monkeypatch: pytest.MonkeyPatch, capsys: 
 
 
 def test_where_the_bundled_models_are_not_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("vllm_adaptive_tree.bench.environment.PAIR", tmp_path / "none")
+    monkeypatch.setattr("vllm_adaptive_tree.bench.environment.PAIR", tmp_path)
+    for name in ("TARGET", "SMOLLM2_HEAD"):
+        monkeypatch.setattr(demo_models, name, str(tmp_path / name))
     for arguments in ((), ("--pair", "bundled"), ("--pair", "smollm2")):
         with pytest.raises(ValueError, match=r"not installed: pip install .*\[demo\]'"):
             models_of(options(*arguments))

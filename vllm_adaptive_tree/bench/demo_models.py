@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from vllm_adaptive_tree.bench.environment import HEAD, SMOLLM2_HEAD, TARGET, check_pair_installed, shown
+from vllm_adaptive_tree.bench.environment import HEAD, SMOLLM2_HEAD, TARGET, check_installed, shown
 from vllm_adaptive_tree.bench.prompts import PROMPTS, parse
 from vllm_adaptive_tree.files import cache_folder
 from vllm_adaptive_tree.models.catalogue import MODELS
@@ -33,7 +33,7 @@ class DemoModels(NamedTuple):
 
 def bundled() -> DemoModels:
     """A small Llama of Python's standard library, and its head. Raises ValueError if they are not installed."""
-    check_pair_installed()
+    check_installed(TARGET)
     return DemoModels(shown(TARGET), TARGET, HEAD, PROMPTS, PROMPTS, ENLARGED)
 
 
@@ -48,7 +48,7 @@ def smollm2(say: Callable[[str], None]) -> DemoModels:
         ValueError: it cannot be had here.
         OSError: a file cannot be read or written.
     """
-    check_pair_installed()
+    check_installed(SMOLLM2_HEAD)
     folder = fetch("smollm2", cache_folder() / "models", say=say).folder
     from transformers import AutoTokenizer
 

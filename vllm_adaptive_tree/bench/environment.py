@@ -30,9 +30,9 @@ def set_environment(model: str, draft: str, *, enlarged: bool = False, cache: in
         os.environ.setdefault(name, value)
 
 
-def check_pair_installed() -> None:
-    """Raises ValueError if the bundled models are not there: they are a distribution of their own."""
-    if not PAIR.is_dir():
+def check_installed(model: str) -> None:
+    """Raises ValueError if it is a bundled model that is not there: they are a distribution of their own."""
+    if Path(model).parent == PAIR and not Path(model).is_dir():
         raise ValueError(
             f"the bundled pair is a package of its own and is not installed: {pip_install('demo')}, or name both models"
         )

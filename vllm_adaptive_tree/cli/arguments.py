@@ -4,7 +4,7 @@ import argparse
 import math
 from pathlib import Path
 
-from vllm_adaptive_tree.bench.environment import DRAFT, PAIR, TARGET, check_pair_installed
+from vllm_adaptive_tree.bench.environment import DRAFT, TARGET, check_installed
 from vllm_adaptive_tree.bench.prompts import parse
 
 
@@ -70,11 +70,10 @@ def parameters(text: str) -> int:
 
 def model(text: str) -> str:
     """A folder or a hub name; what can only be a folder must be one."""
-    if Path(text).parent == PAIR:
-        try:
-            check_pair_installed()
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
+    try:
+        check_installed(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
     if not text or (not Path(text).is_dir() and (text[0] in "/.~" or text.count("/") > 1)):
         raise argparse.ArgumentTypeError(f"{text!r} is no folder here, and no hub name, which is OWNER/NAME")
     return text

@@ -1,7 +1,7 @@
 """DFlash, DFlash2, LiLiCorr and DSpark heads: one forward over a block, a root and a mask token for each depth below.
 
-The head's K/V of a position comes from the target's states there, without a forward, and is written in every step:
-those states are lost after it. The block's own K/V never enters the cache.
+The head's K/V of a position comes from the target's states there, without a forward; while the head rests, they are
+kept until it reads them. The block's own K/V never enters the cache.
 """
 
 import itertools
@@ -25,6 +25,7 @@ from vllm_adaptive_tree.engine.startup.finish import tree_options
 from vllm_adaptive_tree.engine.v1.catch_up import CatchUp, StepView
 from vllm_adaptive_tree.engine.v1.contexts import KeptContexts
 from vllm_adaptive_tree.engine.v1.shared_embedding import drop_adapters, embedding_of
+from vllm_adaptive_tree.engine.v1.unread_states import UnreadStates, read_states
 from vllm_adaptive_tree.trees import SlicedMask
 
 
@@ -44,7 +45,7 @@ class BlockDrafter(DFlashProposer):
         self.vllm_config.speculative_config.method = kind.scheduled_as
         self.levels, self.vocabulary = options.levels, vllm_config.model_config.get_vocab_size()
         self.kind = kind
-        self.contexts = KeptContexts()
+        self.contexts, self.unread = KeptContexts(), UnreadStates()
         self.places: Tensor | None = None
         self.last = torch.zeros(1, self.draft_model_config.get_hidden_size(), dtype=self.dtype)
         """[R, H]: the combined states at the last positions before the roots of the next block."""
@@ -71,12 +72,16 @@ class BlockDrafter(DFlashProposer):
 
     def forget(self, requests: Collection[str]) -> None:
         self.contexts.forget(requests)
+        self.unread.forget(requests)
 
     def pending(self, step: StepView, accepted: Mapping[int, Sequence[int]]) -> list[CatchUp]:
         return step.new_states(accepted)
 
-    def to_read(self, pending: list[CatchUp], room: int, drafting: bool) -> list[CatchUp]:
-        return pending if drafting else [item._replace(root=None) for item in pending]
+    def to_read(
+        self, pending: list[CatchUp], room: int, drafting: bool, states: Sequence[Tensor] | None
+    ) -> list[CatchUp]:
+        names, size = self.runner.input_batch.req_ids, self.block_table.block_size
+        return self.unread.to_read(pending, states, names, drafting=drafting, block_size=size)
 
     def catch_up(
         self, items: list[CatchUp], states: Sequence[Tensor] | None, mask: SlicedMask | None
@@ -113,8 +118,7 @@ class BlockDrafter(DFlashProposer):
         names = self.runner.input_batch.req_ids
         self.contexts.follow([*names, *[None] * (1 + int(row.max()) - len(names))])
         self.places = self.contexts.places(row, position, spans)
-        read = [state for item in items for state in item.states]
-        combined: Tensor = self.model.combine_hidden_states(torch.cat([state[read] for state in states], -1))
+        combined: Tensor = self.model.combine_hidden_states(read_states(items, states))
         self.model.precompute_and_store_context_kv(combined, torch.from_numpy(position), torch.from_numpy(slots))
         self.places = None
         return combined

@@ -29,8 +29,10 @@ class V1Drafter(Protocol):
     def pending(self, step: StepView, accepted: Mapping[int, Sequence[int]]) -> list[CatchUp]:
         """Items that a step has for the draft. `accepted`: nodes of each tree, by row."""
 
-    def to_read(self, pending: list[CatchUp], room: int, drafting: bool) -> list[CatchUp]:
-        """Items to read in this step, which is `drafting` or not: at most `room` tokens."""
+    def to_read(
+        self, pending: list[CatchUp], room: int, drafting: bool, states: Sequence[Tensor] | None
+    ) -> list[CatchUp]:
+        """Items to read in this step, which is `drafting` or not: at most `room` tokens; `states` as in `catch_up`."""
 
     def catch_up(
         self, items: list[CatchUp], states: Sequence[Tensor] | None, mask: SlicedMask | None

@@ -25,7 +25,9 @@ class ModelDrafter(PagedDrafter, DraftModelProposer):
     def pending(self, step: StepView, accepted: Mapping[int, Sequence[int]]) -> list[CatchUp]:
         return step.new_tokens()
 
-    def to_read(self, pending: list[CatchUp], room: int, drafting: bool) -> list[CatchUp]:
+    def to_read(
+        self, pending: list[CatchUp], room: int, drafting: bool, states: Sequence[Tensor] | None
+    ) -> list[CatchUp]:
         return without_gaps(self.runner, self.coverage, pending, room, drafting)
 
     def inputs(self, items: list[CatchUp], states: Sequence[Tensor] | None) -> Tensor | None:

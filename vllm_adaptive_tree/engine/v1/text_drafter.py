@@ -36,7 +36,9 @@ class HostTextDrafter:
     def pending(self, step: StepView, accepted: Mapping[int, Sequence[int]]) -> list[CatchUp]:
         return [CatchUp(row, start, [], root) for row, start, _, root in step.spans()]
 
-    def to_read(self, pending: list[CatchUp], room: int, drafting: bool) -> list[CatchUp]:
+    def to_read(
+        self, pending: list[CatchUp], room: int, drafting: bool, states: Sequence[Tensor] | None
+    ) -> list[CatchUp]:
         return pending if drafting else []
 
     def catch_up(

@@ -1,0 +1,70 @@
+"""The target's states that a head has not read yet: while it rests, its reading waits and then costs one forward."""
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from vllm_adaptive_tree.engine.v1.catch_up import CatchUp
+
+LONGEST = 64
+"""Most positions of a request that wait."""
+
+
+class UnreadStates:
+    """What waits, by request. A block of the cache is never left incomplete behind: other requests may share it."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[str, CatchUp] = {}
+
+    def forget(self, requests: Collection[str]) -> None:
+        for name in requests:
+            self.waiting.pop(name, None)
+
+    def to_read(
+        self,
+        pending: Sequence[CatchUp],
+        states: Sequence[Tensor] | None,
+        names: Sequence[str],
+        *,
+        drafting: bool,
+        block_size: int,
+    ) -> list[CatchUp]:
+        """Items that the head reads in this step, each with what waited before it. All of them if it is `drafting`,
+        else those that are too long or complete a block.
+
+        Args:
+            states: the target's of this step, as in `V1Drafter.catch_up`.
+            names: of the requests, by row.
+        """
+        items = []
+        for new in pending:
+            item = _joined(self.waiting.pop(names[new.row], None), new)
+            end = item.start + len(item.tokens)
+            if drafting:
+                items.append(item)
+            elif states is None or len(item.tokens) > LONGEST or end // block_size > item.start // block_size:
+                items.append(item._replace(root=None))
+            else:
+                read = torch.cat([state[list(item.states)] for state in states], -1)
+                self.waiting[names[new.row]] = item._replace(states=(), waited=(*item.waited, read))
+        return items
+
+
+def read_states(items: Sequence[CatchUp], states: Sequence[Tensor]) -> Tensor:
+    """The target's states at the tokens of the items, [tokens, H]."""
+    rows = [row for item in items for row in item.states]
+    read = torch.cat([state[rows] for state in states], -1)
+    if not any(item.waited for item in items):
+        return read
+    parts = read.split([len(item.states) for item in items])
+    return torch.cat([part for item, new in zip(items, parts, strict=True) for part in (*item.waited, new)])
+
+
+def _joined(waiting: CatchUp | None, new: CatchUp) -> CatchUp:
+    """The `new` item behind what waits before it; a request that has gone back waits for less, or begins anew."""
+    count = -1 if waiting is None else new.start - waiting.start
+    if waiting is None or not 0 < count <= len(waiting.tokens):
+        return new
+    waited = waiting.waited if count == len(waiting.tokens) else (torch.cat(waiting.waited)[:count],)
+    return new._replace(start=waiting.start, tokens=[*waiting.tokens[:count], *new.tokens], waited=waited)
