@@ -231,8 +231,8 @@ def host_work(requests: int, nodes: int) -> dict[str, Any]:
     positions = torch.zeros(requests * count, dtype=torch.int64)
     starts, counts, computed = list(range(0, requests * count, count)), [count] * requests, [500] * requests
 
-    valued = zip(to_drafts(proposal, [], temperature), value, strict=True)
-    drafts = {row: draft._replace(value=own, greedy=True) for row, (draft, own) in enumerate(valued)}
+    valued = zip(to_drafts(proposal, [], temperature), value, proposal.tree.depth.numpy(), strict=True)
+    drafts = {row: draft._replace(value=own, depth=deep, greedy=True) for row, (draft, own, deep) in enumerate(valued)}
     assert proposal.tree.valid.all()
 
     def step() -> Tensor:

@@ -12,20 +12,22 @@ from vllm_adaptive_tree.budget import calibration_loops as loops
 from vllm_adaptive_tree.budget.calibration_loops import BINS, DEPTHS, LOWEST
 from vllm_adaptive_tree.json_numbers import MAX_NUMBER, member, number, numbers, short
 
-PRIOR = 8.0
-"""Weight of the draft's own probability in every bin, in observations."""
+PRIOR, LOOKUP_PRIOR = 8.0, 2.0
+"""Weight of the draft's own probability in every bin, in observations; of a look-up's, which knows less."""
 
 
 class Calibration:
-    """Acceptance rate of nodes by depth and value: maps a value to an acceptance probability.
+    """Acceptance rate of nodes by source, depth and value: maps a value to an acceptance probability. The depth of a
+    look-up's node is negative: the same value means another probability.
 
     It depends on past steps, depth and value only, and never decreases with the value, so pruning by calibrated values
     depends on a sampled token only as far as the value does.
     """
 
     def __init__(self) -> None:
-        # [1 + DEPTHS, BINS + 2]; depth 0 and the first and last column hold no observations
-        self.trials = np.full((1 + DEPTHS, BINS + 2), PRIOR)
+        # depth 0 and the first and last column hold no observations
+        self.trials = np.full((1 + 2 * DEPTHS, BINS + 2), PRIOR)
+        self.trials[1 + DEPTHS :] = LOOKUP_PRIOR
         centre = LOWEST ** (1 - (np.arange(BINS) + 0.5) / BINS)
         self.hits = self.trials * np.concatenate([[0.0], centre, [0.0]])  # a bin starts at its nodes' own predictions
         self.chance = np.zeros_like(self.hits)

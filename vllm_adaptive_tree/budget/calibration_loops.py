@@ -19,7 +19,13 @@ SCALE, OFFSET = -BINS / math.log(LOWEST), BINS + 0.5
 """SCALE * log(value) + OFFSET: the position of a value among the centres of bins 1 to BINS."""
 
 TABLE = "float64[:, ::1]"
-"""Type of a table [1 + DEPTHS, BINS + 2]."""
+"""Type of a table [1 + 2 * DEPTHS, BINS + 2]: depths of drafted nodes, then those of look-ups."""
+
+
+@njit("int64(int64)")
+def _row(depth):  # type: ignore[no-untyped-def]
+    """Row of a depth, which is negative for a look-up's node."""
+    return min(depth, DEPTHS) if depth >= 0 else DEPTHS + min(-depth, DEPTHS)
 
 
 @njit("float64(float64)")
@@ -40,7 +46,7 @@ def _chance(chance, place, row):  # type: ignore[no-untyped-def]
 def chances(chance, value, depth, out):  # type: ignore[no-untyped-def]
     """Acceptance probabilities `out` [M] of nodes; 0 where the value is 0 or NaN."""
     for node in range(len(value)):
-        row = min(depth[node], DEPTHS)
+        row = _row(depth[node])
         out[node] = _chance(chance, _place(value[node]), row) if value[node] > 0 else 0.0
 
 
@@ -67,7 +73,7 @@ def _settle(hits, trials, chance):  # type: ignore[no-untyped-def]
 @njit(f"void({TABLE}, {TABLE}, {TABLE})")
 def settle(hits, trials, chance):  # type: ignore[no-untyped-def]
     """Fill `chance` of all depths."""
-    for row in range(1, 1 + DEPTHS):
+    for row in range(1, 1 + 2 * DEPTHS):
         _settle(hits[row], trials[row], chance[row])
 
 
@@ -77,7 +83,7 @@ def observe(hits, trials, chance, value, depth, accepted):  # type: ignore[no-un
     new_hits, new_trials = np.zeros_like(hits), np.zeros_like(trials)
     expected, observed = 0.0, 0.0
     for node in range(len(value)):
-        row, place = min(depth[node], DEPTHS), _place(value[node])
+        row, place = _row(depth[node]), _place(value[node])
         if value[node] > 0:
             expected += _chance(chance, place, row)
         cell = min(int(place + 0.5), BINS)
@@ -85,7 +91,7 @@ def observe(hits, trials, chance, value, depth, accepted):  # type: ignore[no-un
         if accepted[node]:
             new_hits[row, cell] += 1
             observed += 1
-    for row in range(1 + DEPTHS):
+    for row in range(1 + 2 * DEPTHS):
         total = new_trials[row].sum()
         if total == 0:
             continue

@@ -69,7 +69,7 @@ class Budget:
 
         Args:
             value: [R, N] the proposer's value of each node before its token is known; 0 where there is none.
-            depth: [R, N].
+            depth: [R, N]; negative for a look-up's node, as in `Calibration`.
             greedy: [R] bool.
             rows: of the verification, besides the roots and nodes of these trees.
         """

@@ -173,3 +173,16 @@ def test_tokens_of_others_teach_nothing():
         alone.learn(*alone.measured(logits[among], token[among], torch.tensor([True, True])).tolist())
     assert some.temperature == pytest.approx(alone.temperature)
     assert alone.temperature < 0.6
+
+
+def test_a_look_up_is_not_believed_as_the_draft_is():
+    calibration, value = Calibration(), [0.3] * 4
+    assert calibration.chances(value[:2], [2, -2]).tolist() == pytest.approx([0.3, 0.3], rel=0.1)
+    for _ in range(4):
+        calibration.observe(value, [-2] * 4, [False] * 4)
+    drafted, found, deeper, beyond = calibration.chances(value, [2, -2, -3, -40]).tolist()
+    assert found < 0.2, "it lies between two bins"
+    assert drafted == pytest.approx(0.3, rel=0.1)
+    assert deeper == beyond == pytest.approx(0.3, rel=0.1)
+    calibration.observe(value, [40] * 4, [True] * 4)
+    assert calibration.chances(value[:3], [16, -16, -2]).tolist() == pytest.approx([0.4, 0.3, found], rel=0.2)

@@ -53,11 +53,11 @@ class HostBudget(BatchBudget):
         step is kept whole: the price has since learnt from it.
         """
         value = pad_sequence([torch.tensor(draft.value) for draft in drafts], batch_first=True)
-        depth = pad_sequence([torch.tensor(draft.tree.depths) for draft in drafts], batch_first=True)
+        depth = pad_sequence([torch.tensor(draft.depth) for draft in drafts], batch_first=True)
         greedy = np.array([draft.greedy for draft in drafts])
         kept = torch.from_numpy(self.budget.share(value.numpy(), depth.numpy(), greedy, rows=rows))
         waited = torch.tensor([draft.price != self.budget.plan.price for draft in drafts])
-        counts: list[int] = from_rank_0(torch.where(waited, (depth > 0).sum(1), kept)).tolist()
+        counts: list[int] = from_rank_0(torch.where(waited, (depth != 0).sum(1), kept)).tolist()
         return counts
 
     def verified(self, step: Verification, accepted: Accepted) -> None:
@@ -67,10 +67,12 @@ class HostBudget(BatchBudget):
             return
         on_path = np.zeros((len(step.row_start), 1 + max(step.sizes)), dtype=bool)
         on_path[np.arange(len(on_path))[:, None], 1 + accepted.nodes.numpy()] = True  # -1, and the root: the first
-        value = np.concatenate([draft.value for draft in drafts.values()])
+        value, depth = (
+            np.concatenate(part) for part in zip(*((d.value, d.depth) for d in drafts.values()), strict=True)
+        )
         greedy = np.array([draft.greedy for draft in drafts.values()]).repeat(np.diff(step.branches.start))
         hit = on_path[step.row, 1 + step.node]
-        self.budget.verified(value, step.branches.depth, hit, greedy)
+        self.budget.verified(value, depth, hit, greedy)
         if self.temperature is not None:
             roots = {row: draft.root for row, draft in drafts.items() if draft.root is not None}
             self.temperature.observe(list(roots.values()), accepted.tokens[list(roots), 0].tolist())
@@ -128,6 +130,8 @@ class HostBudget(BatchBudget):
             greedy.numpy(),
         )
         levels = None if level is None else level.numpy()
+        if levels is not None:
+            depth = np.where(levels == 0, -depth, depth)
         self.budget.observe_trees(value, depth, kinds, self.budget.plan, level=levels)
         kept = torch.from_numpy(self.budget.share(value, depth, kinds, rows=num_without_tree))
         counts = from_rank_0(kept).tolist()
@@ -144,8 +148,10 @@ class HostBudget(BatchBudget):
             self.prompt_seconds = max(0.0, first - usual) if prompts and not gaps else 0.0
         price = self.budget.plan.price
         return [
-            draft.prefix(count)._replace(value=own[:count], greedy=certain, root=root, price=price)
-            for draft, count, own, certain, root in zip(drafts, counts, value, greedy.tolist(), roots, strict=True)
+            draft.prefix(count)._replace(value=own[:count], depth=deep[:count], greedy=certain, root=root, price=price)
+            for draft, count, own, deep, certain, root in zip(
+                drafts, counts, value, depth, greedy.tolist(), roots, strict=True
+            )
         ]
 
     def end_step(self, step: Verification) -> None:

@@ -25,6 +25,7 @@ class Draft(NamedTuple):
     initial: int = 0  # leading nodes that the target has sampled
     hidden: Tensor | None = None  # [inner nodes, H] of the draft model, if a recorder reads them
     value: Sequence[float] | NDArray[np.float32] = ()  # of each node, if there is a budget
+    depth: Sequence[int] | NDArray[np.int64] = ()  # of each node, negative from a look-up, if there is a budget
     greedy: bool = False  # its request, if there is a budget
     root: Tensor | None = None  # [V] logits at the root of a greedy request, if a budget has them
     price: float = 0.0  # at which a budget has cut it
@@ -42,6 +43,7 @@ class Draft(NamedTuple):
             num_planned=self.num_planned[: 1 + length],
             initial=min(self.initial, length),
             value=self.value[:length],
+            depth=self.depth[:length],
             cell=self.cell[:length],
             chosen=self.chosen[:length],
         )
