@@ -18,6 +18,7 @@ from typing import Any
 from benchmarks.datasets import read_prompts
 from benchmarks.tokens_per_step import NEW_TOKENS, start
 from vllm_adaptive_tree.bench.provenance import save
+from vllm_adaptive_tree.bench.vllm_55005 import repair_sampling
 
 CHOICE = 1  # seed of the choice of prompts
 BATCH = 4
@@ -120,6 +121,7 @@ def main() -> None:
         if options.only and options.only not in name:
             continue
         llm = start(spec, model)
+        repair_sampling()  # vLLM's chains sample wrongly on CPUs
         for temperature in options.temperatures:
             for kind, texts in prompts.items():
                 row = {"configuration": name, "prompts": kind, "temperature": temperature}

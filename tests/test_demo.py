@@ -124,7 +124,7 @@ def test_one_thread_for_a_tiny_target_only(
 def test_every_prompt_is_read_equally_often(prompts: int, alone: int, cells: int) -> None:
     found = demo.cells(prompts)
     loads = [(cell.concurrency, cell.requests, cell.temperature) for cell in found]
-    assert loads == [(1, 1, None), (1, 1, 0.7), (prompts, prompts, None)][:cells]
+    assert loads == [(1, 1, None), (1, 1, 0.8), (prompts, prompts, None)][:cells]
     assert list(found.values()) == [alone, alone, 5][:cells]
 
 
@@ -209,7 +209,7 @@ def test_demo(tmp_path: Path) -> None:
     assert "enlarged to 7,999,744 parameters" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert done.stdout.count(" identical\n") == 3
-    assert "1 request at a time, T = 0.7: " in done.stdout
+    assert "1 request at a time, T = 0.8: " in done.stdout
     assert "The 16 greedy texts are those of vLLM without speculation." in done.stdout
     figures: dict[str, Any] = json.loads(file.read_text())
     assert figures["settings"]["enlarged"] == {"parameters": 7_999_744}

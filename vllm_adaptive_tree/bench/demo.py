@@ -28,7 +28,7 @@ from vllm_adaptive_tree.report.tokens import Span, coloured, legend, spans
 
 FLOAT32_TIE = 1e-5
 """Largest distance of two logits that counts as a tie in any dtype."""
-TEMPERATURE = 0.7
+TEMPERATURE = 0.8
 """Of the sampled requests."""
 NUM_SHOWN = 1
 """Number of texts on the console."""
