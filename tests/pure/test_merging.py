@@ -138,6 +138,18 @@ def test_a_table_learns_nothing_from_chosen_nodes_and_their_later_siblings() -> 
     assert found.tolist() == [[0, -1, -1, 3, 4, -1], cell[1].tolist()]
 
 
+def test_a_drawn_token_is_not_told_from_others_by_the_text() -> None:
+    """Neither is its place in the tree known before it is drawn, nor may its value in a budget be another one."""
+    tokens, depth = torch.tensor([[5, 6, 7]] * 2), torch.tensor([[1, 1, 2]] * 2)
+    parent, chosen = torch.tensor([[-1, -1, 0]] * 2), torch.tensor([[False, False, True]] * 2)
+    proposal = Proposal(TreeBatch(tokens, parent, depth, -depth.float()), depth, torch.ones(2, 4, dtype=torch.int64))
+    found = Continuations(torch.tensor([[[5, 7]]] * 2), torch.full((2, 1), 0.3))
+    levels = merging.draft_levels(proposal.tree, found)
+    assert levels.tolist() == [[0, 1, 0]] * 2
+    own = merging.without_own_draws(levels, proposal._replace(chosen=chosen), among=torch.tensor([True, False]))
+    assert own.tolist() == [[1, 1, 0], [0, 1, 0]]
+
+
 @BOTH
 def test_nothing_found_changes_nothing_but_the_order(merge: Any) -> None:
     random.seed(1)

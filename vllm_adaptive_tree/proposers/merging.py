@@ -78,6 +78,13 @@ def draft_levels(tree: TreeBatch, continuations: Continuations) -> Tensor:
     return tree.depth.masked_fill(_on(tree, continuations).any(2), 0)
 
 
+def without_own_draws(levels: Tensor, proposal: Proposal, among: Tensor) -> Tensor:
+    """`draft_levels` for requests `among` [R] whose other children are drawn: there a drawn token needs its level even
+    if the text has it too, or a budget that values the two apart would let a draw decide about itself."""
+    drawn = among[:, None] if proposal.chosen is None else among[:, None] & ~proposal.chosen
+    return torch.where(drawn, proposal.tree.depth, levels)
+
+
 def _on(tree: TreeBatch, continuations: Continuations) -> Tensor:
     """[R, N, M] bool: True where a node is on a continuation."""
     _, chains, length = continuations.tokens.shape

@@ -25,7 +25,7 @@ from vllm_adaptive_tree.engine.v1.requests import HostRequests
 from vllm_adaptive_tree.engine.v1.text_drafter import token_history
 from vllm_adaptive_tree.engine.v1.verification import Verification
 from vllm_adaptive_tree.proposers import Proposal, Request, draft_tree
-from vllm_adaptive_tree.proposers.merging import counted
+from vllm_adaptive_tree.proposers.merging import counted, without_own_draws
 from vllm_adaptive_tree.proposers.merging_cpu import draft_levels, merge
 from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE
 
@@ -209,6 +209,9 @@ class HostDraft:
             roots = [logits if certain else None for certain, logits in pairs]
         if merged is None and self.runner.offers is not None and isinstance(self.state, LookupState):
             merged = self.state.continuations  # the draft is a look-up
+        level = None if merged is None else draft_levels(proposal.tree, merged)
+        if level is not None and self.request.chosen is not None and self.runner.pair.mixes:
+            level = without_own_draws(level, proposal, among=~self.request.chosen)
         prompts = self.runner.input_batch.num_prompt_tokens
         return budget.cut(
             drafts,
@@ -216,7 +219,7 @@ class HostDraft:
             greedy,
             roots,
             self.drafter.levels,
-            level=None if merged is None else draft_levels(proposal.tree, merged),
+            level=level,
             looking=self.looking,
             num_without_tree=self.num_without_tree,
             prompts=any(item.start < prompts[item.row] for item in self.pending),
