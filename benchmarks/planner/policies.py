@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from numpy.typing import NDArray
 
-from vllm_adaptive_tree.budget import Costs, Planner
+from vllm_adaptive_tree.budget import Costs, Planner, Turns
 from vllm_adaptive_tree.budget.fixed import ALL
 
 NODES = 24
@@ -94,7 +94,7 @@ class Auto:
 
     def __init__(self, costs: Costs, sampled: bool):
         self.planner = Planner(costs, sampled=sampled)
-        self.drafted, self.gaps = False, True
+        self.drafted, self.gaps, self.turns = False, True, Turns()
         self.first = self.reading = 0.0
         """Seconds of the roots' forward beyond a level's, in usual steps, and in those that read prompts."""
 
@@ -106,8 +106,10 @@ class Auto:
         plan, batch = self.planner.begin(greedy), len(requests)
         self.gaps, self.drafted = not self.drafted, plan.levels > 0
         self.first = self.reading = 0.0
-        threshold = self.planner.level(batch) * plan.price / batch
-        return StepPlan([self.drafted] * batch, max(0, plan.levels - 1), plan.floor, threshold)
+        chosen = self.turns.chosen(greedy, plan.few) if self.drafted else [False] * batch
+        trees = max(1, sum(chosen))
+        threshold = self.planner.level(trees if plan.few else batch) * plan.price / trees
+        return StepPlan(chosen, max(0, plan.levels - 1), plan.floor, threshold)
 
     def share(
         self,
@@ -120,7 +122,8 @@ class Auto:
         others: int,
         usual: bool,
     ) -> Sequence[int]:
-        planner, batch = self.planner, len(requests) + others
+        planner = self.planner
+        batch = len(requests) if planner.plan.few else len(requests) + others
         for one in seconds[1:]:
             planner.observe_level(batch, batch, one)
         beyond = seconds[0] - planner.level(batch)

@@ -5,6 +5,7 @@ from vllm_adaptive_tree.budget.allocation import allocate, top_nodes
 from vllm_adaptive_tree.budget.cost import FREE, Costs, Curve
 from vllm_adaptive_tree.budget.fixed import Budget, Plan
 from vllm_adaptive_tree.budget.planner import Planner
+from vllm_adaptive_tree.budget.trial import Turns
 
 __all__ = [
     "FREE",
@@ -15,6 +16,7 @@ __all__ = [
     "DraftTemperature",
     "Plan",
     "Planner",
+    "Turns",
     "allocate",
     "top_nodes",
 ]

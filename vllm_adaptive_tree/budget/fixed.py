@@ -27,6 +27,8 @@ class Plan(NamedTuple):
     """Most nodes of the whole batch."""
     deep: bool = False
     """True if it has one level more than the best plan, to measure that level."""
+    few: int = 0
+    """Requests that draft in a trial of a resting batch, of which the others rest on; 0: all."""
 
 
 class Budget:

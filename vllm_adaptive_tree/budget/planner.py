@@ -17,6 +17,7 @@ from vllm_adaptive_tree.budget.calibration_loops import DEPTHS
 from vllm_adaptive_tree.budget.cost import Costs
 from vllm_adaptive_tree.budget.fixed import Budget, Plan
 from vllm_adaptive_tree.budget.past_trees import TREES, PastTrees
+from vllm_adaptive_tree.budget.trial import trial_size
 from vllm_adaptive_tree.json_numbers import MAX_NUMBER, member, numbers, short
 
 LAST = 8
@@ -98,9 +99,9 @@ class Planner(Budget):
             self._plans.clear()
             plan = self._planned(requests, greedy)
             floor = self._least_that_pays(requests, plan.price)
-            return Plan(1 + max(1, plan.levels), plan.price, floor, deep=True)
+            return Plan(1 + max(1, plan.levels), plan.price, floor, deep=True, few=trial_size(requests))
         if min(self.known[kind] for kind in kinds) < 1:
-            return plan._replace(deep=True)
+            return plan._replace(deep=True, few=trial_size(requests) if size in self.resting else 0)
         self.resting.pop(size, None)
         if self.warm_sizes:
             if size not in self.drafting:

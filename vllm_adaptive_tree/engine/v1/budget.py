@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from vllm_adaptive_tree.acceptance import Accepted
-from vllm_adaptive_tree.budget import Budget
+from vllm_adaptive_tree.budget import Budget, Turns
 from vllm_adaptive_tree.drafters import Frontier
 from vllm_adaptive_tree.engine.common.batch_budget import BatchBudget
 from vllm_adaptive_tree.engine.common.ranks import from_rank_0, number_from_rank_0
@@ -31,6 +31,8 @@ class HostBudget(BatchBudget):
         self.clock, self.started = clock, 0.0
         self.levels = 0
         """Most levels of this step's trees; 0: the draft rests."""
+        self.few, self.turns = 0, Turns()
+        """As in the plan; the requests of trials."""
         self.has_lookup_trees = False
         """True if a look-up has made trees in this step while the draft rests."""
         self.limited = False
@@ -79,12 +81,18 @@ class HostBudget(BatchBudget):
 
     def begin_levels(self, greedy: Sequence[bool]) -> int:
         """Most levels of the trees of these requests; 0: the draft rests."""
-        self.levels = number_from_rank_0(self.begin(greedy).levels)
+        plan = self.begin(greedy)
+        self.levels = number_from_rank_0(plan.levels)
+        self.few = number_from_rank_0(plan.few) if self.levels else 0
         return self.levels
+
+    def drafting(self, greedy: Sequence[bool]) -> list[bool]:
+        """True for each of these requests that drafts in this step."""
+        return self.turns.chosen(greedy, self.few)
 
     def agreed(self, agree: Agree, trees: int, num_without_tree: int) -> Agree:
         """`agree` for no more levels than pay; `num_without_tree`: requests that draft nothing."""
-        self.steer(trees + num_without_tree, trees)
+        self.steer(self._rows(trees, num_without_tree), trees)
         self.limited, levels = False, 1
 
         def agreed(frontier: Frontier, growing: Tensor) -> tuple[Frontier, bool]:
@@ -123,7 +131,7 @@ class HostBudget(BatchBudget):
             num_without_tree: requests that drafted nothing.
             prompts, gaps: True if the roots' forward read prompts, or tokens that the draft had skipped.
         """
-        tree, seconds, batch = proposal.tree, self.clock.seconds, len(drafts) + num_without_tree
+        tree, seconds, batch = proposal.tree, self.clock.seconds, self._rows(len(drafts), num_without_tree)
         value, depth, kinds = (
             self.values(tree.log_weight.numpy(), tree.valid.numpy(), None),
             tree.depth.numpy(),
@@ -153,6 +161,10 @@ class HostBudget(BatchBudget):
                 drafts, counts, value, depth, greedy.tolist(), roots, strict=True
             )
         ]
+
+    def _rows(self, trees: int, num_without_tree: int) -> int:
+        """Number of requests whose draft level is timed: the batch's, and in a trial those that draft."""
+        return trees if self.few else trees + num_without_tree
 
     def end_step(self, step: Verification) -> None:
         seconds, rows = self.clock.seconds, sum(step.row_count)

@@ -67,6 +67,8 @@ class HostDraft:
         """Most nodes that each request of the batch wants."""
         self.drafting = True
         """False if the draft rests."""
+        self.resting: set[int] = set()
+        """Rows of requests that rest on while others try the draft."""
         self.looking = 0.0
         """Seconds of the look-up."""
 
@@ -76,6 +78,9 @@ class HostDraft:
         levels = (0 if looks_up else ALL) if self.budget is None else self.budget.begin_levels(greedy)
         self.drafting = levels > 0 and any(self.most)
         self.engine.fallback_reasons = dict.fromkeys(self.names, DRAFT if levels or looks_up else BUDGET)
+        if self.drafting and self.budget is not None:
+            self.resting = {row for row, drafts in enumerate(self.budget.drafting(greedy)) if not drafts}
+            self.engine.fallback_reasons |= dict.fromkeys((self.names[row] for row in self.resting), BUDGET)
         return levels
 
     def read(self, accepted: Accepted | None, levels: int) -> bool:
@@ -84,7 +89,9 @@ class HostDraft:
             step = StepView(runner, self.scheduled, self.sampled, self.nodes)
             self.pending = runner.drafter.pending(step, _paths(runner.step.verification, accepted))
             room = self.room + len(self.pending)  # each has a new root
-            self.to_read = runner.drafter.to_read(self.pending, room, drafting, self.states)
+            self.to_read = runner.drafter.to_read(self._pending(resting=False), room, drafting, self.states)
+            if self.resting:
+                self.to_read += runner.drafter.to_read(self._pending(resting=True), room, False, self.states)
             self.rows, self.state = runner.drafter.catch_up(self.to_read, self.states, runner.proposer.mask(self.nodes))
         if self.state is None and (drafting or runner.offers is None):
             return False
@@ -181,6 +188,9 @@ class HostDraft:
     def num_without_tree(self) -> int:
         """Number of requests that have a root or want no tree, and have none."""
         return sum(item.root is not None for item in self.pending) + self.most.count(0) - len(self.rooted)
+
+    def _pending(self, *, resting: bool) -> list[CatchUp]:
+        return [item for item in self.pending if (item.row in self.resting) == resting]
 
     def _request(self) -> Request:
         """View of the requests with trees for the proposer."""
