@@ -87,12 +87,12 @@ def test_auto_measures_and_follows_the_costs(
 
 
 class Resting(Budget):
-    """Rests as it is told."""
+    """Rests, or lets a few draft, as it is told."""
 
-    rests = False
+    rests, few = False, 0
 
     def begin(self, greedy: Sequence[bool]) -> Plan:
-        return self.plan._replace(levels=0) if self.rests else self.plan
+        return self.plan._replace(levels=0 if self.rests else self.plan.levels, few=self.few)
 
 
 def test_a_rested_draft_catches_up(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,9 +132,18 @@ def test_a_rested_draft_catches_up(engines: Engines, monkeypatch: pytest.MonkeyP
     assert [one.token_ids for one in ours] == [one.token_ids for one in expected]
     assert max(forwards) <= 40 + 2, "what it missed is read in chunks"
 
+    budget.few, trees = 2, len(seen)
+    drafted = list[int]()
+    monkeypatch.setattr(runner.budget, "steer", lambda _, trees: drafted.append(trees))
+    batch = [long, PROMPTS[9], "\n".join(PROMPTS[:3])]  # so different that no two are ever as long as each other
+    ours = generate(llm, batch, greedy)
+    assert [one.token_ids for one in ours[:2]] == [one.token_ids for one in expected]
+    assert max(drafted) == 2, "the third rests in turn"
+    assert len(seen) - trees == sum(drafted)
+
     draft = AutoModelForCausalLM.from_pretrained(DRAFT, dtype=torch.float32)
-    assert len(seen) > 20
-    for context, token, weight in seen[:: len(seen) // 10]:
+    assert len(seen) > 40
+    for context, token, weight in seen[:: len(seen) // 20]:
         with torch.no_grad():
             law = draft(torch.tensor([context])).logits[0, -1].log_softmax(-1)
         assert float(law[token]) == pytest.approx(float(weight), abs=2e-3)
