@@ -128,7 +128,7 @@ class HostSteps:
             tree, self.nodes = self.trees.batch(number)
             proposal = Proposal(tree, tree.depth * 0, tree.depth * 0)
             drafts = to_drafts(proposal, [], torch.full((requests,), 0.6))
-            growing = [self.level] * (LEVELS - 1)
+            growing = [(requests, self.level)] * (LEVELS - 1)
             with parts.timed("cut"):
                 cut = budget.cut(
                     drafts,
