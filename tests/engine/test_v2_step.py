@@ -161,7 +161,8 @@ def test_auto_measures(engines: Engines, plain: list[Any]) -> None:
     assert np.isfinite(budget.value).all()
     names = ("adaptive_tree_expected_tokens", "adaptive_tree_observed_tokens")
     expected, observed = (metric(llm, name) for name in names)
-    assert 0 < observed <= metric(llm, "spec_decode_num_accepted_tokens")
+    cut = 12 * len(BATCH)  # at most: the budget also sees nodes past max_tokens, which are not delivered
+    assert 0 < observed <= metric(llm, "spec_decode_num_accepted_tokens") + cut
     assert 0.2 < expected / observed < 5, "of a few tokens"
     assert budget.temperature.information > INFORMATION
     assert budget.temperature.temperature != GREEDY_DRAFT_TEMPERATURE
