@@ -182,7 +182,8 @@ def first_two(kind: Kind, rule: str, requests: int, first: int = 0) -> Tensor:
     levels: list[Tensor] = []
     proposer = StaticTree(Shape.of([[0], [1], [0, 0], [0, 1]]), kind=kind)
     proposal = propose(proposer, ToyDrafter([DRAFT], same), nodes=4, rng=rng(requests, first=first), keep=levels.append)
-    drafts = Drafts(torch.ones(requests), same, proposal.tree, *node_probs(proposal, levels, 1.0), 2)
+    nothing = torch.zeros_like(proposal.tree.valid)
+    drafts = Drafts(torch.ones(requests), same, proposal.tree, *node_probs(proposal, levels, 1.0), nothing, 2)
     p = TARGET.probs[histories(proposal.tree, 8)]  # [R, 1 + N, 8]
     tokens = verify(drafts, p, RULES[rule], kind, rng(requests, purpose=1, first=first)).tokens
     one, two = tokens[:, 0], tokens[:, 1]
