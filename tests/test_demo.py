@@ -18,7 +18,7 @@ from vllm_adaptive_tree.bench.process import EngineProcess
 from vllm_adaptive_tree.bench.prompts import parse
 from vllm_adaptive_tree.bench.request_timing import Counters, RequestTiming, measurement
 from vllm_adaptive_tree.bench.rounds import Measurement
-from vllm_adaptive_tree.cli.demo import add_arguments, models_of, run
+from vllm_adaptive_tree.cli.demo import add_arguments, dtype_of, models_of, run
 
 CHAIN = Config("chain", "chain", {"num_speculative_tokens": 1})
 TREE = Config("tree", "method", {"num_speculative_tokens": 4})
@@ -62,6 +62,17 @@ OWN = ("--model", "own/mine", "--draft", "own/draft")
 def test_the_bundled_target_is_enlarged(arguments: tuple[str, ...], target: str, size: int, small: bool) -> None:
     found = models_of(options(*arguments))
     assert (found.target, found.enlarged, found.small) == (target, size, small)
+
+
+@pytest.mark.parametrize("avx512", [True, False])
+def test_dtypes_on_a_cpu(avx512: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cpu._is_avx512_supported", lambda: avx512)
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    bundled, own = demo_models.bundled(), demo_models.own(*OWN[1::2])
+    assert dtype_of(options(), bundled) == ("auto" if avx512 else "float32")
+    assert dtype_of(options(), bundled._replace(float32=True)) == "float32"
+    assert dtype_of(options("--dtype", "bfloat16"), bundled._replace(float32=True)) == "bfloat16"
+    assert dtype_of(options(), own) == "auto"
 
 
 @pytest.mark.parametrize("arguments", [OWN[:2], OWN[2:], (*OWN, "--pair", "smollm2")])

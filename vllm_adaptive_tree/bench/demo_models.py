@@ -29,6 +29,8 @@ class DemoModels(NamedTuple):
     """Parameters to which the target is enlarged; 0: it stays as it is."""
     small: bool = True
     """Three engines of the target fit into memory at once."""
+    float32: bool = False
+    """On any CPU: in bfloat16 some of its texts change with the number of rows of a forward, without drafts too."""
 
 
 def bundled() -> DemoModels:
@@ -57,7 +59,7 @@ def smollm2(say: Callable[[str], None]) -> DemoModels:
         template([{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True)
         for question in QUESTIONS
     )
-    return DemoModels(MODELS["smollm2"].title, str(folder), SMOLLM2_HEAD, prompts, QUESTIONS)
+    return DemoModels(MODELS["smollm2"].title, str(folder), SMOLLM2_HEAD, prompts, QUESTIONS, float32=True)
 
 
 def best_available(say: Callable[[str], None]) -> DemoModels:

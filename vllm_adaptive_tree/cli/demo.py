@@ -146,13 +146,15 @@ def models_of(options: argparse.Namespace) -> "DemoModels":
 
 
 def dtype_of(options: argparse.Namespace, models: "DemoModels") -> str:
-    """float32 for models that come along, on an x86 CPU without AVX-512: there each row of a bfloat16 forward costs as
-    much as the first."""
+    """On a CPU float32 for models that ask for it, and without AVX-512 for all that come along: there each row of a
+    bfloat16 forward costs as much as the first."""
     import torch
     from vllm.platforms import current_platform
 
-    slow = current_platform.is_cpu() and platform.machine() == "x86_64" and not torch.cpu._is_avx512_supported()
-    return "float32" if options.dtype == "auto" and models.small and slow else str(options.dtype)
+    if options.dtype != "auto" or not models.small or not current_platform.is_cpu():
+        return str(options.dtype)
+    slow = platform.machine() == "x86_64" and not torch.cpu._is_avx512_supported()
+    return "float32" if slow or models.float32 else "auto"
 
 
 def _size(text: str) -> int:
