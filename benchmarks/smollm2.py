@@ -17,6 +17,7 @@ from typing import Any
 
 from benchmarks.datasets import read_prompts
 from benchmarks.tokens_per_step import NEW_TOKENS, start
+from vllm_adaptive_tree.bench.demo_models import chat_prompts
 from vllm_adaptive_tree.bench.provenance import save
 from vllm_adaptive_tree.bench.vllm_55005 import repair_sampling
 
@@ -98,8 +99,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
 
-    from transformers import AutoTokenizer
-
     from vllm_adaptive_tree.files import cache_folder
     from vllm_adaptive_tree.models.fetch import fetch
 
@@ -109,13 +108,7 @@ def main() -> None:
         questions["HumanEval"] = humaneval(options.humaneval, options.prompts)
     if options.chat:
         questions["chat"] = held_out(options.chat, options.prompts)
-    template = AutoTokenizer.from_pretrained(model).apply_chat_template
-    prompts = {
-        name: [
-            template([{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True) for text in texts
-        ]
-        for name, texts in questions.items()
-    }
+    prompts = {name: list(chat_prompts(model, texts)) for name, texts in questions.items()}
     rows: list[dict[str, Any]] = []
     for name, spec in configurations(options.head, options.nodes).items():
         if options.only and options.only not in name:

@@ -25,6 +25,8 @@ from tests.engine.engines import (
     tree,
 )
 from vllm_adaptive_tree.budget import Budget, Plan
+from vllm_adaptive_tree.budget.acceptance_model import LOOKUP_PRIOR, PRIOR
+from vllm_adaptive_tree.budget.calibration_loops import DEPTHS
 from vllm_adaptive_tree.engine.v1 import host_draft, host_engine
 from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE
 
@@ -55,6 +57,21 @@ def test_a_fixed_budget(engines: Engines, plain: list[Any], method: str, monkeyp
     sampled, greedy = runner_of(llm).budget.budget.calibrations
     assert min(sampled.observed, greedy.observed) > 0
     assert 0.5 < (sampled.predicted + greedy.predicted) / (sampled.observed + greedy.observed) < 2
+
+
+def test_look_ups_are_learnt_apart_and_levels_by_their_rows(
+    engines: Engines, plain: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = engines.start(tree(20, budget=NODES, lookup="ngram"))
+    budget, levels = runner_of(llm).budget.budget, []
+    monkeypatch.setattr(budget, "observe_level", lambda requests, rows, seconds: levels.append((requests, rows)))
+    assert_identical(plain, generate(llm, PROMPTS[:BATCH], [parameters(i) for i in range(BATCH)]))
+    _, greedy = budget.calibrations
+    drafted, found = greedy.trials[1 : 1 + DEPTHS], greedy.trials[1 + DEPTHS :]
+    assert (drafted > PRIOR).any()
+    assert (found > LOOKUP_PRIOR).any()
+    assert {requests for requests, _ in levels} <= set(range(1, 1 + BATCH))
+    assert any(rows > 2 * requests for requests, rows in levels)
 
 
 def test_auto_measures_and_follows_the_costs(

@@ -1,6 +1,6 @@
 """The models that the demo runs on: a chat model that people know with its head, or the small pair beside them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,14 +52,19 @@ def smollm2(say: Callable[[str], None]) -> DemoModels:
     """
     check_installed(SMOLLM2_HEAD)
     folder = fetch("smollm2", cache_folder() / "models", say=say).folder
+    prompts = chat_prompts(folder, QUESTIONS)
+    return DemoModels(MODELS["smollm2"].title, str(folder), SMOLLM2_HEAD, prompts, QUESTIONS, float32=True)
+
+
+def chat_prompts(model: Path, questions: Iterable[str]) -> tuple[str, ...]:
+    """The questions in the chat template of a model."""
     from transformers import AutoTokenizer
 
-    template = AutoTokenizer.from_pretrained(folder).apply_chat_template
-    prompts = tuple(
+    template = AutoTokenizer.from_pretrained(model).apply_chat_template
+    return tuple(
         template([{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True)
-        for question in QUESTIONS
+        for question in questions
     )
-    return DemoModels(MODELS["smollm2"].title, str(folder), SMOLLM2_HEAD, prompts, QUESTIONS, float32=True)
 
 
 def best_available(say: Callable[[str], None]) -> DemoModels:

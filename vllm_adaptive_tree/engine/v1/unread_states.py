@@ -37,7 +37,7 @@ class UnreadStates:
             states: the target's of this step, as in `V1Drafter.catch_up`.
             names: of the requests, by row.
         """
-        items = []
+        items, waits = [], list[CatchUp]()
         for new in pending:
             item = _joined(self.waiting.pop(names[new.row], None), new)
             end = item.start + len(item.tokens)
@@ -46,19 +46,24 @@ class UnreadStates:
             elif states is None or len(item.tokens) > LONGEST or end // block_size > item.start // block_size:
                 items.append(item._replace(root=None))
             else:
-                read = torch.cat([state[list(item.states)] for state in states], -1)
-                self.waiting[names[new.row]] = item._replace(states=(), waited=(*item.waited, read))
+                waits.append(item)
+        if waits:
+            assert states is not None
+            for item, new_states in zip(waits, _states_of(waits, states), strict=True):
+                self.waiting[names[item.row]] = item._replace(states=(), waited=(*item.waited, new_states))
         return items
 
 
 def read_states(items: Sequence[CatchUp], states: Sequence[Tensor]) -> Tensor:
     """The target's states at the tokens of the items, [tokens, H]."""
+    parts = zip(items, _states_of(items, states), strict=True)
+    return torch.cat([part for item, new in parts for part in (*item.waited, new)])
+
+
+def _states_of(items: Sequence[CatchUp], states: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The target's states of this step, [n, H] of each item."""
     rows = [row for item in items for row in item.states]
-    read = torch.cat([state[rows] for state in states], -1)
-    if not any(item.waited for item in items):
-        return read
-    parts = read.split([len(item.states) for item in items])
-    return torch.cat([part for item, new in zip(items, parts, strict=True) for part in (*item.waited, new)])
+    return torch.cat([state[rows] for state in states], -1).split([len(item.states) for item in items])
 
 
 def _joined(waiting: CatchUp | None, new: CatchUp) -> CatchUp:
