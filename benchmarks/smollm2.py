@@ -6,6 +6,7 @@
 The model is that of `vllm-adaptive-tree fetch-model smollm2`; prompts are questions in its chat template: HumanEval's,
 and those that `examples/chat_texts.py` has held out. Float32, whole trees (`budget: null`), requests in batches. It
 measures acceptance, not speed. A step without drafts counts, too: n tokens of which a were drafted took n - a steps.
+`equal_texts`: how many greedy texts are those without speculation. Rows that --out holds of other configurations stay.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from vllm_adaptive_tree.bench.vllm_55005 import repair_sampling
 
 CHOICE = 1  # seed of the choice of prompts
 BATCH = 4
+PLAIN = "no speculation"
 
 
 def humaneval(file: Path, count: int) -> list[str]:
@@ -38,7 +40,7 @@ def held_out(file: Path, count: int) -> list[str]:
     return random.Random(CHOICE).sample(found, min(count, len(found)))
 
 
-def configurations(head: str | None, nodes: list[int]) -> dict[str, dict[str, Any]]:
+def configurations(head: str | None, nodes: list[int]) -> dict[str, dict[str, Any] | None]:
     """Name -> speculative_config; vLLM's n-gram chain is the last, since no engine starts after it in a process."""
 
     def tree(method: str, model: str, count: int, **options: Any) -> dict[str, Any]:
@@ -49,7 +51,7 @@ def configurations(head: str | None, nodes: list[int]) -> dict[str, dict[str, An
             "tree": {"budget": None, **options},
         }
 
-    found = {}
+    found: dict[str, dict[str, Any] | None] = {PLAIN: None}
     if head is not None:
         for length in (1, 3, 5, 7):
             found[f"vLLM's chain of {length}"] = {"method": "eagle3", "model": head, "num_speculative_tokens": length}
@@ -65,7 +67,8 @@ def configurations(head: str | None, nodes: list[int]) -> dict[str, dict[str, An
     return found
 
 
-def measure(llm: Any, texts: list[str], temperature: float) -> dict[str, float]:
+def measure(llm: Any, texts: list[str], temperature: float) -> tuple[dict[str, float], list[list[int]]]:
+    """A row's figures, and the token IDs of each text."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=temperature, max_tokens=NEW_TOKENS, ignore_eos=True)
@@ -73,17 +76,18 @@ def measure(llm: Any, texts: list[str], temperature: float) -> dict[str, float]:
     def accepted() -> float:
         return sum(m.value for m in llm.get_metrics() if m.name == "vllm:spec_decode_num_accepted_tokens")
 
-    each, before = [], accepted()
+    each, answers, before = [], [], accepted()
     for first in range(0, len(texts), BATCH):
         batch = texts[first : first + BATCH]
-        llm.generate(batch, params, use_tqdm=False)
+        answers += [list(output.outputs[0].token_ids) for output in llm.generate(batch, params, use_tqdm=False)]
         tokens, after = len(batch) * (NEW_TOKENS - 1), accepted()
         each.append(tokens / (tokens - (after - before)))
         before = after
-    return {
+    row = {
         "tokens_per_step": statistics.harmonic_mean(each),
         "standard_error": statistics.stdev(each) / len(each) ** 0.5 if len(each) > 1 else float("nan"),
     }
+    return row, answers
 
 
 def main() -> None:
@@ -96,6 +100,7 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, nargs="+", default=[8, 24, 48])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7, 1.0])
     parser.add_argument("--only", help="configurations whose names contain this")
+    parser.add_argument("--greedy", type=Path, help="greedy texts: written without speculation, compared by the others")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
 
@@ -109,18 +114,25 @@ def main() -> None:
     if options.chat:
         questions["chat"] = held_out(options.chat, options.prompts)
     prompts = {name: list(chat_prompts(model, texts)) for name, texts in questions.items()}
-    rows: list[dict[str, Any]] = []
-    for name, spec in configurations(options.head, options.nodes).items():
-        if options.only and options.only not in name:
-            continue
+    chosen = {n: s for n, s in configurations(options.head, options.nodes).items() if (options.only or "") in n}
+    old = json.loads(options.out.read_text())["rows"] if options.out and options.out.exists() else []
+    rows = [row for row in old if row["configuration"] not in chosen]
+    plain = json.loads(options.greedy.read_text()) if options.greedy and options.greedy.exists() else {}
+    for name, spec in chosen.items():
         llm = start(spec, model)
         repair_sampling()  # vLLM's chains sample wrongly on CPUs
         for temperature in options.temperatures:
             for kind, texts in prompts.items():
-                row = {"configuration": name, "prompts": kind, "temperature": temperature}
-                rows.append({**row, **measure(llm, texts, temperature)})
+                figures, answers = measure(llm, texts, temperature)
+                if spec is None and temperature == 0:
+                    plain[kind] = answers
+                if kind in plain and temperature == 0:
+                    figures["equal_texts"] = sum(map(list.__eq__, plain[kind], answers))
+                rows.append({"configuration": name, "prompts": kind, "temperature": temperature, **figures})
                 print(rows[-1], flush=True)
         llm.llm_engine.engine_core.shutdown()
+        if options.greedy and spec is None:
+            options.greedy.write_text(json.dumps(plain))
         if options.out:
             save(options.out, rows)
 
