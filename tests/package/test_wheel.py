@@ -54,7 +54,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     left_out = shutil.ignore_patterns("__pycache__", "build", "*.egg-info")
     for name in ("packaging", "requirements", "vllm_adaptive_tree"):
         shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=left_out)
-    for name in ("LICENSE", "Makefile", "README.md", "pyproject.toml"):
+    for name in ("LICENSE", "Makefile", "README.md", "pyproject.toml", "setup.py"):
         shutil.copy(ROOT / name, folder)
     assert all("`make wheels`" in page for page in (README, INSTALL))
     built = _run(["make", "wheels"], folder, Path(sys.executable).parent)

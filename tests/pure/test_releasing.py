@@ -1,6 +1,10 @@
 """Requirements of a release, and public files that call the same `make` targets."""
 
+import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -88,3 +92,33 @@ def test_every_paper_has_its_title_and_its_authors() -> None:
 @pytest.mark.parametrize("file", [*(ROOT / ".github").rglob("*.yml")], ids=lambda file: file.name)
 def test_templates_parse(file: Path) -> None:
     assert isinstance(yaml.safe_load(file.read_text()), dict)
+
+
+@pytest.mark.parametrize("address", ["", "https://code.example/OWNER/NAME"])
+def test_readme_of_a_wheel(tmp_path: Path, address: str) -> None:
+    """Its links are to the repository and the tag where a workflow builds it."""
+    for name in ("LICENSE", "README.md", "pyproject.toml", "setup.py", "vllm_adaptive_tree/version.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "vllm_adaptive_tree" / "__init__.py").touch()
+    server, _, repository = address.rpartition("/OWNER/")
+    given = {"GITHUB_SERVER_URL": server, "GITHUB_REPOSITORY": f"OWNER/{repository}", "GITHUB_REF_NAME": "v1"}
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("GITHUB_", "PYTHONPATH"))}
+    command = "from setuptools import build_meta; print(build_meta.prepare_metadata_for_build_wheel('.'))"
+    made = subprocess.run(
+        [sys.executable, "-c", command],
+        cwd=tmp_path,
+        env=environment | (given if address else {}),
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    text = (tmp_path / made.stdout.split()[-1] / "METADATA").read_text()
+    links = re.findall(r"\]\(([^)]+)\)", text)
+    assert len(links) > 20
+    own = [link for link in links if not link.startswith(f"{address}/")]
+    assert bool(own) != bool(address)
+    if address:
+        assert f"![Three recorded steps on the bundled pair]({address}/raw/v1/docs/figures/steps.svg)" in text
+        assert f"({address}/blob/v1/docs/index.md#a-model-that-people-know)" in text
+        assert f"Project-URL: Repository, {address}" in text
