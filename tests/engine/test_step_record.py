@@ -42,9 +42,11 @@ def test_what_an_engine_records(engines: Engines, tmp_path: Path, monkeypatch: p
     assert metric(llm, "adaptive_tree_nodes") == sum(step["verified"] for step in record["steps"])
     names = sorted({step["request"] for step in record["steps"]}, key=lambda name: int(name.partition("-")[0]))
     assert len(names) == 3
-    for name, output in zip(names, outputs, strict=True):
+    for name, output, prompt in zip(names, outputs, PROMPTS, strict=False):
         got = [token for step in record["steps"] if step["request"] == name for token in step["emitted"]]
         assert got[: len(output.token_ids) - 1] == list(output.token_ids[1:])
+        first = llm.get_tokenizer().decode([output.token_ids[0]])
+        assert record["given"][name] == prompt + first
         assert "".join(record["texts"][str(token)] for token in got[:19]).isascii()
     assert '"request"' in viewer.page(record)
 
@@ -52,7 +54,7 @@ def test_what_an_engine_records(engines: Engines, tmp_path: Path, monkeypatch: p
 def one_step(record: StepRecord) -> None:
     tokens, parents = torch.tensor([[3, 4]]), torch.tensor([[-1, 0]])
     record.drafted(["a"], TreeBatch(tokens, parents, parents + 2, torch.tensor([[-0.1, torch.nan]])))
-    record.verified(["a"], [True], [7], [2], PATH, torch.tensor([[3, 9]]))
+    record.verified(["a"], [True], [7], [2], PATH, torch.tensor([[3, 9]]), lambda row, start, end: [*range(start, end)])
 
 
 def test_a_full_disk_ends_the_record_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

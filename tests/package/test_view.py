@@ -29,6 +29,7 @@ STEPS: list[dict[str, Any]] = [
                 "verified": 4,
                 "accepted": [0, 2],
                 "emitted": [5, 7, 6],
+                "given": "<i>x =",
             },
             {
                 "request": "second",
@@ -100,7 +101,8 @@ def test_a_page_and_its_keys(record: Path, tmp_path: Path) -> None:
         page.press("ArrowRight")
         assert page.value(STATES) == [[-1, "root"], [0, "accepted"], [1, "own"]]
         assert page.value("document.querySelector('#tree text').textContent") == "</script><b>", "of the step before"
-        assert page.value("document.getElementById('text').textContent") == " a\n</script><b>é a"
+        assert page.value("document.getElementById('text').textContent") == "<i>x = a\n</script><b>é a"
+        assert page.value("document.querySelector('#text .given').textContent") == "<i>x ="
         drafted = "[...document.querySelectorAll('#text .drafted')].map((one) => one.textContent)"
         assert page.value(drafted) == [" a", "\n", "é"]
         for key, where in (("ArrowRight", "step 2 of 2"), ("Home", "step 1 of 2"), ("End", "step 2 of 2")):
@@ -151,6 +153,7 @@ def test_the_last_trees_alone(record: Path, capsys: pytest.CaptureFixture[str]) 
     assert found is not None
     shown = json.loads(found[1])
     assert [one["request"] for one in shown["steps"]] == ["second", "first"]
+    assert shown["given"] == {"first": "<i>x = a\n</script><b>", "second": ""}
     assert shown["summary"] == "2 trees, 1.50 tokens each; accepted at depth 1: 50%; of them child 1: 100%"
 
 

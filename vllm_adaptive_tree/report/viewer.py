@@ -13,8 +13,9 @@ STEP = {"request", "position", "tokens", "parents", "values", "verified", "accep
 
 
 def read(file: Path, most: int) -> dict[str, Any]:
-    """Read the last `most` trees of a record: {"header": .., "texts": .., "steps": ..}. An incomplete last line is left
-    out: the engine was stopped, or its disk full.
+    """Read the last `most` trees of a record: {"header": .., "texts": .., "given": .., "steps": ..}; `given`: the text
+    before each request's first one of them. An incomplete last line is left out: the engine was stopped, or its disk
+    full.
 
     Raises:
         ValueError: it is not a record, or it holds no tree.
@@ -32,8 +33,15 @@ def read(file: Path, most: int) -> dict[str, Any]:
         raise ValueError(f"{file} is not a record of steps: set ADAPTIVE_TREE_RECORD for an engine") from error
     if not trees:
         raise ValueError(f"{file} holds no tree: the engine has drafted none while it was recorded")
-    chosen = trees[-most:]
-    return {"header": header, "texts": texts, "steps": [*_placed(chosen)], "summary": summary(chosen)}
+    earlier, chosen = trees[:-most], trees[-most:]
+    given: dict[str, str] = {}
+    for tree in earlier:
+        emitted = "".join(texts.get(str(token), "") for token in tree["emitted"])
+        given[tree["request"]] = given.get(tree["request"], tree.get("given", "")) + emitted
+    for tree in chosen:
+        given.setdefault(tree["request"], tree.get("given", ""))
+    found = {"header": header, "texts": texts, "given": given}
+    return found | {"steps": [*_placed(chosen)], "summary": summary(chosen)}
 
 
 def _placed(trees: Iterable[Mapping[str, Any]]) -> Iterable[dict[str, Any]]:

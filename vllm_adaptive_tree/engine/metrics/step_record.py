@@ -7,7 +7,7 @@ given. Recording waits for the device in every step: it is for looking at trees,
 
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -24,6 +24,8 @@ logger = init_logger(f"vllm.{__name__}")
 VARIABLE = "ADAPTIVE_TREE_RECORD"
 LIMIT = 64 << 20
 """Most bytes of a file: recording ends there."""
+GIVEN = 1000
+"""Most tokens of the text before a request's first tree, its last ones, that are recorded."""
 
 
 class StepRecord:
@@ -34,6 +36,8 @@ class StepRecord:
         self.path, self.tokenizer, self.left, self.steps = path, tokenizer, LIMIT, 0
         self.known: set[int] = set()
         """Tokens whose text is in the file."""
+        self.begun: set[str] = set()
+        """Requests of which a tree is in the file."""
         self.trees: dict[str, tuple[list[int], list[int], list[float]]] = {}
         """Trees of the last step, by request: tokens, parents, values."""
         self.file: TextIO | None = None
@@ -68,6 +72,7 @@ class StepRecord:
         count: Iterable[int],
         nodes: Tensor,
         tokens: Tensor,
+        given: Callable[[int, int, int], list[int]],
     ) -> None:
         """Write the verification of the noted trees.
 
@@ -78,17 +83,22 @@ class StepRecord:
             count: verified nodes, the first of each tree.
             nodes: [R, L] that were accepted, -1 pads.
             tokens: [R, L] that were emitted, -1 pads.
+            given: tokens of a request by its row, from a first place to before a last one.
         """
         if not self.open:
             return
         trees, self.trees = self.trees, {}
         requests = []
-        for name, decoded, root, size, path, emitted in zip(
-            names, decodes, position, count, nodes.tolist(), tokens.tolist(), strict=True
-        ):
+        columns = (names, decodes, position, count, nodes.tolist(), tokens.tolist())
+        for row, (name, decoded, root, size, path, emitted) in enumerate(zip(*columns, strict=True)):
             if not decoded or name not in trees:
                 continue
             drafted, parents, values = trees[name]
+            before = {}
+            if name not in self.begun and self.tokenizer is not None:
+                end = int(root) + 1
+                before = {"given": self.tokenizer.decode(given(row, max(0, end - GIVEN), end))}
+            self.begun.add(name)
             requests.append(
                 {
                     "request": name,
@@ -99,6 +109,7 @@ class StepRecord:
                     "verified": int(size),
                     "accepted": [node for node in path if node >= 0],
                     "emitted": [token for token in emitted if token >= 0],
+                    **before,
                 }
             )
         if requests:

@@ -117,7 +117,14 @@ class HostEngine:
             runner.recorder.see(verification.drafts, [runner.requests[name] for name in names], nodes, self.target)
         if runner.record is not None:
             sizes = verification.sizes
-            runner.record.verified(names, verification.decodes, verification.computed, sizes, nodes, tokens)
+            positions = verification.computed
+            runner.record.verified(names, verification.decodes, positions, sizes, nodes, tokens, self._given)
+
+    def _given(self, row: int, start: int, end: int) -> list[int]:
+        """Tokens of a request, without those that it was given as embeddings."""
+        batch, places = self.runner.input_batch, slice(start, end)
+        tokens: list[int] = batch.token_ids_cpu[row, places][batch.is_token_ids[row, places]].tolist()
+        return tokens
 
     def end(self) -> None:
         """Drop what belongs to one step."""

@@ -63,7 +63,7 @@ class DeviceEngine:
                 nodes = torch.where(nodes >= 0, verification.order.gather(1, nodes.clamp(min=0)), -1)
             decodes = self.batch.num_scheduled_tokens - verification.scheduled == 1
             roots, sizes = verification.root.tolist(), tree.valid.sum(1).tolist()
-            runner.record.verified(self.batch.req_ids, decodes, roots, sizes, nodes, accepted.tokens)
+            runner.record.verified(self.batch.req_ids, decodes, roots, sizes, nodes, accepted.tokens, self._given)
 
     def observe_plain(self, output: Any) -> None:
         """Record a step without trees. `output`: vLLM's SamplerOutput."""
@@ -72,4 +72,8 @@ class DeviceEngine:
             roots = (batch.seq_lens[: batch.num_reqs] - 1).tolist()
             token = output.sampled_token_ids[:, :1]
             decodes, empty = batch.num_scheduled_tokens == 1, [0] * batch.num_reqs
-            record.verified(batch.req_ids, decodes, roots, empty, torch.full_like(token, -1), token)
+            record.verified(batch.req_ids, decodes, roots, empty, torch.full_like(token, -1), token, self._given)
+
+    def _given(self, row: int, start: int, end: int) -> list[int]:
+        tokens = self.runner.req_states.all_token_ids.gpu[self.batch.idx_mapping[row], start:end]
+        return [token for token in tokens.tolist() if token >= 0]
