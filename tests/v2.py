@@ -48,6 +48,7 @@ SHORT: dict[str, Cases] = {  # MODEL_RUNNER -> cases
         "test_pairs.py": [
             "test_requests_that_outgrow_the_draft_go_on_without[model]",
         ],
+        "test_contract.py": ["test_a_process_of_its_own_checks_too"],
         "test_one_forward.py": ["test_greedy_and_seeded[dspark-opt_tree-auto]"],
     },
     "v2": {

@@ -119,6 +119,10 @@ def install() -> None:
     Scheduler.__init__ = init
 
 
+def is_checked(scheduler: Any) -> bool:
+    return "update_from_output" in vars(scheduler)
+
+
 def _check(scheduler: Any) -> None:
     """Put the clauses around the methods of a scheduler; a test may still replace those of its class."""
 

@@ -51,12 +51,17 @@ class Engines:
     def start(self, speculative_config: dict[str, Any] | None = None, **arguments: Any) -> Any:
         from vllm import LLM
 
+        from tests.engine.contract import is_checked
+
         self.shutdown()
         if speculative_config is not None and speculative_config["method"] in METHODS:  # cold, unless a test says more
             kept = {"cost_profile": None, **speculative_config.get("tree", {})}
             speculative_config = {**speculative_config, "tree": kept}
         arguments = {"model": TARGET, "kv_cache_memory_bytes": CACHE, **ENGINE, **arguments}
         self.llm = LLM(speculative_config=speculative_config, disable_log_stats=False, **arguments)
+        core = self.llm.llm_engine.engine_core
+        if speculative_config is not None and speculative_config["method"] in METHODS and hasattr(core, "engine_core"):
+            assert is_checked(core.engine_core.scheduler)
         return self.llm
 
     def shutdown(self) -> None:

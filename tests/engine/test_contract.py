@@ -1,6 +1,8 @@
 """The checks of `docs/contract.md` see a fault of each clause; every other engine test passes them as it runs."""
 
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace as Made
@@ -22,6 +24,13 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "contract.md"
 
 def test_every_clause_is_in_the_document() -> None:
     assert {*re.findall(r"^\| `(\w+)` \|", DOCUMENT.read_text(), re.MULTILINE)} == CLAUSES
+
+
+@pytest.mark.skipif(not V2, reason="a process that a test starts on Model Runner V1 runs no code of the tests")
+def test_a_process_of_its_own_checks_too() -> None:
+    said = "import vllm.v1.core.sched.scheduler as it; print(it.Scheduler.__init__.__wrapped__.__qualname__)"
+    run = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, check=True)
+    assert run.stdout.split()[-1] == "Scheduler.__init__"
 
 
 @pytest.mark.skipif(V2, reason="the scheduler is the same")
