@@ -228,14 +228,19 @@ def _by_name(given: Mapping[Any, Any], where: str) -> dict[str, Any]:
     return {name: given[key] for name, key in written.items()}
 
 
+def _is_checkpoint(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("config.json", "params.json"))
+
+
 def _draft(model: str | None, tree: Mapping[str, Any]) -> tuple[str | None, str | None]:
     """Kind of the draft as the user gives it, and the import path of a draft without a checkpoint.
 
-    A folder in the working directory comes before a draft of the same name.
+    A checkpoint in the working directory comes before a draft of the same name, another folder does not: `new-method`
+    writes one.
     """
     said = tree.get("draft")
     kinds = (*DRAFT_KINDS, *DRAFTERS)
-    name = said if said is not None or model is None or Path(model).is_dir() else model
+    name = said if said is not None or model is None or _is_checkpoint(Path(model)) else model
     key = "['model']" if said is None else "['tree']['draft']"
     if name in tuple(UNSERVED) and name not in kinds:
         raise ValueError(f"speculative_config{key} asks for {UNSERVED[name]}, not served; {supported_drafts_hint()}")

@@ -23,8 +23,8 @@ DEFAULTS = {
     "dyspec": {**ALL, "mode": "threshold", "threshold": "auto", "draft_temperature": "auto"}
     | {"max_children": 16, "max_depth": 16},
     "c2t": {**ALL, "beta": 0.5, "top_k": 15, "entropy_top": 1000, "max_depth": 10}
-    | {"second_pruning": True, "mode": "tree", "gate": None},
-    "eagle2": {**ALL, "top_k": 10, "max_depth": 6},
+    | {"second_pruning": True, "mode": "tree", "gate": None, "draft_temperature": 1.0},
+    "eagle2": {**ALL, "top_k": 10, "max_depth": 6, "draft_temperature": 1.0},
     "static_tree": {**SHAPED, "shape": "eagle1"},
     "sequoia": {**SHAPED, "vector": None, "max_depth": 10},
     "mcsd": {**SHAPED, "shape": (4, 2, 2, 1), "init_width": 1} | {"stop": "none", "stop_threshold": 0.4, "gate": None},
@@ -35,8 +35,8 @@ OTHER_VALUES = {  # of every option another legal value
     | {"budget": None, "cost_profile": None},
     "dyspec": {"mode": "heap", "threshold": 0, "draft_temperature": 1, "max_children": 4, "max_depth": 5},
     "c2t": {"beta": 1, "top_k": 4, "entropy_top": 10, "max_depth": 3}
-    | {"second_pruning": False, "mode": "chain", "gate": "c2t.safetensors"},
-    "eagle2": {"top_k": 3, "max_depth": 2},
+    | {"second_pruning": False, "mode": "chain", "gate": "c2t.safetensors", "draft_temperature": 0.6},
+    "eagle2": {"top_k": 3, "max_depth": 2, "draft_temperature": 0.6},
     "static_tree": {"shape": [[0], [1], [0, 0]], "children": "iid"},
     "sequoia": {"vector": "chances.json", "max_depth": 4, "children": "top_k"},
     "mcsd": {"shape": [3, 1, 1], "stop": "type2", "stop_threshold": 0, "gate": "mcsd.safetensors"},
@@ -102,6 +102,8 @@ BOUNDS = {
     ("dyspec", "threshold"): (0, 1),
     ("dyspec", "draft_temperature"): (0.01, 100),
     ("c2t", "beta"): (0, 1),
+    ("c2t", "draft_temperature"): (0.01, 100),
+    ("eagle2", "draft_temperature"): (0.01, 100),
     ("mcsd", "stop_threshold"): (0, 1),
     ("suffix", "suffix_decoding_max_spec_factor"): (0.01, 100),
     ("suffix", "suffix_decoding_min_token_prob"): (0, 1),
@@ -257,6 +259,8 @@ BAD_VALUES = {
     ("c2t", "second_pruning", "true or false"): [0, "no", None],
     ("c2t", "mode", "one of 'tree', 'chain'"): ["threshold", None, {}],
     ("c2t", "gate", "the path of a file"): ["", 3, ["gate"]],
+    ("c2t", "draft_temperature", "a number between 0.01 and 100"): [0, "auto", None, True],
+    ("eagle2", "draft_temperature", "a number between 0.01 and 100"): [0, "auto", None, True],
     ("eagle2", "top_k", "whole number of at least 1"): COUNTS,
     ("eagle2", "max_depth", "whole number of at least 1"): COUNTS,
     ("static_tree", "shape", "'eagle1', 'binary', 'ternary', a k-config as .* or rank paths as"): [
@@ -312,7 +316,9 @@ def test_a_draft_without_a_checkpoint(tmp_path, monkeypatch):
     keys = {"method": "opt_tree", "num_speculative_tokens": 25, "tree": {"draft": "ngram"}}
     assert TreeOptions.parse(keys)[1] == {"model": "ngram"}, "one name is enough"
     (tmp_path / "ngram").mkdir()
-    assert parsed("opt_tree", model="ngram").text is None, "a folder of that name comes first"
+    assert parsed("opt_tree", model="ngram").text is not None, "a folder of that name may be the draft's package"
+    (tmp_path / "ngram" / "config.json").touch()
+    assert parsed("opt_tree", model="ngram").text is None, "a checkpoint of that name comes first"
     assert parsed("opt_tree", {"draft": "ngram"}, model="ngram").text is not None
 
 

@@ -59,7 +59,12 @@ TREES: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]] = {  # two v
     ("mcsd", "gate"): ({"gate": "mcsd", "stop": "type2"}, {"gate": "closed", "stop": "type2"}),
     ("mcsd", "init_width"): ({"allow_lossy": True}, {"allow_lossy": True, "init_width": 2}),
 }
-TEMPERATURES = {("opt_tree", "draft_temperature"), ("dyspec", "draft_temperature")}
+TEMPERATURES = {  # with what keeps every node
+    ("opt_tree", "draft_temperature"): {"threshold": 0},
+    ("dyspec", "draft_temperature"): {"threshold": 0},
+    ("eagle2", "draft_temperature"): {},
+    ("c2t", "draft_temperature"): {"beta": 0},
+}
 REQUESTS_BY = {("adaptive_tree", "drawn_from")}
 """Decide how a request is drafted and verified: rows of `test_methods.py`."""
 STARTING = {"allow_lossy"}
@@ -149,7 +154,8 @@ def test_it_changes_the_temperature_of_the_draft(folder, method):
 @pytest.mark.parametrize("temperature", [0.01, 100])
 def test_the_bounds_of_a_temperature_leave_numbers(folder, method, temperature):
     """Of logits up to 60, as large as those of models are."""
-    pair, drafter = resolve(options(folder, method, {"draft_temperature": temperature, "threshold": 0})), Drafter()
+    own = TEMPERATURES[method, "draft_temperature"] | {"draft_temperature": temperature}
+    pair, drafter = resolve(options(folder, method, own)), Drafter()
     drafter.law = drafter.law * (60 / drafter.law.abs().max())
     roots = torch.arange(1, 1 + REQUESTS)[:, None] * 7
     request = Request(torch.full((REQUESTS,), temperature), torch.zeros(REQUESTS, dtype=torch.bool), keyed(REQUESTS))

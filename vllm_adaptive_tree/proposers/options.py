@@ -80,10 +80,13 @@ class MethodOptions(Options):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnscaledOptions(MethodOptions):
-    """Options of methods whose deterministic trees are shaped by the unscaled distribution."""
+    """Options of methods whose deterministic trees are shaped by the unscaled distribution, unless `draft_temperature`
+    says more."""
+
+    draft_temperature: float = draft_temperature(1.0)
 
     def temperature(self, own: float, fitted: float = GREEDY_DRAFT_TEMPERATURE) -> float:
-        return 1.0
+        return self.draft_temperature
 
 
 def existing_file(file: str | Path | None, key: str) -> Path:
