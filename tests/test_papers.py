@@ -70,6 +70,21 @@ def test_decodes_as_the_reference(cell):
     assert others <= (1 if cell.temperature else 0), "a draw may fall on the border of two tokens"
 
 
+def test_dymax_ends_before_a_token_of_which_the_draft_is_not_sure():
+    trees = []
+    cell = Cell("dymax", 8, tree={"least": 0.5}, prompts=4, tokens=12)
+    measure(cell, look=lambda proposal, logits, result, prompts: trees.append(proposal.tree))
+    sure = [
+        weight.diff(prepend=torch.zeros(1)).exp()
+        for tree in trees
+        for weight, valid in zip(tree.log_weight, tree.valid, strict=True)
+        for weight in [weight[valid]]
+    ]
+    assert all((one >= 0.5).all() for one in sure)
+    assert len({len(one) for one in sure}) > 1
+    assert all((tree.parent[tree.valid] == tree.depth[tree.valid] - 2).all() for tree in trees), "a chain"
+
+
 def test_acceptance_of_a_pair_in_closed_form():
     generator = torch.Generator().manual_seed(1)
     p, q = (torch.rand(2, 30, 6, generator=generator, dtype=torch.float64) ** 4).unbind()

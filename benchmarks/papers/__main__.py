@@ -17,6 +17,7 @@ from benchmarks.papers import (
     blocks,
     c2t,
     c2t_gates,
+    c2t_sharp,
     dyspec,
     engine,
     expectation,
@@ -36,12 +37,13 @@ SECTIONS: dict[str, Any] = {
     "blocks": blocks,
     "c2t": c2t,
     "c2t_gates": c2t_gates,
+    "c2t_sharp": c2t_sharp,
     "mcsd": mcsd,
     "spechub": spechub,
     "hub_drafts": hub_drafts,
     "engine": engine,
 }
-LEARNING = (c2t, c2t_gates, spechub)
+LEARNING = (c2t, c2t_gates, c2t_sharp, spechub)
 """Sections whose cells read files that jobs of their own make: `learnt`, `write_learnt`."""
 ROOT = Path(__file__).parents[2]
 

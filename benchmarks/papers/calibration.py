@@ -41,13 +41,15 @@ class Examples(NamedTuple):
 
 
 @lru_cache(maxsize=1)
-def examples(prompts: int, tokens: int, nodes: int) -> Examples:
-    """Of C2T's classifier: the nodes of EAGLE-2's trees."""
+def examples(prompts: int, tokens: int, nodes: int, draft_temperature: float = 1.0) -> Examples:
+    """Of C2T's classifier: the nodes of EAGLE-2's trees, shaped and read at a temperature of the draft."""
     parts: list[Examples] = []
 
     def look(proposal: Proposal, logits: Tensor, result: Accepted, alive: Tensor) -> None:
         tree = proposal.tree
-        own = entropy(log_softmax_at(logits, torch.ones(logits.shape[:2])), ENTROPY_TOP)  # [R, slots]
+        own = entropy(
+            log_softmax_at(logits, torch.full(logits.shape[:2], draft_temperature)), ENTROPY_TOP
+        )  # [R, slots]
         read = torch.nn.functional.pad(proposal.read, (1, 0))  # the root's is 0
         own = own.gather(1, read.gather(1, tree.parent + 1).clamp(min=0))
         on_path = torch.zeros(tree.tokens.shape[0], tree.tokens.shape[1] + 1)
@@ -56,20 +58,29 @@ def examples(prompts: int, tokens: int, nodes: int) -> Examples:
         columns = (tree.log_weight, own, tree.depth - 1, on_path, prompt)
         parts.append(Examples(*(column[tree.valid] for column in columns)))
 
-    cell = Cell("eagle2", nodes, tree={"top_k": TOP_K, "max_depth": LEVELS}, prompts=prompts, tokens=tokens)
+    tree = {"top_k": TOP_K, "max_depth": LEVELS, "draft_temperature": draft_temperature}
+    cell = Cell("eagle2", nodes, tree=tree, prompts=prompts, tokens=tokens)
     measure(cell, texts=training_texts(prompts), look=look)
     return Examples(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
 def c2t_gates(
-    _: Path, *, gates: dict[str, list[Any]], prompts: int, tokens: int, nodes: int, seeds: int
+    _: Path,
+    *,
+    gates: dict[str, list[Any]],
+    prompts: int,
+    tokens: int,
+    nodes: int,
+    seeds: int,
+    draft_temperature: float = 1.0,
 ) -> dict[str, dict[str, Any]]:
     """C2T's classifier, the best of several seeds, as `train-gate` gives it.
 
     Args:
         gates: name -> [the features that it may read, of "P", "H" and "d"; hidden units; how it reads P].
     """
-    found = {name: _train(examples(prompts, tokens, nodes), *how, seeds=seeds) for name, how in gates.items()}
+    seen = examples(prompts, tokens, nodes, draft_temperature)
+    found = {name: _train(seen, *how, seeds=seeds) for name, how in gates.items()}
     return {
         name: {
             "weights": _weights(trained.best.gate),

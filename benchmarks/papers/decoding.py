@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.papers import dymax  # noqa: F401, registers a method
 from benchmarks.papers.drafter import Counted, Drafter
 from benchmarks.papers.models import greedy_text, held_out_texts, log_likelihood, models, prefilled
 from benchmarks.papers.step import Step

@@ -79,9 +79,11 @@ class Store:
     def __init__(self, file: Path):
         self.file = file
         self.found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+        self.made = provenance()
+        self.made |= _earlier(self.found.get("provenance", self.made), self.made["commit"])
 
     def save(self, job: Job, result: Any) -> None:
-        self.found |= {job.key: result, "provenance": provenance()}
+        self.found |= {job.key: result, "provenance": self.made}
         lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in sorted(self.found.items()))
         self.file.parent.mkdir(parents=True, exist_ok=True)
         beside = self.file.with_suffix(".unfinished")
@@ -97,6 +99,14 @@ class Store:
 
     def _result(self, work: Work) -> Any:
         return merged([self.found[job.key] for job in work]) if isinstance(work, tuple) else self.found[work.key]
+
+
+def _earlier(made: Mapping[str, Any], commit: str) -> dict[str, str]:
+    """A note on the results that were there, if another commit made them."""
+    if made["commit"] == commit:
+        return {"note": made["note"]} if "note" in made else {}
+    more = f" ({made['note']})" if "note" in made else ""
+    return {"note": f"cells of earlier runs: commit {made['commit']}{more}"}
 
 
 def workers(count: int) -> Executor:

@@ -63,6 +63,8 @@ def jobs(scale: Scale) -> dict[str, Work]:
         add(name, T, scale.few)
     for t in scale.some((0.0, 1.0), ()):
         add(WIDE, t, scale.few | {"prompts": 15})
+    for stop in scale.some(STOPS[1:], ()):
+        add(WIDE, 1.0, scale.few | {"prompts": 15}, stop=stop)
     for width in scale.some(FORKS, (1, 4)):
         add(_fork(width), T)
     for stop in scale.some(STOPS, ("none", "type2")):
@@ -129,7 +131,7 @@ def section(r: Results, figures: Path) -> Section:
     for small, large in pairwise(widths):
         gain = difference(r[f"{_fork(large)} {T}"], r[f"{_fork(small)} {T}"])
         claims.append(OURS.judge(f"{large} sequences accept more than {small}", gain, LESS))
-    parts += _stops(r, claims)
+    parts += _stops(r, claims) + _whole(r, claims)
     return Section(PAPER, PAPER, parts, claims)
 
 
@@ -166,6 +168,26 @@ def _stops(r: Results, claims: list[Claim]) -> list[str]:
         "best probabilities; both are the bundled ones. Speed is modelled as tokens / (1 + mu * draft forwards).",
         table(heads, rows),
     ]
+
+
+def _whole(r: Results, claims: list[Claim]) -> list[str]:
+    """Target initialisation, a fork and a decision model in one cell."""
+    found = {stop: r[key] for stop in STOPS[1:] if (key := f"{WIDE} 1 {stop}") in r}
+    if not found:
+        return []
+    none, rows = r[f"{WIDE} 1"], []
+    for stop, one in {"none": none, **found}.items():
+        quality, speed = _signed(ratio(one, "likelihood", "tokens")), ratio(costed(one, MU), "tokens", "cost")
+        rows.append((stop, ratio(one), _alpha(one, WIDE), ratio(one, "forwards").mean, quality, speed))
+    for stop, one in found.items():
+        gain = difference(_rated(one, 5), _rated(r[f"{MCSD} 1"], 4), "rate")
+        claims.append(FORK.judge(f"alpha: {WIDE} > {MCSD} (T = 1, {stop})", gain))
+        lead = relative(costed(none, MU), costed(one, MU), "tokens", "cost")
+        text = f"{WIDE} has at least 95 % of the speed without a decision model, modelled (T = 1, {stop}, mu = {MU:g})"
+        claims.append(STOP.judge(text, lead, SPARES, least=-SHARE, shown=lead.percent()))
+    heads = ("model", "tokens per step", "alpha", "draft forwards per step", "quality", f"speed at mu = {MU:g}")
+    text = "The paper's whole method, D = 5 and W = 16: initial tokens of the target, a fork, a decision model, T = 1."
+    return [text, table(heads, rows)]
 
 
 def _parsed(name: str) -> tuple[int, list[int]]:

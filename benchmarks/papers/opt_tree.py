@@ -50,15 +50,15 @@ def methods(temperature: float) -> dict[str, tuple[str, dict[str, Any]]]:
 
 def jobs(scale: Scale) -> dict[str, Work]:
     found: dict[str, Work] = {}
-    for nodes in scale.some((25, 50), (25,)):
+    for nodes in scale.some((25, 50, 60), (25,)):
         for name, (method, tree) in methods(0).items():
             if name != "EAGLE-1 tree" or nodes == 25:
                 found[f"{name} {nodes}"] = cell(method, nodes, tree=tree, keep_steps=nodes == 25, **scale.greedy)
     for name, (method, tree) in methods(1).items():
         keep = name == "OPT-Tree"
         found[f"{name} 25 T=1"] = cell(method, 25, 1.0, tree=tree, keep_steps=keep, **scale.sampled)
-    for nodes in scale.some((5, 10, 25, 50, 100), (5, 25)):
-        few = scale.greedy | ({"prompts": 32} if nodes > 50 else {})
+    for nodes in scale.some((5, 10, 25, 50, 60, 100), (5, 25)):
+        few = scale.greedy | ({"prompts": 32} if nodes > 60 else {})
         found[f"size {nodes}"] = cell("opt_tree", nodes, tree={**PLAIN, "max_depth": 16}, **few)
         found[f"Sequoia {nodes}"] = cell("sequoia", nodes, tree={"max_depth": 16}, **few)
     return found
@@ -80,7 +80,7 @@ def section(r: Results, figures: Path) -> Section:
         "default for greedy requests. EAGLE-2 with its own depth (6) and with OPT-Tree's. EAGLE-1's tree has 25 "
         "nodes. E(A): mean sum of the path probabilities of a tree's nodes, of the sharpened law where that shapes it."
     ]
-    columns = [where for where in ("25", "50", "25 T=1") if f"OPT-Tree {where}" in r]
+    columns = [where for where in ("25", "50", "60", "25 T=1") if f"OPT-Tree {where}" in r]
     rows = []
     for name in methods(0):
         values = [ratio(r[key]) if (key := f"{name} {where}") in r else None for where in columns]
@@ -107,7 +107,7 @@ def section(r: Results, figures: Path) -> Section:
     )
     sizes = sorted(int(name.split()[1]) for name in r if name.startswith("size "))
     parts.append(
-        "Tokens per step over tree size, greedy, depth 16 (32 prompts above 50 nodes). Sequoia's vector is the "
+        "Tokens per step over tree size, greedy, depth 16 (32 prompts with 100). Sequoia's vector is the "
         "bundled one, measured on texts of the pair's training set at T = 0 and 1 together."
     )
     rows = [(n, ratio(r[f"size {n}"]), ratio(r[f"Sequoia {n}"]), ratio(r[f"size {n}"], "forwards")) for n in sizes]
