@@ -4,6 +4,7 @@
 # make test-next   the engine tests on the newest supported vLLM; SHORT=1: a cut of them
 # make gpu-check   everything that a GPU can say, in 25 minutes; WHEELS=DIR: without network; REHEARSE=1: tiny, on a CPU
 # make docs        the site, strictly: build/site
+# make docs-run    README's and every page's commands in a fresh environment, a line each: an hour; ONLY=docs/index.md: one page
 # make bench-short the shortest run of the benchmark that gives ratios, on the bundled pair
 # make release-check TAG=v0.2.0    whether a tag may be released
 # They create .venv with everything pinned; a machine without a GPU gets vLLM's CPU build.
@@ -13,7 +14,7 @@ BIN := .venv/bin
 READY := .venv/ready
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: demo demo-ray test test-next docs bench-short setup clean
+.PHONY: demo demo-ray test test-next docs docs-run bench-short setup clean
 
 demo: setup
 	$(BIN)/vllm-adaptive-tree demo
@@ -37,6 +38,9 @@ test-next: setup
 docs: setup
 	$(BIN)/pip install --quiet --no-deps -r requirements/docs.txt
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+docs-run: setup
+	$(BIN)/python -m tests.docs_run $(if $(ONLY),--only $(ONLY))
 
 bench-short: setup
 	$(BIN)/vllm-adaptive-tree bench --enlarge-to 0.5B --dtype bfloat16 --eager --chains 3 --concurrency 1 --sampled '' \
