@@ -56,7 +56,9 @@ SHORTER = {
     r"--out benchmarks/\S+": "--out results",
     r"--minutes \d+(\.\d+)?": "--minutes 1",
     r"--count (40|128)": "--count 12",
-    r"(train-gate .*)": r"\1 --max-tokens 32 --nodes 60",
+    r"(train-gate .*)": r"\1 --max-tokens 32",
+    r"(train-gate c2t .*)": r"\1 --nodes 60",
+    r"^((\w+=\S+ )*vllm-adaptive-tree train-head)": r"rm -rf head && \1",
     r"^(vllm-adaptive-tree compare before after)": r"cp -r results before && cp -r results after && \1",
     r'^(vllm-adaptive-tree serve .*("method": "fan"|"model": "again").*)': "pip install --quiet --no-deps "
     r"--no-build-isolation --upgrade --target plugins ./fan ./again && PYTHONPATH=plugins \1",
@@ -109,9 +111,7 @@ class Walk:
         for path in ROOT.iterdir():
             if path.name not in {"build", "dist", "results"} and not path.name.startswith("."):
                 (folder / path.name).symlink_to(path)
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-        kept |= {"PATH": f"{binaries}{os.pathsep}{kept['PATH']}", "VIRTUAL_ENV": str(binaries.parent)}
-        self.environment = {"OMP_NUM_THREADS": "2", "VLLM_CPU_KVCACHE_SPACE": "1"} | kept
+        self.environment = {"OMP_NUM_THREADS": "2", "VLLM_CPU_KVCACHE_SPACE": "1"} | variables(binaries)
 
     def page(self, page: Path) -> Iterator[Line]:
         for block in blocks(page):
@@ -204,6 +204,12 @@ class Walk:
         )
 
 
+def variables(binaries: Path) -> dict[str, str]:
+    """This process's, without what would let another environment see the checkout."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    return kept | {"PATH": f"{binaries}{os.pathsep}{kept['PATH']}", "VIRTUAL_ENV": str(binaries.parent)}
+
+
 def ask(url: str, body: object = None) -> dict[str, list[dict[str, str]]]:
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
@@ -217,8 +223,7 @@ def fresh(folder: Path) -> Path:
     [install] = re.findall(r"`(pip install --no-deps -r requirements/cpu\.txt .*?)`", (ROOT / "README.md").read_text())
     subprocess.run(["make", "wheels", f"PYTHON={sys.executable}"], cwd=ROOT, check=True)
     venv.create(folder, with_pip=True)
-    environment = os.environ | {"PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"}
-    subprocess.run(["bash", "-c", install], cwd=ROOT, env=environment, check=True)
+    subprocess.run(["bash", "-c", install], cwd=ROOT, env=variables(folder / "bin"), check=True)
     return folder / "bin"
 
 
