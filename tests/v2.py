@@ -26,7 +26,7 @@ SHORT: dict[str, Cases] = {  # MODEL_RUNNER -> cases
             "test_a_fixed_budget[opt_tree]",
             "test_large_trees_stand_depth_first",
             "test_a_draft_that_rests_reads_nothing_and_catches_up",
-            "test_a_head_that_rests_reads_on",
+            "test_a_head_that_rests_reads_later[None]",
             "test_no_trees_grow_where_none_is_verified",
             "test_a_crowd_decodes_without_trees[model]",
             "test_nothing_waits_for_the_device[adaptive_tree-model]",

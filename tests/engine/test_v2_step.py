@@ -276,43 +276,73 @@ def test_a_crowd_decodes_without_trees(
     assert_identical(generate(engines.start(), BATCH, ends), outputs)
 
 
-def test_a_head_that_rests_reads_on(engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("lookup", [None, "ngram"])
+def test_a_head_that_rests_reads_later(
+    engines: Engines, tmp_path: Path, lookup: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its trees are those of a head that never rests, also after prompts in chunks and in blocks of earlier requests:
-    the target's hidden states are gone after a step."""
+    what the target has left of a step waits, and what a request has left when it ends is read. A look-up accepts nodes
+    meanwhile."""
     set_costs(monkeypatch, verify={"rows": [1, 1000], "seconds": [0.5, 0.5 + 1e-6]})
-    config = tree(4, budget="auto", draft="eagle3", max_depth=2, draft_temperature=1, threshold=0)
-    llm = engines.start({**config, "model": heads.eagle3(tmp_path)}, max_num_batched_tokens=40)
+    config = tree(4, budget="auto", draft="eagle3", max_depth=2, draft_temperature=1, threshold=0, lookup=lookup)
+    llm = engines.start({**config, "model": heads.eagle3(tmp_path)}, max_num_batched_tokens=256, max_num_seqs=4)
     runner, steps, resting = runner_of(llm), 0, 0
-    drafts, budget = runner.speculator.drafts, runner.budget.budget
-    seen: dict[tuple[int, ...], list[int]] = {}  # text -> tree
-    store = drafts.store
+    speculator, budget = runner.speculator, runner.budget.budget
+    found: dict[tuple[int, ...], list[int]] = {}  # text -> tree
+    reads: list[list[int]] = []  # rows of each forward, of each step
+    store, forward, run_model = speculator.drafts.store, speculator.forward, speculator._run_model
 
     def begin(greedy: list[bool]) -> Plan:
         nonlocal steps
         steps += 1
-        budget.plan = Plan(2 if steps % 8 >= resting else 0, 0.0)
+        reads.append([])
+        budget.plan = Plan(2 if steps % 12 >= resting else 0, 0.0)
         return budget.plan
 
     def stored(request: torch.Tensor, root: torch.Tensor, proposal: Any, *args: Any) -> None:
         for place, (index, at) in enumerate(zip(request.tolist(), root.tolist(), strict=True)):
-            if at >= runner.req_states.prefill_len.np[index]:
-                text = runner.req_states.all_token_ids.gpu[index, : at + 1].tolist()
-                seen[tuple(text)] = proposal.tree.tokens[place].tolist()
+            if at >= runner.req_states.prefill_len.np[index] and budget.plan.levels:
+                text = tuple(runner.req_states.all_token_ids.gpu[index, : at + 1].tolist())
+                found[text] = proposal.tree.tokens[place].tolist()
         store(request, root, proposal, *args)
 
+    def read(tokens: torch.Tensor, *args: Any) -> Any:
+        reads[-1].append(len(tokens))
+        return forward(tokens, *args)
+
+    def read_at_once(rows: int, *args: Any, **options: Any) -> Any:
+        reads[-1].append(rows)
+        return run_model(rows, *args, **options)
+
     monkeypatch.setattr(budget, "begin", begin)
-    monkeypatch.setattr(drafts, "store", stored)
-    prompts = ["\n".join(PROMPTS[:6]), PROMPTS[9]]
-    greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    expected = generate(llm, prompts, greedy)
-    trees, resting = dict(seen), 4
+    monkeypatch.setattr(speculator.drafts, "store", stored)
+    monkeypatch.setattr(speculator, "forward", read)
+    monkeypatch.setattr(speculator, "_run_model", read_at_once)
+    prompts = ["\n".join(PROMPTS + PROMPTS[:4]), PROMPTS[9]]
+    lengths = [len(llm.get_tokenizer().encode(prompt)) for prompt in prompts]
+    counts = [32 + (2 - length) % 32 for length in lengths]  # the last block but one has just been filled
+    ends = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in counts]
+    outputs = llm.generate(prompts, ends, use_tqdm=False)
+    expected = [list(one.outputs[0].token_ids) for one in outputs]
+    texts = [one.prompt_token_ids + list(one.outputs[0].token_ids) for one in outputs]
+    follow = [{"prompt_token_ids": text} for text in texts]
+    few = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     llm.reset_prefix_cache()
-    for _ in range(2):
-        seen.clear()
-        assert_identical(expected, generate(llm, prompts, greedy))
-        again = {text: seen[text] for text in seen.keys() & trees.keys()}
-        assert len(trees) > len(again) > 10
-        assert again == {text: trees[text] for text in again}
+    generate(llm, follow, few)
+    trees = dict(found)
+    llm.reset_prefix_cache()
+
+    for resting in (12, 8):
+        found.clear()
+        reads.clear()
+        assert [list(one.token_ids) for one in generate(llm, prompts, ends)] == expected
+        assert sum(not rows for rows in reads) > len(reads) / 3, "a head that rests runs no forward"
+        rests, resting = resting, 0
+        generate(llm, PROMPTS[10:14], SamplingParams(temperature=0, max_tokens=1))  # in the places of those that left
+        generate(llm, follow, few)
+        same = found.keys() & trees.keys()
+        assert len(same) > (4 if rests == 12 else 20)
+        assert {text: found[text] for text in same} == {text: trees[text] for text in same}
     assert metric(llm, "prefix_cache_hits") > 0
 
 

@@ -3,13 +3,8 @@
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
-from vllm.config.compilation import CUDAGraphMode
 from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.attention.backends.utils import PAD_SLOT_ID
-from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
-from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
 from vllm_adaptive_tree.engine.v2.draft_backlog import DraftBacklog, Gap
@@ -34,8 +29,9 @@ class CatchUpSpeculator(PagedDraft, StandaloneARSpeculator):
     def rest(self, target: TargetOutput) -> None:
         self.skip(target.batch, np.ones(target.batch.num_reqs, dtype=bool))
 
-    def catch_up(self, batch: Any) -> np.ndarray | None:
+    def catch_up(self, target: TargetOutput) -> np.ndarray | None:
         """Read skipped tokens, as many as a batch may have; requests with more of them wait for the next step."""
+        batch = target.batch
         if self.backlog is None:
             return None
         room, late, gaps = self.max_num_tokens, np.zeros(batch.num_reqs, dtype=bool), []
@@ -57,32 +53,17 @@ class CatchUpSpeculator(PagedDraft, StandaloneARSpeculator):
         """Run one forward over tokens that are in the target's cache; the host does not know their exact end, and K/V
         after it is not stored."""
         rows, start, end = np.array(gaps).T
-        count, length = len(gaps), end - start
+        length = end - start
         total = int(length.sum())
-        first = np.concatenate([[0], length.cumsum()]).astype(np.int32)
-        of = np.repeat(np.arange(count), length)
-        row, place, of = (
+        first = np.concatenate([[0], length.cumsum()])
+        of = np.repeat(np.arange(len(gaps)), length)
+        row, place, of, row_start, ends = (
             async_tensor_h2d(array, device=self.device)
-            for array in (rows, np.arange(total) - (first[:-1] - start)[of], of)
+            for array in (rows, np.arange(total) - (first[:-1] - start)[of], of, first, end)
         )
         request, begin = batch.idx_mapping[row], batch.positions[batch.query_start_loc[row]]
-        tokens = self.tokens[request[of], place]
-        buffers, tables = self.input_buffers, self.block_tables
-        for buffer, numbers, rest in ((buffers.query_start_loc, first, total), (buffers.seq_lens, end, 0)):
-            buffer.fill_(rest)
-            buffer[: len(numbers)] = async_tensor_h2d(numbers, device=self.device)
-        tables.gather_block_tables(request, count)
-        slots = tables.compute_slot_mappings(
-            request, buffers.query_start_loc[: 1 + count], place, total, out=self.expanded_slot_mappings
-        ).masked_fill(place >= begin[of], PAD_SLOT_ID)
-        metadata = super()._build_attn_metadata(
-            num_reqs=count,
-            batch_desc=BatchExecutionDescriptor(cg_mode=CUDAGraphMode.NONE, num_tokens=total, num_reqs=count),
-            query_start_loc_np=first,
-            seq_lens_cpu_upper_bound=torch.from_numpy(end.astype(np.int32)),
-            step=0,
-            slot_mappings=slots,
+        metadata, slots = self.metadata_of(
+            request, row_start, ends, place, length, end, self.expanded_slot_mappings, place >= begin[of]
         )
-        by_layer = build_slot_mappings_by_layer(slots, self.kv_cache_config)
-        self._run_model(tokens.int(), place, metadata, by_layer, None)
-        tables.gather_block_tables(batch.idx_mapping, batch.num_reqs_after_padding)
+        self._run_model(self.tokens[request[of], place].int(), place, metadata, slots, None)
+        self.block_tables.gather_block_tables(batch.idx_mapping, batch.num_reqs_after_padding)

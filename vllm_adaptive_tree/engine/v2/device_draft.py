@@ -53,7 +53,7 @@ class DeviceDraft:
         speculator = self.speculator
         verification = speculator.step.verification
         speculator.accepted = None if accepted is None else (verification, accepted)
-        ready = speculator.catch_up(self.batch) if levels else None
+        ready = speculator.catch_up(self.target) if levels else None
         if not self.crowded:
             speculator.prepare(self.target, self.temperature, self.seeds, ready)
         if levels:

@@ -114,6 +114,7 @@ class TreeDrafting(BaseSpeculator):
         self.most_rows = self.vllm_config.scheduler_config.max_num_batched_tokens
         self.most_trees = min(runner.max_num_reqs, MOST_TREES)
         """Requests of a batch above which nothing is drafted."""
+        self.may_rest = self.options.tree.budget == "auto" or runner.max_num_reqs > self.most_trees
         self.drafts = Drafts(runner.max_num_reqs, self.most_trees, self.num_speculative_steps, self.device)
         if self.pair.proposer.acceptance is not None:
             self.pair.proposer.acceptance.to(self.device)
@@ -196,9 +197,12 @@ class TreeDrafting(BaseSpeculator):
     def measure(self, rows: int) -> Callable[[], Any]:
         """Function to be timed, which runs one level of so many nodes."""
 
-    def catch_up(self, batch: Any) -> np.ndarray | None:
+    def catch_up(self, target: TargetOutput) -> np.ndarray | None:
         """Read the tokens skipped before this step. Returns [R] bool, True for complete requests; None: all are."""
         return None
+
+    def settle(self) -> None:
+        """Read what would be lost between two steps: a request with skipped tokens leaves, or a block is copied."""
 
     def cache(self, requests: int) -> Cache | None:
         """Draft's K/V cache of the first requests of this step's batch."""

@@ -1,7 +1,9 @@
 """Heads on Model Runner V2 that read the target's hidden states: EAGLE, EAGLE-3, and MTP layers."""
 
+from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from vllm.forward_context import set_forward_context
@@ -10,18 +12,25 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import prepar
 
 from vllm_adaptive_tree.engine.drafts.registry import kind_in
 from vllm_adaptive_tree.engine.v2.drafting import TargetOutput, TreeDrafting
-from vllm_adaptive_tree.engine.v2.paged_draft import PagedDraft
+from vllm_adaptive_tree.engine.v2.paged_draft import PagedDraft, only_roots
+from vllm_adaptive_tree.engine.v2.unread_states import LONGEST, UnreadStates
+
+
+def states_of(target: TargetOutput) -> Tensor:
+    """[rows, H or more]: of the layers that the head reads, side by side, or the last."""
+    return torch.cat(target.auxiliary, -1) if target.auxiliary else target.hidden
 
 
 class HeadSpeculator(PagedDraft, EagleSpeculator):
     """Head whose row at a position has the target's hidden state there and the token after it, so the last accepted row
-    is the root's. It reads in every step, since those states are lost after it; K/V of accepted tokens is computed
-    again from them.
+    is the root's. K/V of accepted tokens is computed again from those states; while it rests, they wait until it reads
+    them.
     """
 
     shift = 1
     target_hidden: Tensor | None = None
     """Target's states of the rows that the next piece reads, [rows, H or more]."""
+    unread: UnreadStates | None = None
 
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any, req_states: Any):
         EagleSpeculator.__init__(self, vllm_config, device)
@@ -29,10 +38,67 @@ class HeadSpeculator(PagedDraft, EagleSpeculator):
         self.combines = kind_in(self.options).combines_states
 
     def rest(self, target: TargetOutput) -> None:
-        self.read(target)
+        """Nothing is read while all that is new can wait. Prompts are read, and blocks of a request are complete before
+        another shares them: that one has a prompt, and a request that leaves is read (`settle`)."""
+        batch, unread = target.batch, self.waiting_room(target)
+        most = 1 if self.accepted is None else 1 + self.accepted[1].nodes.shape[1]
+        if not only_roots(batch) or not unread.fits(batch.idx_mapping_np, most):
+            self.catch_up(target)
+            self.read(target)
+            return
+        row = batch.query_start_loc[: batch.num_reqs, None].long()
+        if self.accepted is not None:
+            row = torch.cat([row, row + 1 + self.accepted[1].nodes], 1)
+        end, request = self.states.num_computed_tokens.gpu, batch.idx_mapping
+        unread.keep(batch.idx_mapping_np, request, end[request], target.num_sampled, row, states_of(target))
+
+    def catch_up(self, target: TargetOutput) -> None:
+        if self.unread is None or not self.unread.count.any():
+            return
+        batch, end = target.batch, self.states.num_computed_tokens.gpu.clone()
+        end[batch.idx_mapping] -= target.num_sampled
+        self.missed = self._read_late(self.unread, end)
+        self.block_tables.gather_block_tables(batch.idx_mapping, batch.num_reqs_after_padding)
+
+    @torch.inference_mode()
+    def settle(self) -> None:
+        if self.unread is not None and self.unread.count.any() and not self.off:
+            self._read_late(self.unread, self.states.num_computed_tokens.gpu)
+
+    def forget(self, request: str) -> None:
+        super().forget(request)
+        if self.unread is not None and self.unread.count[self.states.req_id_to_index[request]]:
+            self.settle()
+
+    def _read_late(self, unread: UnreadStates, end: Tensor) -> int:
+        """Read what waits, and return the number of its rows, padding included."""
+        late = unread.take(end, self.states.all_token_ids.gpu)
+        request, row_start, end, place, tokens, states, sizes = late
+        longest = np.full(len(sizes), self.max_model_len)
+        metadata, slots = self.metadata_of(request, row_start, end, place, sizes, longest, self.late_slots)
+        hidden = self.model.combine_hidden_states(states) if self.combines else states
+        self.forward(tokens, place, metadata, hidden, slots)
+        return len(place)
+
+    @cached_property
+    def late_slots(self) -> Tensor:
+        """Buffer for slots: vLLM's own has those of the step."""
+        return torch.empty_like(self.block_tables.slot_mappings)
+
+    def waiting_room(self, target: TargetOutput) -> UnreadStates:
+        """What waits; made while vLLM measures memory."""
+        if self.unread is None:
+            positions = min(LONGEST, self.max_num_tokens // self.max_num_reqs)
+            self.unread = UnreadStates(self.max_num_reqs, positions, states_of(target))
+        return self.unread
+
+    def dummy_run(self, target: TargetOutput, *, without_attention: bool) -> None:
+        super().dummy_run(target, without_attention=without_attention)
+        if self.may_rest:
+            self.waiting_room(target)
 
     def stage_hidden_states(self, target: TargetOutput, rows: int) -> None:
-        hidden = torch.cat(target.auxiliary, -1) if target.auxiliary else target.hidden
+        hidden = states_of(target)
         if self.target_hidden is None:
             self.target_hidden = hidden.new_zeros(len(self.inputs.source), hidden.shape[1])
         torch.index_select(hidden, 0, self.inputs.source[:rows], out=self.target_hidden[:rows])
@@ -47,9 +113,9 @@ class HeadSpeculator(PagedDraft, EagleSpeculator):
         return self.hidden_states[:requests]
 
     def read_natively(self, target: TargetOutput, *, without_attention: bool = False) -> None:
-        batch, hidden = target.batch, target.hidden
+        batch, hidden = target.batch, states_of(target)
         if target.auxiliary:
-            hidden = self.model.combine_hidden_states(torch.cat(target.auxiliary, -1))
+            hidden = self.model.combine_hidden_states(hidden)
         if self.accepted is not None:
             step, (tokens, nodes) = self.accepted
             step.write_path(batch.input_ids, tokens, nodes)

@@ -5,8 +5,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.attention.backends.utils import PAD_SLOT_ID
+from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_adaptive_tree.drafters import Rows
@@ -20,6 +25,13 @@ from vllm_adaptive_tree.engine.v2.graphs import Piece
 from vllm_adaptive_tree.engine.v2.level_keys import LevelKeys
 from vllm_adaptive_tree.engine.v2.target_buffers import plans
 from vllm_adaptive_tree.kernels.reading import Cache
+
+
+def only_roots(batch: Any) -> bool:
+    """Return whether the requests of vLLM's InputBatch have one token and a tree each, and none reads its prompt."""
+    drafts = batch.num_draft_tokens_per_req
+    num_other_tokens = batch.num_scheduled_tokens - (0 if drafts is None else drafts)
+    return not batch.has_prefill and bool((num_other_tokens == 1).all())
 
 
 class PagedDraft(TreeDrafting, DraftModelSpeculator):
@@ -127,16 +139,54 @@ class PagedDraft(TreeDrafting, DraftModelSpeculator):
 
     def read(self, target: TargetOutput) -> None:
         batch = target.batch
-        drafts = batch.num_draft_tokens_per_req
-        num_other_tokens = batch.num_scheduled_tokens - (0 if drafts is None else drafts)
         at_once = self.level_keys is not None and batch.num_reqs <= self.most_trees
         requests = self.padded(batch.num_reqs) if at_once else 0
-        if not at_once or not self.fits(requests) or batch.has_prefill or not (num_other_tokens == 1).all():
+        if not at_once or not self.fits(requests) or not only_roots(batch):
             self.longest_text = int(batch.seq_lens_cpu_upper_bound[: batch.num_reqs].max())
             self.read_natively(target)
             return
         self.stage_hidden_states(target, requests * self.reading_width)
         self.graphs.run(Piece.of(requests), partial(self.read_accepted, requests))
+
+    def metadata_of(
+        self,
+        request: Tensor,
+        row_start: Tensor,
+        end: Tensor,
+        place: Tensor,
+        sizes: np.ndarray,
+        longest: np.ndarray,
+        slots: Tensor,
+        unstored: Tensor | None = None,
+    ) -> tuple[Any, dict[str, Tensor]]:
+        """vLLM's metadata of a forward over earlier tokens of K requests, and its slots by layer. The tables of the
+        batch have to be gathered again after it.
+
+        Args:
+            request: [K], vLLM's index.
+            row_start, end: [K + 1] and [K], of the rows, and tokens up to the last row of each request.
+            place: [rows], positions.
+            sizes, longest: [K], rows and tokens of each request, at most; on the host.
+            slots: buffer for slots.
+            unstored: [rows] bool, rows whose K/V is not stored.
+        """
+        buffers, tables, count, total = self.input_buffers, self.block_tables, len(sizes), len(place)
+        for buffer, numbers, rest in ((buffers.query_start_loc, row_start, total), (buffers.seq_lens, end, 0)):
+            buffer.fill_(rest)
+            buffer[: len(numbers)] = numbers
+        tables.gather_block_tables(request, count)
+        slots = tables.compute_slot_mappings(request, buffers.query_start_loc[: 1 + count], place, total, out=slots)
+        if unstored is not None:
+            slots = slots.masked_fill(unstored, PAD_SLOT_ID)
+        metadata = super()._build_attn_metadata(
+            num_reqs=count,
+            batch_desc=BatchExecutionDescriptor(cg_mode=CUDAGraphMode.NONE, num_tokens=total, num_reqs=count),
+            query_start_loc_np=np.concatenate([[0], sizes.cumsum()]).astype(np.int32),
+            seq_lens_cpu_upper_bound=torch.from_numpy(longest.astype(np.int32)),
+            step=0,
+            slot_mappings=slots,
+        )
+        return metadata, build_slot_mappings_by_layer(slots, self.kv_cache_config)
 
     def read_accepted(self, requests: int) -> None:
         """Run one forward over the rows of `inputs`, of so many requests, padding included; a piece."""

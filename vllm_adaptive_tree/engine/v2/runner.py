@@ -105,8 +105,7 @@ class TreeModelRunnerV2(ModelRunner):
             super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
         if self.budget is not None:
             self.adaptive_verification = selection
-        rests = self.options.tree.budget == "auto" or self.max_num_reqs > self.speculator.most_trees
-        if rests and self.speculator.reads_late:
+        if self.speculator.may_rest and self.speculator.reads_late:
             self.speculator.backlog = DraftBacklog.of(self.speculator, self.kv_cache_config, self.max_num_reqs)
         self.attention.open_caches()
 
@@ -143,6 +142,8 @@ class TreeModelRunnerV2(ModelRunner):
         return removed
 
     def add_requests(self, scheduler_output: Any) -> None:
+        if scheduler_output.kv_cache_block_copies:
+            self.speculator.settle()
         super().add_requests(scheduler_output)
         index = self.req_states.req_id_to_index
         for new in scheduler_output.scheduled_new_reqs:
