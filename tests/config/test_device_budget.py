@@ -3,15 +3,16 @@
 import heapq
 import itertools
 import random
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import ArrayLike
 
 from vllm_adaptive_tree.acceptance import Accepted
-from vllm_adaptive_tree.budget import Costs, Curve, Planner
+from vllm_adaptive_tree.budget import Budget, Costs, Curve, Plan, Planner
 from vllm_adaptive_tree.budget.cost import profiled_rows
 from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.engine.common.threshold_controller import ThresholdController
@@ -142,3 +143,50 @@ def test_ranks_keep_the_costs_of_the_start(monkeypatch: pytest.MonkeyPatch) -> N
     told = device.told(dense, lambda count: 2 * draft(count))
     device.rate(1, told, live=False)
     assert told.draft.cost(1) == 2 * draft(1)
+
+
+class Scripted(Budget):
+    """Plans of 8 requests, one a step, and what it is shown."""
+
+    def __init__(self, plans: list[Plan]):
+        super().__init__(sampled=False)
+        self.plans, self.shown = iter(plans), list[int]()
+
+    def begin(self, greedy: Sequence[bool]) -> Plan:
+        self.plan = next(self.plans)
+        return self.plan
+
+    def observe_trees(self, value: ArrayLike, *args: Any, **options: Any) -> None:
+        self.shown.append(len(np.asarray(value)))
+
+
+def test_a_trial_by_a_few() -> None:
+    """The same requests draft throughout a trial, others in the next; only theirs are learnt from, and verified. Then
+    the whole batch drafts trees like those."""
+    rest, few, whole = Plan(0, 1.0), Plan(2, 1.0, few=2), Plan(2, 1.0)
+    plans = [rest, few, few, few, few, rest, few, few, few, whole, whole, whole, rest]
+    budget, times = Scripted(plans), phase_times.PhaseTimes(torch.device("cpu"))
+    options, _ = TreeOptions.parse({"method": "opt_tree", "model": "x", "num_speculative_tokens": NODES})
+    steering = ThresholdController(resolve(options).proposer, options.tree.steered)
+    device, greedy = DeviceBudget(budget, steering, times, learns=True), np.ones(8, dtype=bool)
+    drafted, verified = list[tuple[int, ...]](), list[int]()
+    for plan in plans:
+        assert device.begin_step(greedy) == plan.levels
+        drafting = device.drafting(greedy) if plan.levels else np.zeros(8, dtype=bool)
+        drafted.append(() if drafting is None else tuple(np.flatnonzero(drafting)))
+        if plan.levels:
+            tree = batch_of(TREES[2], 8)
+            if drafting is not None:
+                tree = tree._replace(tokens=tree.tokens.masked_fill(~torch.from_numpy(drafting)[:, None], -1))
+            device.drafted(tree, greedy, None, drafting)
+        device.end_step(8, 8, 0, 1, prefills=False, missed=False, trees=plan.levels > 0)
+        verified.append(device.nodes)
+    assert drafted[1:5] == 4 * [drafted[1]]
+    assert drafted[6:9] == 3 * [drafted[6]]
+    assert len({*drafted[1], *drafted[6]}) == 4
+    assert drafted[9:12] == 3 * [()], "all"
+    assert budget.shown == 7 * [2] + 2 * [8]
+    size = len(TREES[2])
+    assert verified[3:5] == [2 * size] * 2
+    assert verified[6:12] == 3 * [2 * size] + 3 * [8 * size]
+    assert verified[5] == verified[12] == 0

@@ -31,9 +31,10 @@ class Texts:
         with NoHostSync():
             self.unread.keep(requests, index, self.computed[index], sampled, row, states)
 
-    def take(self) -> Late:
+    def take(self, *requests: int) -> Late:
+        """What waits of these, or of all."""
         with NoHostSync():
-            return self.unread.take(self.computed, self.text)
+            return self.unread.take(np.array(requests or range(REQUESTS)), self.computed, self.text)
 
 
 def check(late: Late, expected: dict[int, range]) -> None:
@@ -53,7 +54,8 @@ def test_it_waits_for_the_head() -> None:
     texts.step({1: 1, 0: 3}, 3)
     texts.step({0: 1}, 1)
     texts.step({3: 2, 0: 1}, 2)
-    check(texts.take(), {0: range(10, 15), 1: range(20, 21), 3: range(40, 42)})
+    check(texts.take(3, 2), {3: range(40, 42)})
+    check(texts.take(), {0: range(10, 15), 1: range(20, 21)})
     assert not texts.unread.count.any()
     texts.step({0: 1, 2: 1}, 1)
     check(texts.take(), {0: range(15, 16), 2: range(30, 31)})

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vllm_adaptive_tree.acceptance import Accepted
-from vllm_adaptive_tree.budget import Budget, DraftTemperature, Plan, Planner
+from vllm_adaptive_tree.budget import Budget, DraftTemperature, Plan, Planner, Turns
 from vllm_adaptive_tree.engine.common.batch_budget import BatchBudget
 from vllm_adaptive_tree.engine.common.threshold_controller import ThresholdController
 from vllm_adaptive_tree.engine.v2.phase_times import PhaseTimes, passed, seconds
@@ -49,6 +49,8 @@ class DeviceBudget(BatchBudget):
         self.readback = AsyncReadback()
         self.value = self.depth = np.zeros((0, 1))  # [R, N] of an earlier step
         self.greedy = np.zeros(0, dtype=bool)  # [R]: greedy requests among those of these trees
+        self.few, self.trees = 0, 0  # as in the plan; trees of this step
+        self.turns, self.trials = Turns(), 0
         self.last: StepCost | None = None
         """The last step, if its times say what one costs."""
         self.timed = deque[StepCost]()
@@ -68,13 +70,29 @@ class DeviceBudget(BatchBudget):
         self.readback.next_step()
         while len(self.timed) > LAG and passed(self.timed[0].end):
             self._follow(self.timed.popleft())
-        return self.begin(greedy.tolist()).levels
+        plan = self.begin(greedy.tolist())
+        few = plan.few if plan.levels else 0
+        self.trials += bool(few and not self.few)
+        self.few, self.trees = few, len(greedy)
+        return plan.levels
 
-    def drafted(self, tree: TreeBatch, greedy: np.ndarray, level: Tensor | None) -> None:
-        """Note the trees of this step; `level` [R, N] as `Planner.observe_trees` takes it."""
+    def drafting(self, greedy: np.ndarray) -> np.ndarray | None:
+        """[R] bool: requests of this step that draft; None: all. A trial keeps to its own, which have caught up."""
+        if not self.few:
+            return None
+        self.turns.turn = self.trials
+        drafting = np.array(self.turns.chosen(greedy.tolist(), self.few))
+        self.trees = int(drafting.sum())
+        return drafting
+
+    def drafted(
+        self, tree: TreeBatch, greedy: np.ndarray, level: Tensor | None, drafting: np.ndarray | None = None
+    ) -> None:
+        """Note the trees of this step; `level` [R, N] as `Planner.observe_trees` takes it; `drafting` [R]: False for
+        requests without one."""
         if self.learns:
             parts = (tree.log_weight, tree.tokens, tree.depth, *(() if level is None else (level,)))
-            callback = partial(self._on_trees, greedy, self.budget.plan, tree.tokens.shape[1])
+            callback = partial(self._on_trees, greedy, drafting, self.budget.plan, tree.tokens.shape[1])
             self.readback.send(torch.cat(parts, 1), callback)
 
     def verified(self, tree: TreeBatch, accepted: Accepted, greedy: np.ndarray, order: Tensor | None) -> None:
@@ -114,8 +132,9 @@ class DeviceBudget(BatchBudget):
         if not trees or (rests and not len(self.value)):
             self.nodes = 0
         elif len(self.value):
-            greedy = self.greedy[:requests]
-            kept = self.budget.share(self.value[:requests], self.depth[:requests], greedy, rows=requests - len(greedy))
+            like = np.arange(self.trees) % len(self.value)
+            value, depth, greedy = self.value[like], self.depth[like], self.greedy[like]
+            kept = self.budget.share(value, depth, greedy, rows=requests - self.trees)
             self.nodes = int(kept.sum())
 
     def _follow(self, step: StepCost) -> None:
@@ -126,9 +145,13 @@ class DeviceBudget(BatchBudget):
         if step.levels:
             self.budget.observe_level(step.requests, step.requests, drafting / step.levels)
 
-    def _on_trees(self, greedy: np.ndarray, plan: Plan, nodes: int, figures: Tensor) -> None:
+    def _on_trees(
+        self, greedy: np.ndarray, drafting: np.ndarray | None, plan: Plan, nodes: int, figures: Tensor
+    ) -> None:
         """`figures` [R, 3 * N or 4 * N]: of the trees, side by side."""
         parts = figures.numpy()
+        if drafting is not None:
+            parts, greedy = parts[drafting], greedy[drafting]
         weight, token, depth, *level = (parts[:, at : at + nodes] for at in range(0, parts.shape[1], nodes))
         self.value, self.depth, self.greedy = self.values(weight, token >= 0, None), depth, greedy
         self.budget.observe_trees(self.value, depth, greedy, plan, level=level[0] if level else None)

@@ -29,13 +29,16 @@ class CatchUpSpeculator(PagedDraft, StandaloneARSpeculator):
     def rest(self, target: TargetOutput) -> None:
         self.skip(target.batch, np.ones(target.batch.num_reqs, dtype=bool))
 
-    def catch_up(self, target: TargetOutput) -> np.ndarray | None:
+    def catch_up(self, target: TargetOutput, drafting: np.ndarray | None) -> np.ndarray | None:
         """Read skipped tokens, as many as a batch may have; requests with more of them wait for the next step."""
         batch = target.batch
         if self.backlog is None:
-            return None
-        room, late, gaps = self.max_num_tokens, np.zeros(batch.num_reqs, dtype=bool), []
+            return drafting
+        room, gaps = self.max_num_tokens, []
+        late = np.zeros(batch.num_reqs, dtype=bool) if drafting is None else ~drafting
         for gap in self.backlog.gaps(batch.idx_mapping_np, batch.num_computed_tokens_np):
+            if late[gap.row]:
+                continue
             end = min(gap.end, gap.start + room)
             late[gap.row] = end < gap.end
             if end > gap.start:

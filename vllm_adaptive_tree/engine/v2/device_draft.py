@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 
@@ -32,6 +33,8 @@ class DeviceDraft:
         """True if nothing is drafted: the batch is too large, or its requests end, or are amid their prompts."""
         self.drafting = True
         """False if the draft rests."""
+        self.ready: np.ndarray | None = None
+        """[R] bool: requests that the draft grows a tree for; None: all."""
         self.tokens: Tensor | None = None
         """Tokens of the trees [R, N]; None: there are none."""
 
@@ -47,15 +50,18 @@ class DeviceDraft:
         if budget is not None and levels:
             budget.steer(requests, requests)
         self.drafting = levels > 0
+        if budget is not None and levels:
+            self.ready = budget.drafting(self.greedy)
         return levels
 
     def read(self, accepted: Accepted | None, levels: int) -> bool:
         speculator = self.speculator
         verification = speculator.step.verification
         speculator.accepted = None if accepted is None else (verification, accepted)
-        ready = speculator.catch_up(self.target) if levels else None
+        if levels:
+            self.ready = speculator.catch_up(self.target, self.ready)
         if not self.crowded:
-            speculator.prepare(self.target, self.temperature, self.seeds, ready)
+            speculator.prepare(self.target, self.temperature, self.seeds, self.ready)
         if levels:
             speculator.read(self.target)
         else:
@@ -94,13 +100,14 @@ class DeviceDraft:
             position, temperature = inputs.position[:requests], inputs.temperature[:requests]
             speculator.drafts.store(batch.idx_mapping, position, proposal, temperature)
         tree = proposal.tree
-        speculator.stats.drafted(batch.req_ids, tree, rests=not self.drafting)
+        rest = () if self.ready is None else [batch.req_ids[row] for row in np.flatnonzero(~self.ready)]
+        speculator.stats.drafted(batch.req_ids, tree, rests=not self.drafting, without_draft=rest)
         if speculator.record is not None:
             speculator.record.drafted(batch.req_ids, tree)
         if speculator.budget is not None:
             on_text = speculator.draft_continuations if merged is None and self.drafting else merged
             level = None if on_text is None else draft_levels(tree, on_text)
-            speculator.budget.drafted(tree, self.greedy, level)
+            speculator.budget.drafted(tree, self.greedy, level, self.ready)
         self.tokens = tree.tokens
 
     def end(self) -> None:

@@ -197,9 +197,10 @@ class TreeDrafting(BaseSpeculator):
     def measure(self, rows: int) -> Callable[[], Any]:
         """Function to be timed, which runs one level of so many nodes."""
 
-    def catch_up(self, target: TargetOutput) -> np.ndarray | None:
-        """Read the tokens skipped before this step. Returns [R] bool, True for complete requests; None: all are."""
-        return None
+    def catch_up(self, target: TargetOutput, drafting: np.ndarray | None) -> np.ndarray | None:
+        """Read the tokens skipped before this step by the requests `drafting` [R] bool (None: all); for the others the
+        draft rests. Returns [R] bool, True for those of them that are complete; None: all are."""
+        return drafting
 
     def settle(self) -> None:
         """Read what would be lost between two steps: a request with skipped tokens leaves, or a block is copied."""

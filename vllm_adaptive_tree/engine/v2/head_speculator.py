@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from vllm.forward_context import set_forward_context
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import prepare_prefill_inputs
 
@@ -40,39 +41,52 @@ class HeadSpeculator(PagedDraft, EagleSpeculator):
     def rest(self, target: TargetOutput) -> None:
         """Nothing is read while all that is new can wait. Prompts are read, and blocks of a request are complete before
         another shares them: that one has a prompt, and a request that leaves is read (`settle`)."""
-        batch, unread = target.batch, self.waiting_room(target)
-        most = 1 if self.accepted is None else 1 + self.accepted[1].nodes.shape[1]
-        if not only_roots(batch) or not unread.fits(batch.idx_mapping_np, most):
-            self.catch_up(target)
+        if not self._wait(target, np.ones(target.batch.num_reqs, dtype=bool)):
+            self.catch_up(target, None)
             self.read(target)
-            return
-        row = batch.query_start_loc[: batch.num_reqs, None].long()
-        if self.accepted is not None:
-            row = torch.cat([row, row + 1 + self.accepted[1].nodes], 1)
-        end, request = self.states.num_computed_tokens.gpu, batch.idx_mapping
-        unread.keep(batch.idx_mapping_np, request, end[request], target.num_sampled, row, states_of(target))
 
-    def catch_up(self, target: TargetOutput) -> None:
-        if self.unread is None or not self.unread.count.any():
-            return
-        batch, end = target.batch, self.states.num_computed_tokens.gpu.clone()
-        end[batch.idx_mapping] -= target.num_sampled
-        self.missed = self._read_late(self.unread, end)
-        self.block_tables.gather_block_tables(batch.idx_mapping, batch.num_reqs_after_padding)
+    def _wait(self, target: TargetOutput, which: np.ndarray) -> bool:
+        """Let the requests `which` [R] bool wait, and return True, if all that is new of them can."""
+        batch, unread, step = target.batch, self.waiting_room(target), self.accepted
+        requests = batch.idx_mapping_np[which]
+        if not only_roots(batch) or not unread.fits(requests, 1 if step is None else 1 + step[1].nodes.shape[1]):
+            return False
+        row = batch.query_start_loc[: batch.num_reqs, None].long()
+        if step is not None:
+            row = torch.cat([row, row + 1 + step[1].nodes], 1)
+        index, num_sampled = batch.idx_mapping, target.num_sampled
+        if not which.all():
+            places = async_tensor_h2d(np.flatnonzero(which), device=self.device)
+            row, index, num_sampled = row[places], index[places], num_sampled[places]
+        end = self.states.num_computed_tokens.gpu[index]
+        unread.keep(requests, index, end, num_sampled, row, states_of(target))
+        return True
+
+    def catch_up(self, target: TargetOutput, drafting: np.ndarray | None) -> np.ndarray | None:
+        batch, unread = target.batch, self.unread
+        if drafting is not None and not self._wait(target, ~drafting):
+            drafting = None
+        requests = np.arange(self.max_num_reqs) if drafting is None else batch.idx_mapping_np[drafting]
+        if unread is not None and unread.count[requests].any():
+            end = self.states.num_computed_tokens.gpu.clone()
+            end[batch.idx_mapping] -= target.num_sampled
+            self.missed = self._read_late(unread, requests, end)
+            self.block_tables.gather_block_tables(batch.idx_mapping, batch.num_reqs_after_padding)
+        return drafting
 
     @torch.inference_mode()
     def settle(self) -> None:
         if self.unread is not None and self.unread.count.any() and not self.off:
-            self._read_late(self.unread, self.states.num_computed_tokens.gpu)
+            self._read_late(self.unread, np.arange(self.max_num_reqs), self.states.num_computed_tokens.gpu)
 
     def forget(self, request: str) -> None:
         super().forget(request)
         if self.unread is not None and self.unread.count[self.states.req_id_to_index[request]]:
             self.settle()
 
-    def _read_late(self, unread: UnreadStates, end: Tensor) -> int:
-        """Read what waits, and return the number of its rows, padding included."""
-        late = unread.take(end, self.states.all_token_ids.gpu)
+    def _read_late(self, unread: UnreadStates, requests: np.ndarray, end: Tensor) -> int:
+        """Read what waits of these requests, and return the number of its rows, padding included."""
+        late = unread.take(requests, end, self.states.all_token_ids.gpu)
         request, row_start, end, place, tokens, states, sizes = late
         longest = np.full(len(sizes), self.max_model_len)
         metadata, slots = self.metadata_of(request, row_start, end, place, sizes, longest, self.late_slots)

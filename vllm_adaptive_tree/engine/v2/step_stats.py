@@ -1,7 +1,7 @@
 """Per-step statistics, read with the step's tokens after vLLM's own wait: no extra sync. The number of dead rows
 arrives two steps later."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ class StepTrees(NamedTuple):
     names: Sequence[str]
     depth: HostCopy  # [R, N], 0: no node
     rests: bool  # True if look-ups made them while the draft rested
+    without_draft: Collection[str]  # requests for which the draft rested alone
 
     def sizes(self) -> dict[str, int]:
         return dict(zip(self.names, (self.depth.read() > 0).sum(1).tolist(), strict=True))
@@ -38,9 +39,11 @@ class StepStats:
     def verified(self, tree: TreeBatch) -> None:
         self.depth = HostCopy.of(torch.where(tree.valid, tree.depth, 0))
 
-    def drafted(self, names: Sequence[str], tree: TreeBatch, *, rests: bool) -> None:
-        """Note the trees of requests [R] with these names."""
-        self.grown = StepTrees(names, HostCopy.of(tree.depth), rests)
+    def drafted(
+        self, names: Sequence[str], tree: TreeBatch, *, rests: bool, without_draft: Collection[str] = ()
+    ) -> None:
+        """Note the trees of requests [R] with these names; the rest as of `StepTrees`."""
+        self.grown = StepTrees(names, HostCopy.of(tree.depth), rests, without_draft)
 
     def lost(self, dead: Tensor) -> None:
         """Note `dead` []: the number of draft rows of this step without a distribution."""
@@ -54,12 +57,13 @@ class StepStats:
         before, self.before, self.grown = self.before, self.grown, None
         begun, seconds = StepFigures.begun(budget, dead=dead), self.times.take()
         unverified = SCHEDULER if budget is None else BUDGET
-        nothing = BUDGET if before is None or before.rests else DRAFT
 
         def figures(names: Sequence[str]) -> StepFigures:
             verified = torch.zeros(len(names), 0) if depth is None else depth.read()
             rows, sizes = (verified > 0).sum(1).tolist(), {} if before is None else before.sizes()
-            reasons = [CHECK if off else unverified if sizes.get(name) else nothing for name in names]
+            resting = names if before is None or before.rests else before.without_draft
+            nothing = {name: BUDGET if name in resting else DRAFT for name in names}
+            reasons = [CHECK if off else unverified if sizes.get(name) else nothing[name] for name in names]
             return replace(
                 begun,
                 seconds=seconds(),

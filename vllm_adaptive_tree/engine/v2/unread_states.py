@@ -72,11 +72,12 @@ class UnreadStates:
         self.states[place.flatten()] = states[row.gather(1, column).flatten()]
         self.count[requests] += row.shape[1]
 
-    def take(self, end: Tensor, text: Tensor) -> Late:
-        """Everything that waits, which then no longer does. `end`: position after the last row of each request, `text`
-        [.., length] its tokens, both by vLLM's index."""
-        waiting = self.count.nonzero()[0]
-        sizes, self.count[:] = self.count[waiting], 0
+    def take(self, requests: np.ndarray, end: Tensor, text: Tensor) -> Late:
+        """What waits of these requests, which then no longer does. `end`: position after the last row of each request,
+        `text` [.., length] its tokens, both by vLLM's index."""
+        waiting = requests[self.count[requests] > 0]
+        sizes = self.count[waiting]
+        self.count[waiting] = 0
         rows = int(sizes.sum())
         request = async_tensor_h2d(waiting, device=end.device)
         start, end = self.start[request], end[request].long()
