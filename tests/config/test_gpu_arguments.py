@@ -63,21 +63,32 @@ def test_no_nvidia_gpu_that_the_kernels_are_compiled_for_is_refused(
     gpu_arguments.check_device()
 
 
-def test_float32_is_refused() -> None:
-    def config(target: torch.dtype, draft: torch.dtype) -> Any:
-        models = (SimpleNamespace(dtype=one) for one in (target, draft))
-        target_model, draft_model = models
-        return SimpleNamespace(
-            model_config=target_model, speculative_config=SimpleNamespace(draft_model_config=draft_model)
-        )
+def built(target: torch.dtype, draft: torch.dtype, *, fused: bool = False) -> Any:
+    """A VllmConfig of models of these dtypes."""
+    target_model, draft_model = (SimpleNamespace(dtype=one) for one in (target, draft))
+    compilation = CompilationConfig(cudagraph_mode="PIECEWISE", pass_config={"fuse_attn_quant": fused})
+    return SimpleNamespace(
+        compilation_config=compilation,
+        model_config=target_model,
+        speculative_config=SimpleNamespace(draft_model_config=draft_model),
+    )
 
-    gpu_arguments.check_dtype(config(torch.float16, torch.bfloat16))
+
+def test_float32_is_refused() -> None:
+    gpu_arguments.check_config(built(torch.float16, torch.bfloat16))
     for dtypes, name in (
         ((torch.float32, torch.bfloat16), "dtype="),
         ((torch.bfloat16, torch.float32), "the draft's dtype="),
     ):
         with pytest.raises(ValueError, match=f"^{name}.*use dtype='bfloat16' or 'float16'"):
-            gpu_arguments.check_dtype(config(*dtypes))
+            gpu_arguments.check_config(built(*dtypes))
+
+
+def test_attention_that_quantises_is_refused() -> None:
+    """vLLM then takes the attention into the pieces, and whole graphs in the place of the piecewise ones that it was
+    asked for."""
+    with pytest.raises(ValueError, match=r"^compilation_config.*'fuse_attn_quant'.*set it to false"):
+        gpu_arguments.check_config(built(torch.float16, torch.float16, fused=True))
 
 
 FLASH = AttentionBackendEnum.FLASH_ATTN

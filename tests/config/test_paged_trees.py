@@ -66,7 +66,12 @@ class TestPaged:
     @pytest.mark.parametrize("others", [0, 5])
     def test_verification(self, others: int) -> None:
         """A branched tree, a chain and an empty one, each behind its context; then `others` rows of the backend."""
-        from vllm_adaptive_tree.engine.v2.attention import KernelTrees, PagedTreeAttention
+        from vllm_adaptive_tree.engine.v2.attention import (
+            KernelTrees,
+            PagedTreeAttention,
+            packed_bits,
+            without_first,
+        )
 
         torch.manual_seed(others)
         trees = [random_tree(7, 4, 0), TokenTree.chain([1, 2, 3]), TokenTree((), ())]
@@ -90,7 +95,9 @@ class TestPaged:
         PagedTreeAttention.adopt(layer)
         ends = torch.cat([starts, starts[-1:] + others])
         native = Metadata(table, ends, torch.tensor([*roots, 0], device=DEVICE) + ends.diff(), ends)
-        step = KernelTrees.of(native, starts, torch.tensor(roots, device=DEVICE), parent, rows, alone=not others)
+        context, bits = torch.tensor(roots, dtype=torch.int32, device=DEVICE), packed_bits(parent, starts, rows)
+        rest = without_first(native, 3) if others else None
+        step = KernelTrees(rest, table[:3], starts, context, bits, rows, None)
         out = torch.zeros_like(query)
         layer.impl.forward(layer, query, key, value, cache, step, out)
         assert layer.impl.ran == bool(others)

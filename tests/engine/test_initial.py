@@ -32,7 +32,7 @@ def parameters(i: int) -> SamplingParams:
 
 @pytest.mark.skipif(not V2, reason="V1 has it")
 def test_model_runner_v2_refuses_it(engines: Engines) -> None:
-    with pytest.raises(ValueError, match=r"'init_width'\] above 1 is not supported on Model Runner V2; set it to 1"):
+    with pytest.raises(ValueError, match=r"'init_width'\] above 1 .* V2: it holds back .*; set it to 1"):
         engines.start(SPEC)
 
 

@@ -18,11 +18,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tests.examples.allocated import Allocated
 from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.engine.common.request_flags import RequestFlags
-from vllm_adaptive_tree.engine.v2.attention import PagedTreeAttention
+from vllm_adaptive_tree.engine.v2.attention import KernelTrees, PagedTreeAttention
 from vllm_adaptive_tree.engine.v2.drafts import Drafts
 from vllm_adaptive_tree.engine.v2.readback import AsyncReadback
 from vllm_adaptive_tree.engine.v2.speculator import ModelSpeculator
 from vllm_adaptive_tree.engine.v2.verification import Verification
+from vllm_adaptive_tree.kernels.layout import Layout
 from vllm_adaptive_tree.kernels.reading import DraftInputs
 from vllm_adaptive_tree.methods import resolve
 
@@ -149,8 +150,10 @@ def test_a_verification_keeps_nothing_of_its_rows(monkeypatch: pytest.MonkeyPatc
     pages = torch.zeros(load.requests, load.padded // BLOCK, dtype=torch.int32)
     row_start = (torch.arange(1 + load.requests) * per_request).int()
     layers = [Layer(str(i), shard, 1) for i in range(shape.layers)]
+    layout = Layout.empty(load.requests, load.rows, load.nodes, torch.device("cpu"))
     with torch.no_grad(), Allocated() as allocated:
-        trees = step.for_kernel(SimpleNamespace(block_table=pages), row_start, int(scheduled.sum()))
+        step.write_mask(layout, row_start, int(scheduled.sum()))
+        trees = KernelTrees(None, pages, row_start, layout.context, layout.bits, load.rows, None)
         for layer in layers:
             query = torch.empty(load.rows, shard.heads, shape.head_size, dtype=torch.bfloat16)
             key, value = torch.empty(2, load.rows, shard.kv_heads, shape.head_size, dtype=torch.bfloat16)

@@ -80,7 +80,7 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
         setattr(config.model_config, STREAMS, config.model_config.get_diff_sampling_param())
     checks.check_config(config, options)
     if not current_platform.is_cpu():
-        gpu_arguments.check_dtype(config)
+        gpu_arguments.check_config(config)
     kind.finalize(config, draft)
     if config.use_v2_model_runner:
         config.speculative_config.num_speculative_tokens_per_batch_size = schedule(

@@ -73,12 +73,13 @@ def check(runner: Any, *, light: bool = False) -> Verdict:
     findings = list[Finding]()
     for layer, block_size in {_shape(*layer_and_size): layer_and_size for layer_and_size in target}.values():
         findings += _guarded("attention", partial(_attention, runner, layer, block_size))
-    vocabulary = runner.model_config.get_vocab_size()
+    vocabulary, decided = runner.model_config.get_vocab_size(), list[Any]()
     if light:
-        findings += _guarded("ranks", lambda: [ranks.check(draws.drawn(vocabulary=vocabulary, device=runner.device))])
+        findings += _guarded("draws", lambda: _drawn(runner, vocabulary, decided))
     else:
         findings += _guarded("draws", lambda: [draws.check(vocabulary=vocabulary, device=runner.device)])
-        findings += _guarded("model", lambda: _steps(runner))
+        findings += _guarded("model", lambda: _steps(runner, decided))
+    findings.append(ranks.check(decided))  # not in a part: a rank that raises there would not come here
     mine = Verdict(findings)
     failed_elsewhere = sorted({name for failed in objects_of_all(mine.failed) for name in failed} - set(mine.failed))
     if failed_elsewhere:
@@ -106,11 +107,18 @@ def _shape(layer: Any, block_size: int) -> tuple[Any, ...]:
     )
 
 
-def _steps(runner: Any) -> list[Finding]:
-    """Run checks C to F: the engine's own steps."""
+def _steps(runner: Any, decided: list[Any]) -> list[Finding]:
+    """Run checks C to E: the engine's own steps. `decided` gets what check F compares."""
     with waits.watched(runner.device) as places:
         outcome = model.check(runner)
-    return [*outcome.findings, waits.finding(places), ranks.check(outcome.decided)]
+    decided += outcome.decided
+    return [*outcome.findings, waits.finding(places)]
+
+
+def _drawn(runner: Any, vocabulary: int, decided: list[Any]) -> list[Finding]:
+    """`decided` gets draws of this rank."""
+    decided.append(draws.drawn(vocabulary=vocabulary, device=runner.device))
+    return []
 
 
 def _guarded(name: str, part: Callable[[], list[Finding]]) -> list[Finding]:

@@ -110,7 +110,8 @@ def check_config(config: Any, options: TreeOptions) -> None:
             )
     if config.use_v2_model_runner and getattr(options.tree, "init_width", 1) > 1:
         raise ValueError(
-            "speculative_config['tree']['init_width'] above 1 is not supported on Model Runner V2; set it to 1, or, on "
+            "speculative_config['tree']['init_width'] above 1 is not supported on Model Runner V2: it holds back the "
+            "last token of a step, and a request without a token counts as amid its prompt there; set it to 1, or, on "
             "a CPU, set VLLM_USE_V2_MODEL_RUNNER=0"
         )
     if not config.use_v2_model_runner:

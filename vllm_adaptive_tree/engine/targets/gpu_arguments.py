@@ -41,8 +41,18 @@ def check_device() -> None:
         )
 
 
-def check_dtype(config: Any) -> None:
-    """Refuse float32 of a built VllmConfig: FlashAttention, whose cache the tree kernel reads, has 16 bits."""
+def check_config(config: Any) -> None:
+    """Refuse what a built VllmConfig says of layers that the tree kernel takes over.
+
+    Raises:
+        ValueError: float32: FlashAttention, whose cache the kernel reads, has 16 bits. Or the attention's results are
+            quantised inside it, in one compiled piece with what follows.
+    """
+    if config.compilation_config.pass_config.fuse_attn_quant:
+        raise ValueError(
+            "compilation_config['pass_config']['fuse_attn_quant'] is not supported with a tree method: the attention "
+            "of a tree runs between compiled pieces and quantises nothing; set it to false"
+        )
     for name, model in (
         ("dtype", config.model_config),
         ("the draft's dtype", config.speculative_config.draft_model_config),

@@ -26,24 +26,6 @@ class KernelTrees(TreeMetadata):
     rows: int  # of the trees, and of padding
     plan: AttentionPlan | None  # of these rows; None: made by each layer
 
-    @classmethod
-    def of(
-        cls, native: Any, row_start: Tensor, root: Tensor, parent: Tensor, rows: int, *, alone: bool
-    ) -> "KernelTrees":
-        """
-        Args:
-            native: what vLLM built for the whole batch.
-            row_start: [Q + 1] int32, the first `rows` rows of the batch by request.
-            root: [Q] positions of the roots.
-            parent: [Q, N] of the trees' nodes.
-            alone: True if the batch has no other requests.
-        """
-        row = torch.arange(rows, device=root.device)
-        request = torch.searchsorted(row_start[1:].long(), row, right=True)
-        bits = ancestor_bits(parent)[request, row - row_start[request]]
-        table = native.block_table[: len(root)]
-        return cls(None if alone else without_first(native, len(root)), table, row_start, root.int(), bits, rows, None)
-
     def attend(
         self, impl: Any, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, out: Tensor
     ) -> Tensor:
@@ -59,6 +41,13 @@ class KernelTrees(TreeMetadata):
             **impl.variant,
         )
         return out
+
+
+def packed_bits(parent: Tensor, row_start: Tensor, rows: int) -> Tensor:
+    """`ancestor_bits` of trees `parent` [Q, N], row by row: [rows, W]; `row_start` [Q + 1]: the rows of each."""
+    row = torch.arange(rows, device=parent.device)
+    request = torch.searchsorted(row_start[1:].long(), row, right=True)
+    return ancestor_bits(parent)[request, row - row_start[request]]
 
 
 def without_first(native: Any, count: int) -> Any:

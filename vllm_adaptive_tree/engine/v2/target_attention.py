@@ -8,7 +8,7 @@ from vllm.config.compilation import CUDAGraphMode
 
 from vllm_adaptive_tree.engine.targets import checks
 from vllm_adaptive_tree.engine.v2 import verification
-from vllm_adaptive_tree.engine.v2.attention import DenseTrees, KernelTrees
+from vllm_adaptive_tree.engine.v2.attention import DenseTrees
 from vllm_adaptive_tree.engine.v2.device import compiles
 from vllm_adaptive_tree.engine.v2.target_buffers import TargetBuffers
 from vllm_adaptive_tree.engine.v2.verification import Verification
@@ -67,27 +67,25 @@ class TargetAttention:
             assert step is not None
             count = int(np.count_nonzero(step.scheduled))
             rows = count + input_batch.num_draft_tokens
-        ordered = self.buffers if self.in_generation_order else None
-        if ordered is not None:
-            ordered.plan(row_start, count)
-        tree_metadata: dict[Any, DenseTrees | KernelTrees] = {}
+        if self.buffers is not None:
+            if not self.in_generation_order:
+                assert step is not None
+                step.write_mask(self.buffers.layout, row_start, input_batch.num_draft_tokens)
+            self.buffers.plan(row_start, count)
+        dense: dict[Any, DenseTrees] = {}
         for group, slots in zip(self.runner.kv_cache_config.kv_cache_groups, slot_mappings, strict=True):
             for name in group.layer_names:
                 if name in self.runner.speculator.draft_attn_layer_names:
                     continue
                 native = metadata[name]
-                if ordered is not None:
-                    metadata[name] = ordered.metadata(name, native, row_start, count, rows)
+                if self.buffers is not None:
+                    metadata[name] = self.buffers.metadata(name, native, row_start, count, rows)
                     continue
                 assert step is not None
-                if id(native) not in tree_metadata:
+                if id(native) not in dense:
                     longest = int(input_batch.seq_lens_cpu_upper_bound[: input_batch.num_reqs].max())
-                    tree_metadata[id(native)] = (
-                        step.dense(native, group.kv_cache_spec.block_size, longest)
-                        if self.buffers is None
-                        else step.for_kernel(native, row_start, input_batch.num_draft_tokens)
-                    )
-                metadata[name], self.slots[name] = tree_metadata[id(native)], slots
+                    dense[id(native)] = step.dense(native, group.kv_cache_spec.block_size, longest)
+                metadata[name], self.slots[name] = dense[id(native)], slots
         self.metadata = metadata
         return metadata
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_adaptive_tree.attention.cpu import context_bias
-from vllm_adaptive_tree.engine.v2.attention import DenseTrees, KernelTrees
+from vllm_adaptive_tree.engine.v2.attention import DenseTrees, packed_bits
 from vllm_adaptive_tree.engine.v2.drafts import DraftProbs, Drafts
 from vllm_adaptive_tree.kernels.layout import Layout
 from vllm_adaptive_tree.trees import TreeBatch
@@ -140,23 +140,17 @@ class Verification(NamedTuple):
         """Same rows without trees: nothing is accepted."""
         return self._replace(tree=self.tree.cut(torch.zeros_like(self.root)))
 
-    def for_kernel(self, native: Any, row_start: Tensor, total: int) -> KernelTrees:
-        """Metadata for kernels, of trees in another order than that of their generation.
+    def write_mask(self, layout: Layout, row_start: Tensor, total: int) -> None:
+        """Write what the attention kernel reads of trees in another order than that of their generation.
 
         Args:
-            native: vLLM's, for a batch in which requests with draft tokens come first.
-            row_start: [R + 1] int32.
+            row_start: [R + 1] int32; requests with draft tokens come first.
             total: nodes of all requests, on the host.
         """
         count, nodes = int(np.count_nonzero(self.scheduled)), int(self.scheduled.max())
-        return KernelTrees.of(
-            native,
-            row_start[: count + 1],
-            self.root[:count],
-            self.tree.parent[:count, :nodes],
-            count + total,
-            alone=count == len(self.scheduled),
-        )
+        bits = packed_bits(self.tree.parent[:count, :nodes], row_start[: count + 1], count + total)
+        layout.bits[: len(bits), : bits.shape[1]] = bits
+        layout.context[:count] = self.root[:count]
 
     def dense(self, native: Any, block_size: int, longest: int) -> DenseTrees:
         """Metadata on a CPU. `longest`: most tokens of a request in the cache, on the host."""
