@@ -5,17 +5,21 @@
 Kernels are compiled for sm_90 as on a GPU, and a fake driver of Triton launches nothing. PyTorch's operations run on
 the CPU, on tensors of a few bytes. Counted is the processor time of the thread, the best of several rounds: vLLM's
 part, the launch in C and PyTorch's dispatch to CUDA are not in it. Trees of 24 nodes, 36 layers, 32 query and 8 K/V
-heads.
+heads. Times of a busy machine are no test; the calls of functions in the same parts have no noise, and a test bounds
+them by those of the last run in the file.
 """
 
 # mypy: disable-error-code="import-untyped, no-untyped-def"
 
 import argparse
+import itertools
 import json
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -27,6 +31,7 @@ from vllm_adaptive_tree.bench.provenance import save
 NODES, LAYERS, HEADS, KV_HEADS, SIZE, BLOCK, CONTEXT, LEVELS = 24, 36, 32, 8, 128, 16, 600, 8
 PROCESSORS = 132
 REQUESTS = 1, 64
+RUNS = 64
 LAUNCHED: list[tuple[Any, ...]] = []
 """Arguments of the last launches."""
 
@@ -182,6 +187,37 @@ def microseconds(function: Callable[[], Any], calls: int) -> float:
     return round(1e6 * best, 1)
 
 
+def function_calls(function: Callable[[], Any]) -> float:
+    """Calls of functions in a run, those in C too: the mean of `RUNS` after as many others."""
+    count = 0
+
+    def watch(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    for _ in range(RUNS):
+        function()
+    sys.setprofile(watch)
+    for _ in range(RUNS):
+        function()
+    sys.setprofile(None)
+    return round(count / RUNS, 1)
+
+
+def counted() -> dict[str, Any]:
+    """Calls in each part and in a step, by number of requests. A clock that ticks when it is read: what the budget does
+    depends on times."""
+    from vllm_adaptive_tree.engine.v2 import phase_times
+
+    found, ticks = dict[str, Any](), itertools.count()
+    for requests in REQUESTS:
+        with patch.object(phase_times.time, "perf_counter", lambda: 0.001 * next(ticks)):
+            figures = {name: (times, function_calls(function)) for name, (times, function) in parts(requests).items()}
+        step = round(sum(times * figure for times, figure in figures.values()), 1)
+        found[str(requests)] = {**{name: figure for name, (_, figure) in figures.items()}, "step": step}
+    return found
+
+
 def measured(calls: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for requests in REQUESTS:
@@ -221,7 +257,7 @@ def main() -> int:
     if not same_arguments():
         print("a prepared launch has other arguments than Triton's")
         return 1
-    run = {"label": options.label, "requests": measured(options.calls)}
+    run = {"label": options.label, "requests": measured(options.calls), "function calls": counted()}
     if options.out is not None:
         before = json.loads(options.out.read_text())["rows"] if options.out.exists() else []
         save(options.out, [*before, run])

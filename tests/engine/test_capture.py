@@ -67,7 +67,7 @@ def test_pieces_of_a_step(engines: Engines, case: str, tmp_path: Path, monkeypat
 
     generate(llm, PROMPTS[:3], sampled(2, 2, 2))  # the largest trees make room for their logits, as vLLM's profile does
     pieces.graphs.clear()
-    generate(llm, PROMPTS[:3], sampled(8, 8, 16))
+    outputs = generate(llm, PROMPTS[:3], sampled(8, 8, 16))
     assert {*pieces.graphs} == {"forward", "run"}
     assert {key for key, _ in pieces.graphs["run"]} >= {(size, levels) for size in (1, 4) for levels in (0, 3)}
     for name, calls in pieces.graphs.items():
@@ -81,6 +81,9 @@ def test_pieces_of_a_step(engines: Engines, case: str, tmp_path: Path, monkeypat
         assert again >= 3, name
     if case != "depth first":
         check_whole_graph(runner)
+        return
+    plain = generate(engines.start(max_num_seqs=4), PROMPTS[:3], sampled(8, 8, 16))
+    assert [one.token_ids for one in outputs] == [one.token_ids for one in plain]
 
 
 def check_whole_graph(runner: Any) -> None:

@@ -46,6 +46,23 @@ def test_a_right_engine_passes(llm: Any) -> None:
     ]
 
 
+def test_one_row_of_a_model_with_experts_may_differ(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rounding has chosen another expert."""
+    from vllm_adaptive_tree.engine.self_check import model
+
+    by_node = model._by_node
+
+    def flipped(*args: Any) -> dict[str, torch.Tensor]:
+        found = by_node(*args)
+        next(iter(found.values()))[3] += 5
+        return found
+
+    monkeypatch.setattr(model, "_by_node", flipped)
+    assert verdict(llm).failed == ["model"]
+    monkeypatch.setattr(type(runner_of(llm).model_config), "is_moe", True)
+    assert verdict(llm).passed
+
+
 def break_a_mask_bit(monkeypatch: pytest.MonkeyPatch, runner: Any) -> None:
     """The kernel's: one row of the batch sees a node that is not its ancestor, or misses one."""
     from vllm_adaptive_tree.attention import triton_tree

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vllm_adaptive_tree.engine.self_check import draft
 from vllm_adaptive_tree.engine.self_check.commit import watched
-from vllm_adaptive_tree.engine.self_check.distance import allowed_error, distance
+from vllm_adaptive_tree.engine.self_check.distance import ROWS_OF_EXPERTS, allowed_error, distance
 from vllm_adaptive_tree.engine.self_check.trees import paths, random_parents
 from vllm_adaptive_tree.engine.self_check.trial import Trial, TrialStep
 from vllm_adaptive_tree.engine.self_check.verdict import Finding
@@ -70,13 +70,16 @@ def check(runner: Any) -> CheckOutcome:
         natively_on = trial.read(read, dict.fromkeys(read, DECODED))
     peak = max(float(logits_of_tree.abs().max()) for logits_of_tree in native.values())
     allowed = allowed_error(runner.dtype, noise=noise, peak=peak)
-    error = max(distance(tree_logits[name], native[name]) for name in trees)
-    control = min(distance(tree_logits[name], permuted[name]) for name in trees) if nodes > 1 else torch.inf
+    share = ROWS_OF_EXPERTS if runner.model_config.is_moe else 1.0
+    error = max(distance(tree_logits[name], native[name], share=share) for name in trees)
+    control = torch.inf
+    if nodes > 1:
+        control = min(distance(tree_logits[name], permuted[name], share=share) for name in trees)
     if runner.load_config.load_format == "dummy":
         control = torch.inf  # weights of nearly 0: the logits do not depend on the text
-    decoding = max(
-        distance(logits[name], natively_on[f"{name} on"][at][None]) for at, logits in enumerate(on) for name in trees
-    )
+    decoded = torch.cat([logits[name] for logits in on for name in trees])
+    decoded_natively = torch.stack([natively_on[f"{name} on"][at] for at in range(DECODED) for name in trees])
+    decoding = distance(decoded, decoded_natively, share=share)
     accepted = max(len(committed[name]) - len(begun[name]) - 1 for name in trees)
     figures = {"error": error, "allowed": allowed, "vLLM's": noise, "parents permuted": control}
     findings = [

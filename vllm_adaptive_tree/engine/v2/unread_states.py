@@ -79,8 +79,9 @@ class UnreadStates:
         sizes = self.count[waiting]
         self.count[waiting] = 0
         rows = int(sizes.sum())
-        request = async_tensor_h2d(waiting, device=end.device)
-        start, end = self.start[request], end[request].long()
+        request, most = (async_tensor_h2d(numbers, device=end.device) for numbers in (waiting, sizes))
+        end = end[request].long()
+        start = torch.maximum(self.start[request], end - most)  # no kernel leaves its rows, whatever was kept
         row_start = torch.zeros(1 + len(waiting), dtype=torch.int32, device=end.device)
         torch.cumsum(end - start, 0, out=row_start[1:])
         row = torch.arange(rows, device=end.device)
