@@ -52,7 +52,9 @@ def _held_out() -> list[str]:
     return [text for name, text in sorted(documents().items()) if is_held_out(name) and len(text) > 2000]
 
 
-def start(spec: dict[str, Any] | None, target: Path = PAIR / "target", dtype: str = "float32") -> Any:
+def start(
+    spec: dict[str, Any] | None, target: Path = PAIR / "target", dtype: str = "float32", *, seats: int = BATCH
+) -> Any:
     from vllm import LLM
 
     return LLM(
@@ -61,7 +63,7 @@ def start(spec: dict[str, Any] | None, target: Path = PAIR / "target", dtype: st
         dtype=dtype,
         enforce_eager=True,
         max_model_len=1024,
-        max_num_seqs=BATCH,
+        max_num_seqs=seats,
         disable_log_stats=False,
         enable_prefix_caching=False,
     )

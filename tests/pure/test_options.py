@@ -175,7 +175,7 @@ def test_it_decides_whether_an_engine_starts(folder, method):
 @pytest.mark.parametrize(
     ("method", "tree", "what"),
     [
-        ("adaptive_tree", {}, {"price", "temperature"}),
+        ("adaptive_tree", {}, {"price"}),
         ("opt_tree", {}, {"price", "temperature"}),
         ("opt_tree", {"threshold": "auto"}, {"measured", "temperature"}),
         ("opt_tree", {"threshold": 0.2, "draft_temperature": 1}, set()),
