@@ -50,3 +50,22 @@ def test_rows_are_those_of_the_results_and_no_tree_is_left_out(section: str) -> 
     measured = [*map(steady, results["rows"]), *map(bursty, results["bursty"])]
     assert shown == [row for row in measured if row in shown]
     assert [row for row in measured if row[1].startswith("opt_tree") and row not in shown] == []
+
+
+def smollm2_row(results: list[dict[str, Any]], configuration: str) -> str:
+    """Tokens per step of a configuration, by prompts and temperature, as the page shows them."""
+    found = {(row["prompts"], row["temperature"]): row for row in results if row["configuration"] == configuration}
+    cells = [found[kind, temperature] for kind in ("HumanEval", "chat") for temperature in (0.0, 0.7, 1.0)]
+    shown = [f"{row['tokens_per_step']:.2f} ± {row['standard_error']:.2f}" for row in cells]
+    return " | ".join([configuration.removesuffix(", 24 nodes"), *shown])
+
+
+def test_every_configuration_of_smollm2_is_shown_and_changed_no_greedy_text() -> None:
+    results = json.loads((RESULTS.parent / "smollm2.json").read_text())["rows"]
+    section = PAGE.read_text().split("## SmolLM2\n")[1].split("\n## ")[0]
+    shown = [line.strip("| ") for line in section.splitlines() if line.startswith("| ")]
+    configurations = {row["configuration"]: None for row in results}
+    del configurations["no speculation"]
+    assert len(configurations) >= 6
+    assert [smollm2_row(results, name) for name in configurations] == [row for row in shown if "±" in row]
+    assert {row["equal_texts"] for row in results if row["temperature"] == 0} == {16}
