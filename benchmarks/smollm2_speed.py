@@ -5,7 +5,7 @@
 
 Each row is a process of its own with one thread, without a cost profile of an earlier one. Questions follow each
 other: as one ends the next begins, so that so many requests run in every step. Cold are the first 64 steps, warm the
-256 after them. Steps that read a prompt are left out. Float32; the CPU time of the process is the clock, so that other
+128 after them. Steps that read a prompt are left out. Float32; the CPU time of the process is the clock, so that other
 programs on the machine change little. In brackets: a 90 % bootstrap interval over runs of 16 steps.
 """
 
@@ -29,7 +29,7 @@ from vllm_adaptive_tree.bench.demo_models import chat_prompts
 from vllm_adaptive_tree.bench.provenance import save
 from vllm_adaptive_tree.bench.vllm_55005 import repair_sampling
 
-COLD, WARM, RUN = 64, 256, 16
+COLD, WARM, RUN = 64, 128, 16
 """Steps: cold ones, warm ones, and those of a bootstrap sample."""
 NODES = 16
 CONFIGURATIONS = {
