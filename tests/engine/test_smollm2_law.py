@@ -22,7 +22,7 @@ from vllm_adaptive_tree.models.fetch import fetch
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(V2, reason="the interpreter takes hours for its vocabulary")]
 
 DRAWS, TOKENS, BEST = int(os.environ.get("LAW_DRAWS", "4000")), 3, 16
-QUESTION = "What is the name of the largest planet?"
+QUESTION = "Write the first sentence of a story."
 REST = (-1,)
 """Continuations that are not among the best of the best."""
 PAIRS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -92,5 +92,5 @@ def test_tokens_follow_the_law_of_a_real_model(
     print(f"{method} {rule}: p = {p:.3g}, {cells} cells, rest {exact[REST]:.0%}, depth >= 2 {trees.share(2):.1%}")
     assert trees.share(1) > 0.2, "too little of what was drawn came from a tree"
     assert exact[REST] < 0.7
-    assert cells > 20
+    assert cells > 10
     assert p > 1e-4
