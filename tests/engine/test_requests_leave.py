@@ -17,7 +17,7 @@ NAME = "leaving-"
 REQUESTS = 200
 KEPT = {"backlog.blocks"} if V2 else {"engine.drafts", "seeds.by_request", "drafter.contexts.requests"}
 """Of a draft model; a head reads every step, so it has no backlog."""
-VLLMS_OWN = {"requests", "_draft_token_req_ids"}  # the latter of the last step that drafted
+VLLMS_OWN = {"requests", "_draft_token_req_ids", "draft_tokens_handler.req_ids"}  # the latter two of the last step
 LAST_STEP = {"engine.fallback_reasons", "stats.before", "stats.grown"}
 """For the metrics: names of one batch, which the next one replaces."""
 
