@@ -22,7 +22,7 @@ from vllm_adaptive_tree.models.fetch import fetch
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(V2, reason="the interpreter takes hours for its vocabulary")]
 
 DRAWS, TOKENS, BEST = int(os.environ.get("LAW_DRAWS", "4000")), 3, 16
-QUESTION = "Write the first sentence of a story."
+QUESTION = "What is the name of the largest planet?"
 REST = (-1,)
 """Continuations that are not among the best of the best."""
 PAIRS: dict[str, tuple[str, dict[str, Any]]] = {
