@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.papers.decoding import Cell, measure
+from benchmarks.papers.models import subject
 from benchmarks.tokens_per_step import PROMPT_CHARACTERS
 from examples.train_demo_pair import documents, is_held_out
 from vllm_adaptive_tree.acceptance import Accepted
@@ -24,7 +25,9 @@ NEGATIVES = 8  # the default of `train-gate`, with which the bundled gate is tra
 
 
 def training_texts(count: int) -> tuple[str, ...]:
-    """From the middles of modules that the pair was trained on."""
+    """What methods learn from: for the bundled pair, middles of modules that it was trained on."""
+    if subject().learnt_from:
+        return subject().learnt_from[:count]
     found = documents()
     names = [name for name, text in sorted(found.items()) if not is_held_out(name) and len(text) > 2000]
     random.Random(0).shuffle(names)

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from benchmarks.papers import dymax  # noqa: F401, registers a method
 from benchmarks.papers.drafter import Counted, Drafter
-from benchmarks.papers.models import greedy_text, held_out_texts, log_likelihood, models, prefilled
+from benchmarks.papers.models import files, greedy_text, held_out_texts, log_likelihood, models, prefilled
 from benchmarks.papers.step import Step
-from benchmarks.tokens_per_step import files
 from vllm_adaptive_tree.acceptance import Accepted
 from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.drafters import Frontier

@@ -10,9 +10,9 @@ from benchmarks.papers.bootstrap import costed, difference, least_rise, ratio
 from benchmarks.papers.decoding import Cell, measure
 from benchmarks.papers.jobs import Job, Results, Work, cell
 from benchmarks.papers.judging import OURS, Claim, Source
+from benchmarks.papers.models import files
 from benchmarks.papers.scale import Scale
 from benchmarks.papers.writing import Section, table
-from benchmarks.tokens_per_step import files
 from vllm_adaptive_tree.acceptance import Accepted
 from vllm_adaptive_tree.proposers import Proposal
 

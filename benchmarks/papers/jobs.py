@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from benchmarks.papers.bootstrap import merged
 from benchmarks.papers.decoding import Cell
+from benchmarks.papers.models import Subject, use
 from vllm_adaptive_tree.bench.provenance import provenance
 
 Results = Mapping[str, Any]
@@ -109,11 +110,12 @@ def _earlier(made: Mapping[str, Any], commit: str) -> dict[str, str]:
     return {"note": f"cells of earlier runs: commit {made['commit']}{more}"}
 
 
-def workers(count: int) -> Executor:
+def workers(count: int, subject: Subject) -> Executor:
     """Processes of one thread each; one worker is a thread of this process, with as many threads as that has."""
     if count == 1:
+        use(subject)
         return ThreadPoolExecutor(1)
-    return ProcessPoolExecutor(count, mp_context=get_context("spawn"), initializer=_one_thread)
+    return ProcessPoolExecutor(count, mp_context=get_context("spawn"), initializer=_begin, initargs=(subject,))
 
 
 def run_all(pool: Executor, jobs: list[Job], store: Store, folder: Path, *, title: str) -> None:
@@ -130,7 +132,8 @@ def run_all(pool: Executor, jobs: list[Job], store: Store, folder: Path, *, titl
         raise errors[0]
 
 
-def _one_thread() -> None:
+def _begin(subject: Subject) -> None:
     import torch
 
     torch.set_num_threads(1)
+    use(subject)

@@ -31,7 +31,7 @@ class Llama:
     def __init__(self, folder: Path):
         config = json.loads((folder / "config.json").read_text())
         assert config["tie_word_embeddings"]
-        assert not config["attention_bias"]
+        assert not config.get("attention_bias")
         self.eps, self.size = config["rms_norm_eps"], config["head_dim"]
         self.heads, self.key_heads = config["num_attention_heads"], config["num_key_value_heads"]
         weights = {name: weight.float() for name, weight in load_file(folder / "model.safetensors").items()}

@@ -1,22 +1,49 @@
-"""The bundled pair in plain PyTorch, what it has read of the held-out prompts, and what the target says behind them."""
+"""A pair in plain PyTorch, what it has read of the held-out prompts, and what the target says behind them."""
 
 import os
 from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from benchmarks import tokens_per_step
 from benchmarks.papers.llama import Cache, Llama
-from benchmarks.tokens_per_step import PAIR, prompts
+from benchmarks.tokens_per_step import PAIR
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
+class Subject(NamedTuple):
+    """A pair with one vocabulary, and texts for it; without texts, those of the bundled pair."""
+
+    target: Path = PAIR / "target"
+    draft: Path = PAIR / "draft"
+    prompts: tuple[str, ...] = ()  # that neither was trained on
+    learnt_from: tuple[str, ...] = ()  # other ones, for what methods learn
+
+
+_subject = Subject()
+
+
+def use(subject: Subject) -> None:
+    """Measure `subject` from now on, in this process."""
+    global _subject
+    _subject = subject
+    for remembered in (models, prefilled, greedy_text, held_out_texts):
+        remembered.cache_clear()
+
+
+def subject() -> Subject:
+    return _subject
+
+
 class Models:
     def __init__(self) -> None:
-        self.target, self.draft = Llama(PAIR / "target"), Llama(PAIR / "draft")
-        self.tokenizer = AutoTokenizer.from_pretrained(PAIR / "target")
+        self.target, self.draft = Llama(_subject.target), Llama(_subject.draft)
+        self.tokenizer = AutoTokenizer.from_pretrained(_subject.target)
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         return [self.tokenizer(text)["input_ids"] for text in texts]
@@ -60,7 +87,12 @@ def greedy_text(texts: tuple[str, ...], tokens: int) -> Tensor:
 
 @lru_cache
 def held_out_texts(count: int) -> tuple[str, ...]:
-    return tuple(prompts(count))
+    return _subject.prompts[:count] or tuple(tokens_per_step.prompts(count))
+
+
+def files(count: int) -> list[int]:
+    """Index of the text that each of the held-out prompts is from."""
+    return list(range(len(_subject.prompts[:count]))) or tokens_per_step.files(count)
 
 
 def read_one(model: Llama, cache: Cache, token: Tensor, position: Tensor, requests: Tensor) -> Tensor:

@@ -31,4 +31,5 @@ class Scale(NamedTuple):
 
 
 FULL = Scale(quick=False, prompts=64, sampled_prompts=64, tokens=64)
+SMOLLM2 = Scale(quick=False, prompts=24, sampled_prompts=24, tokens=32)
 QUICK = Scale(quick=True, prompts=6, sampled_prompts=6, tokens=24)

@@ -237,6 +237,41 @@ def test_a_one_forward_head(arguments: list[str], tmp_path: Path, capsys: pytest
     assert len(record["held_out_agreement_by_depth"]) == 3
 
 
+def of_layers(arguments: list[str], *more: str) -> list[str]:
+    at = arguments.index("--auxiliary-layers")
+    return [*arguments[:at], *arguments[at + 4 :], "--kind", "layers", *more]
+
+
+def test_a_draft_of_layers(arguments: list[str], target: Path, tmp_path: Path) -> None:
+    """It is a model of transformers; the layers are the target's first ones and its last, the embeddings are shared."""
+    once = [*of_layers(arguments, "--layers", "2", "--rate", "1e-6"), "--out", str(tmp_path / "begin")]
+    assert main(once) == 0
+    draft, theirs = (LlamaForCausalLM.from_pretrained(folder).eval() for folder in (tmp_path / "begin", target))
+    assert draft.config.num_hidden_layers == 2
+    for mine, its in ((0, 0), (1, 3)):
+        for name, weight in draft.model.layers[mine].state_dict().items():
+            torch.testing.assert_close(
+                weight.float(), theirs.model.layers[its].state_dict()[name], atol=1e-2, rtol=1e-2
+            )
+    torch.testing.assert_close(draft.lm_head.weight.float(), theirs.lm_head.weight, atol=1e-2, rtol=1e-2)
+    record = json.loads((tmp_path / "begin" / "training.json").read_text())
+    assert (record["kind"], record["layers"], record["auxiliary_layers"]) == ("layers", 2, [])
+
+    assert main(of_layers(arguments, "--layers", "2")) == 0
+    record = json.loads((tmp_path / "head" / "training.json").read_text())
+    assert record["held_out_loss"] < record["curve"][0]["loss"]
+    learnt = load_file(tmp_path / "head" / "model.safetensors")
+    begun = load_file(tmp_path / "begin" / "model.safetensors")
+    assert learnt.keys() == begun.keys()
+    assert learnt["model.embed_tokens.weight"].equal(begun["model.embed_tokens.weight"]), "the target's, frozen"
+    assert not learnt["model.layers.1.mlp.up_proj.weight"].equal(begun["model.layers.1.mlp.up_proj.weight"])
+
+
+def test_a_draft_has_fewer_layers_than_its_target(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(of_layers(arguments, "--layers", "4")) == 2
+    assert "--layers 4: the target has only 4; give fewer" in capsys.readouterr().err
+
+
 def test_the_token_of_places_that_are_predicted() -> None:
     assert train_head._mask({"pad_token_id": 3, "eos_token_id": 2}, 10) == 3
     assert train_head._mask({"pad_token_id": 0, "eos_token_id": 2}, 10) == 0
@@ -248,7 +283,13 @@ def test_the_token_of_places_that_are_predicted() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [["--layers", "2"], ["--markov-rank", "8"], ["--kind", "dspark", "--draft-vocab", "20"]]
+    "options",
+    [
+        ["--layers", "2"],
+        ["--markov-rank", "8"],
+        ["--kind", "dspark", "--draft-vocab", "20"],
+        ["--kind", "layers", "--steps-unrolled", "2"],
+    ],
 )
 def test_options_of_the_other_kind(
     arguments: list[str], options: list[str], capsys: pytest.CaptureFixture[str]

@@ -1,4 +1,5 @@
-"""Train an EAGLE-3 or a one-forward (DSpark) head for a small target, and write it as a checkpoint that vLLM loads.
+"""Train an EAGLE-3 head, a one-forward (DSpark) head or a draft of its own layers for a small target, and write it as a
+checkpoint that vLLM loads.
 
 One text in 32 is held out, chosen by a checksum of its name.
 """
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from vllm_adaptive_tree.heads.training import Report, Training
 
 MIN_WINDOWS = 100  # to train on
-DEPTHS = {"eagle3": 4, "dspark": 7}
+DEPTHS = {"eagle3": 4, "dspark": 7, "layers": 1}
 EXAMPLES = (
     "--target TARGET --text 'src/**/*.py' --minutes 60 --out head",
     "--target TARGET --text 'src/**/*.py' --minutes 120 --out head --resume",
@@ -51,12 +52,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--kind",
         choices=tuple(DEPTHS),
         default="eagle3",
-        help="one forward per depth, or all depths in one (default: %(default)s)",
+        help="a head with one forward per depth, one with all depths in one, or a few of the target's layers "
+        "(default: %(default)s)",
     )
     parser.add_argument(
         "--steps-unrolled", type=positive, help="depths that it learns to draft (default: 4; 7 in one forward)"
     )
-    parser.add_argument("--layers", type=positive, help="dspark: layers of the head (default: 2)")
+    parser.add_argument(
+        "--layers",
+        type=positive,
+        help="dspark: of the head (default: 2); layers: of the target, its first ones and its last (default: 3)",
+    )
     parser.add_argument("--markov-rank", type=positive, help="dspark: of its bias by the token before (default: 64)")
     parser.add_argument(
         "--draft-vocab", type=positive, metavar="N", help="draft the N most frequent tokens only (default: all)"
@@ -105,15 +111,17 @@ def _train(options: argparse.Namespace) -> None:
     from transformers import AutoModelForCausalLM
 
     from vllm_adaptive_tree.heads import checkpoint
-    from vllm_adaptive_tree.heads.block_training import BlockTeacher
-    from vllm_adaptive_tree.heads.dspark import Block, BlockHead
-    from vllm_adaptive_tree.heads.eagle3 import Dimensions, Head, auxiliary_layers
-    from vllm_adaptive_tree.heads.training import HeadRecipe, Teacher, Training
+    from vllm_adaptive_tree.heads.dspark import Block
+    from vllm_adaptive_tree.heads.eagle3 import Dimensions, auxiliary_layers
+    from vllm_adaptive_tree.heads.kinds import block_head, eagle3_head, target_layers
+    from vllm_adaptive_tree.heads.training import HeadRecipe, Training
 
     size = Dimensions.of(config)
-    # a dspark head reads outputs of layers, not the embeddings
-    first = int(options.kind == "dspark")
-    layers = auxiliary_layers(config["num_hidden_layers"], options.auxiliary_layers, first=first)
+    layers: tuple[int, ...] = ()
+    if options.kind != "layers":
+        # a dspark head reads outputs of layers, not the embeddings
+        first = int(options.kind == "dspark")
+        layers = auxiliary_layers(config["num_hidden_layers"], options.auxiliary_layers, first=first)
     mask = _mask(config, size.vocabulary)
     tokens, held_out = _tokens(options)
     print(f"{len(tokens):,} tokens to train on, {len(held_out):,} held out", flush=True)
@@ -127,12 +135,16 @@ def _train(options: argparse.Namespace) -> None:
         bfloat16=options.dtype == "bfloat16" if options.dtype else torch.cpu._is_avx512_bf16_supported(),
         compiled=options.compile,
     )
-    block = None
-    if options.kind == "dspark":
-        block = Block(options.layers or 2, recipe.unrolled, options.markov_rank or 64, mask)
+    block = Block(options.layers or 2, recipe.unrolled, options.markov_rank or 64, mask)
+    count = options.layers or 3
+    of_kind: dict[str, Any] = {
+        "eagle3": {},
+        "dspark": {"kind": "dspark", **block._asdict()},
+        "layers": {"kind": "layers", "layers": count},
+    }
     settings = {
         "target": shown(options.target),
-        **({} if block is None else {"kind": options.kind, **block._asdict()}),
+        **of_kind[options.kind],
         "tokens": f"{len(tokens)} ({zlib.crc32(tokens.numpy().tobytes()):08x})",
         "draft_vocab": options.draft_vocab,
         "auxiliary_layers": layers,
@@ -141,15 +153,13 @@ def _train(options: argparse.Namespace) -> None:
     claim_folder(state / "manifest.json", settings, contents="the state")
 
     target = AutoModelForCausalLM.from_pretrained(options.target, dtype=torch.float32)
-    head: Head | BlockHead
-    teacher: Teacher | BlockTeacher
-    if block is None:
-        teacher, head = Teacher(target, layers, ids), Head(size, len(layers), options.draft_vocab)
-        teacher.initialise(head)
+    if options.kind == "eagle3":
+        draft = eagle3_head(target, config, layers, ids)
+    elif options.kind == "dspark":
+        draft = block_head(target, config, layers, block, tokens)
     else:
-        teacher, head = BlockTeacher(target, layers, block.depth, block.mask), BlockHead(size, len(layers), block)
-        teacher.initialise(head, tokens)
-    training, saved = Training(head, teacher, tokens, held_out, recipe, state), state / "state.pt"
+        draft = target_layers(target, config, count)
+    training, saved = Training(draft.module, draft.teacher, tokens, held_out, recipe, state), state / "state.pt"
     if saved.exists():
         training.load(saved)
         done = training.seconds / 60
@@ -160,10 +170,7 @@ def _train(options: argparse.Namespace) -> None:
             raise ValueError(f"{out} was trained for {done:.1f} minutes; to go on, give more as --minutes")
 
     def keep(best: "Report") -> None:
-        if isinstance(head, BlockHead):
-            checkpoint.write_block(out, head, config, layers)
-        else:
-            checkpoint.write(out, head, config, layers, ids)
+        draft.write(out)
         record = {"python": platform.python_version(), **settings, "minutes": options.minutes}
         record |= _record(training, best)
         atomic_write(out / "training.json", (json.dumps(record, indent=2) + "\n").encode())
@@ -174,7 +181,11 @@ def _train(options: argparse.Namespace) -> None:
 
 def _of_its_kind(options: argparse.Namespace) -> None:
     """Check for options of the other kind; raises ValueError for one."""
-    wrong = {"eagle3": ("layers", "markov_rank"), "dspark": ("draft_vocab",)}[options.kind]
+    wrong = {
+        "eagle3": ("layers", "markov_rank"),
+        "dspark": ("draft_vocab",),
+        "layers": ("steps_unrolled", "markov_rank", "draft_vocab", "auxiliary_layers"),
+    }[options.kind]
     for name in wrong:
         if getattr(options, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} means nothing for --kind {options.kind}; leave it out")

@@ -1,4 +1,4 @@
-"""Checkpoints of heads, in the formats that vLLM reads as `LlamaForCausalLMEagle3` and `Qwen3DSparkModel`."""
+"""Checkpoints of heads, as vLLM reads `LlamaForCausalLMEagle3` and `Qwen3DSparkModel`, and of drafts of layers."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -14,6 +14,7 @@ from vllm_adaptive_tree.heads.dspark import Block, BlockHead
 from vllm_adaptive_tree.heads.eagle3 import Dimensions, Head
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
+LAYERED = ("num_hidden_layers", "layer_types", "max_window_layers")  # keys of a configuration that speak of layers
 
 
 def write(folder: Path, head: Head, target: Mapping[str, Any], layers: Sequence[int], draft_ids: Tensor | None) -> None:
@@ -71,6 +72,20 @@ def write_block(folder: Path, head: BlockHead, target: Mapping[str, Any], layers
         **_special(target),
     }
     _save(folder, _tensors(head), config)
+
+
+def write_layers(folder: Path, draft: Any, target: Mapping[str, Any]) -> None:
+    """Write the files of an independent draft.
+
+    Args:
+        draft: a model of transformers with some of the target's layers.
+        target: the target's `config.json`.
+    """
+    layered = {name: getattr(draft.config, name) for name in LAYERED if name in target}
+    config, tensors = {**target, **layered, "dtype": "bfloat16"}, _tensors(draft)
+    if target.get("tie_word_embeddings"):
+        del tensors["lm_head.weight"]
+    _save(folder, tensors, config)
 
 
 def read_block(folder: Path, auxiliary: int) -> BlockHead:

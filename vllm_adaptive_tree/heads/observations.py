@@ -71,7 +71,8 @@ class Observer:
         highest, ids = logits.topk(min(TOP, logits.shape[-1]))
         probs = (highest - normaliser[..., None]).exp()
         rest = (logits.logsumexp(-1) - normaliser).exp() - probs.sum(-1)
-        auxiliary = torch.cat([out.hidden_states[layer] for layer in self.layers], -1)
+        nothing = out.last_hidden_state[..., :0]
+        auxiliary = torch.cat([nothing, *(out.hidden_states[layer] for layer in self.layers)], -1)
         return Observation(Law(best.int(), ids.int(), probs, rest.clamp_min(0)), auxiliary)
 
 
@@ -116,4 +117,6 @@ class Observations:
 def _mapped(file: Path, count: int, like: Tensor) -> Tensor:
     """`count` entries of the shape and dtype of `like`'s, in `file`; zeros where it is new."""
     shape = (count, *like.shape[1:])
+    if not math.prod(shape):
+        return torch.empty(shape, dtype=like.dtype)
     return torch.from_file(str(file), shared=True, size=math.prod(shape), dtype=like.dtype).view(shape)

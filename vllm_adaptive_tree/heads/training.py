@@ -108,7 +108,7 @@ class Teacher:
 
 
 class Teaches(Protocol):
-    """Interface of teachers: `Teacher` for EAGLE-3 heads, `BlockTeacher` for one-forward heads."""
+    """Interface of teachers: `Teacher` for EAGLE-3 heads, `BlockTeacher` for one-forward heads, `LayersTeacher`."""
 
     observe: Observer
 
@@ -141,11 +141,11 @@ class Training:
         checked = held_out[starts[:, None] + torch.arange(recipe.window)]
         first = tokens[: self.windows * recipe.window].view(-1, recipe.window)
         self.observations = Observations(teacher.observe, torch.cat([first, checked]), folder)
-        inner = {
-            name: p.ndim == 2 and "lm_head" not in name and "markov" not in name for name, p in head.named_parameters()
-        }
-        matrices = [p for name, p in head.named_parameters() if inner[name]]
-        outer = [p for name, p in head.named_parameters() if not inner[name]]
+        learnt = {name: p for name, p in head.named_parameters() if p.requires_grad}
+        matrices, outer = list[Tensor](), list[Tensor]()
+        for name, p in learnt.items():
+            inner = p.ndim == 2 and "lm_head" not in name and "markov" not in name
+            (matrices if inner else outer).append(p)
         self.optimizers: list[torch.optim.Optimizer] = [
             Muon(matrices, lr=1.0, weight_decay=0.1),
             torch.optim.AdamW(outer, lr=1.0, betas=(0.9, 0.95), weight_decay=0.0),
