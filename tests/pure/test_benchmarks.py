@@ -1,9 +1,11 @@
 """docs/benchmarks.md: its rows are those of the results that its sections name."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 from tests.documents import ROOT
+from tools import temperatures
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 RESULTS = ROOT / "benchmarks" / "results" / "bench"
@@ -50,3 +52,13 @@ def test_every_configuration_of_smollm2_is_shown_and_changed_no_greedy_text() ->
     assert len(configurations) >= 6
     assert [smollm2_row(results, name) for name in configurations] == [row for row in shown if "±" in row]
     assert {row["equal_texts"] for row in results if row["temperature"] == 0} == {16}
+
+
+def test_the_picture_is_of_the_results(tmp_path: Path) -> None:
+    rows = json.loads(temperatures.RESULTS.read_text())["rows"]
+    found = temperatures.curves(rows, "chat")
+    assert {len(curve) for curve in found.values()} == {3}
+    chains = [row["tokens_per_step"] for row in rows if row["prompts"] == "chat" and "chain of" in row["configuration"]]
+    assert max(tokens for _, tokens, _ in found[temperatures.CHAIN]) == max(chains)
+    temperatures.draw(rows, tmp_path / "again.svg")
+    assert (tmp_path / "again.svg").read_text() == temperatures.FIGURE.read_text(), "run python -m tools.temperatures"
