@@ -44,6 +44,8 @@ def test_as_a_mapping_and_as_text() -> None:
         ('{"nodes": 2.5}', r"\['nodes'\] must be"),
         ({"kind": "one_hot"}, r"\['kind'\] must be 'chosen' or 'drawn'"),
         ({"seed": 5}, r"\['seed'\] must be 'reproducible'"),
+        ("[" * 100_000, r"or JSON text of these, got .{,40}$"),
+        ({"n" * 100_000: 1}, r"the key .{,40} is unknown"),
     ],
 )
 def test_bad_values(given: Any, words: str) -> None:

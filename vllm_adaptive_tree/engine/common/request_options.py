@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from reprlib import repr as short
 from typing import Any, Self
 
 from vllm_adaptive_tree.options import COUNT, is_count
@@ -40,11 +41,11 @@ class RequestOptions:
         if isinstance(value, int) and value in (0, 1):
             return cls() if value else cls(nodes=0)
         if not isinstance(value, Mapping):
-            raise ValueError(f"{WHERE} must be false, or like {EXAMPLE}, got {given!r}")
+            raise ValueError(f"{WHERE} must be false, or like {EXAMPLE}, got {short(given)}")
         names = [field.name for field in fields(cls)]
         for key in value:
             if key not in names:
-                raise ValueError(f"{WHERE}: the key {key!r} is unknown; known keys: {', '.join(names)}")
+                raise ValueError(f"{WHERE}: the key {short(key)} is unknown; known keys: {', '.join(names)}")
         _check("nodes", value, is_count, f"{COUNT} (false in place of the mapping: no trees)")
         _check("kind", value, lambda kind: kind in (CHOSEN, DRAWN), f"{CHOSEN!r} or {DRAWN!r}")
         _check("seed", value, lambda seed: seed == REPRODUCIBLE, repr(REPRODUCIBLE))
@@ -62,10 +63,10 @@ class RequestOptions:
 def _parsed(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
-        raise ValueError(f"{WHERE} must be false, or like {EXAMPLE}, or JSON text of these, got {text!r}") from None
+    except (ValueError, RecursionError):
+        raise ValueError(f"{WHERE} must be false, or like {EXAMPLE}, or JSON text of these, got {short(text)}") from None
 
 
 def _check(key: str, value: Mapping[str, Any], check: Any, requirement: str) -> None:
     if key in value and not check(value[key]):
-        raise ValueError(f"{WHERE}[{key!r}] must be {requirement}, got {value[key]!r}")
+        raise ValueError(f"{WHERE}[{key!r}] must be {requirement}, got {short(value[key])}")
