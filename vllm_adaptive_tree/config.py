@@ -119,7 +119,13 @@ class TreeOptions:
             ValueError: for an unknown, missing, refused or invalid key; the message names it and the remedy.
         """
         given = _by_name(speculative_config, "speculative_config")
-        method = given["method"]
+        method = given.get("method")
+        if not isinstance(method, str) or method not in PROPOSERS:
+            closest = _closest(str(method), tuple(PROPOSERS))
+            raise ValueError(
+                f"speculative_config['method']: {method!r} is no tree method; "
+                f"{f'did you mean {closest!r}? ' if closest else ''}use one of {_names(tuple(PROPOSERS))}"
+            )
         for key in given:
             if key not in OUR_KEYS + VLLM_KEYS:
                 if key == "parallel_drafting":
@@ -157,11 +163,7 @@ class TreeOptions:
                 raise ValueError(f"speculative_config[{key!r}] is missing: method {method!r} needs {what}")
         if model is not None and (not isinstance(model, str) or not model):
             raise ValueError(f"speculative_config['model'] must name the draft, got {model!r}")
-        proposer = PROPOSERS.paths.get(method)
-        if proposer is None:
-            raise ValueError(
-                f"speculative_config['method']: {method!r} is no tree method; use one of {_names(tuple(PROPOSERS))}"
-            )
+        proposer = PROPOSERS.paths[method]
         rule = given.get("rejection_sample_method", "auto")
         draft, path = _draft(model, tree)
         of_method, text, lookup = _tree_options(tree, method, PROPOSERS.load(proposer).Options, path)

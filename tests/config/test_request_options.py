@@ -35,7 +35,7 @@ def test_as_a_mapping_and_as_text() -> None:
     ("given", "words"),
     [
         (None, r"extra_args\['tree'\] .* must be false"),
-        ("off", "or JSON text of these, got 'off'"),
+        ("off", "or JSON text of them, got 'off'"),
         ([8], "must be false"),
         (2, "must be false"),
         ({"node": 8}, "the key 'node' is unknown; known keys: nodes, kind, seed"),
@@ -44,7 +44,7 @@ def test_as_a_mapping_and_as_text() -> None:
         ('{"nodes": 2.5}', r"\['nodes'\] must be"),
         ({"kind": "one_hot"}, r"\['kind'\] must be 'chosen' or 'drawn'"),
         ({"seed": 5}, r"\['seed'\] must be 'reproducible'"),
-        ("[" * 100_000, r"or JSON text of these, got .{,40}$"),
+        ("[" * 100_000, r"or JSON text of them, got .{,40}$"),
         ({"n" * 100_000: 1}, r"the key .{,40} is unknown"),
     ],
 )

@@ -1,5 +1,6 @@
 """`vllm-adaptive-tree check`: what a configuration will do, without an engine."""
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -71,6 +72,23 @@ def test_what_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     assert "there is no 'none/here' with a config.json" in check(capsys, asked("none/here"))["refused"]
     assert main(["check", asked(nodes=1), "--model", TARGET]) == 2
     assert capsys.readouterr().err.startswith("error: speculative_config['nodes'] has no meaning")
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ("{}", "None is no tree method; use one of"),
+        ('{"method": "opt_tre"}', "'opt_tre' is no tree method; did you mean 'opt_tree'? use one of"),
+        ('{"method": ["dyspec"]}', "['dyspec'] is no tree method"),
+        ("[" * 100_000, "is no JSON"),
+    ],
+)
+def test_a_line_for_what_is_no_configuration(config: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with contextlib.suppress(SystemExit):  # of argparse
+        assert main(["check", config, "--model", TARGET]) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert len(said) < 2000
 
 
 def test_notes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -189,6 +189,19 @@ def test_what_a_command_raises(
     assert capsys.readouterr().err == ("" if message is None else f"error: {message}\n")
 
 
+def test_an_error_of_bench_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from vllm_adaptive_tree.cli import bench
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ValueError("no such model.\nPlease verify:\n  a name")
+
+    monkeypatch.setattr(bench, "set_environment", refuse)
+    assert main(["bench", "--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == "error: no such model. Please verify: a name\n"
+
+
 def test_a_refused_configuration_of_vllm_is_its_reason() -> None:
     @pydantic.dataclasses.dataclass
     class Config:

@@ -4,7 +4,6 @@ import argparse
 import json
 import os
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -134,9 +133,6 @@ def run(options: argparse.Namespace) -> int:
         from vllm_adaptive_tree.bench.run import run
 
         return run(options)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         return 130
 
@@ -161,7 +157,7 @@ def _config(text: str) -> tuple[str, dict[str, Any]]:
     name, _, given = text.partition("=")
     try:
         data = json.loads(given)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise argparse.ArgumentTypeError(f"{text!r} is no NAME=JSON: {error}") from error
     if not name.strip() or not isinstance(data, dict) or not isinstance(data.get("num_speculative_tokens"), int):
         raise argparse.ArgumentTypeError(

@@ -8,6 +8,7 @@ refused before models are loaded. A configuration that is refused ends it with 2
 import argparse
 import json
 import os
+from reprlib import repr as short
 from typing import Any
 
 from vllm_adaptive_tree.cli.arguments import model, positive
@@ -102,8 +103,8 @@ def _text(found: dict[str, Any]) -> str:
 def _config(text: str) -> dict[str, Any]:
     try:
         data = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"{short(text)} is no JSON: {error}") from error
     if not isinstance(data, dict):
-        raise argparse.ArgumentTypeError(f'{text!r} is no mapping; write {{"method": "adaptive_tree", ..}}')
+        raise argparse.ArgumentTypeError(f'{short(text)} is no mapping; write {{"method": "adaptive_tree", ..}}')
     return data

@@ -91,9 +91,6 @@ def resumable(options: argparse.Namespace, work: Callable[[], None]) -> int:
     """Run `work`, which collects examples; returns the exit code of the command."""
     try:
         work()
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         print("\ninterrupted: what was collected is kept; the same command goes on there", file=sys.stderr)
         return 130

@@ -3,7 +3,6 @@
 import argparse
 import keyword
 import re
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -148,16 +147,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write the package. Returns 2 if the name cannot be used or the folder exists, else 0."""
+    """Write the package."""
     folder: Path = options.dir / options.name
-    try:
-        if folder.exists():
-            raise ValueError(f"{folder} exists already; choose another name, or another folder with --dir")
-        check_name(options.name, options.template.registry)
-        folder.mkdir(parents=True)
-    except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    check_name(options.name, options.template.registry)
+    if folder.exists():
+        raise ValueError(f"{folder} exists already; choose another name, or another folder with --dir")
+    folder.mkdir(parents=True)
     for name, text in package(options.name, options.template).items():
         (folder / name).write_text(text)
     print(f"{folder}: change {options.name}.py; pip install -e {folder} && pytest {folder}")

@@ -6,7 +6,6 @@ hold the text that the requests were given.
 """
 
 import argparse
-import sys
 from pathlib import Path
 
 from vllm_adaptive_tree.cli.arguments import positive
@@ -23,13 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write the page. Returns 2 if the file is no record, else 0."""
+    """Write the page."""
     out = options.out or options.file.with_suffix(".html")
-    try:
-        record = viewer.read(options.file, options.last)
-    except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    record = viewer.read(options.file, options.last)
     atomic_write(out, viewer.page(record).encode())
     print(f"{out}: {len(record['steps'])} trees; open it in a browser, arrow keys go through the steps")
     return 0

@@ -64,7 +64,7 @@ def _parsed(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        raise ValueError(f"{WHERE} must be false, or like {EXAMPLE}, or JSON text of these, got {short(text)}") from None
+        raise ValueError(f"{WHERE} must be false, or like {EXAMPLE}, or JSON text of them, got {short(text)}") from None
 
 
 def _check(key: str, value: Mapping[str, Any], check: Any, requirement: str) -> None:
