@@ -52,7 +52,7 @@ def check(kept: KeptContexts, caches: list[Cache], items: list[tuple[int, str, i
     """Levels of `widths` nodes on these requests see their own context, the nodes before and themselves."""
     rows, ends = [at for at, *_ in items], [end for *_, end in items]
     table = torch.tensor([[int(name)] * -(-max(ends) // 8) for _, name, _, _ in items])
-    state = DraftKeys(kept.of(rows, ends, table), torch.tensor(ends))
+    state = DraftKeys(kept.of(rows, ends, table, 8), torch.tensor(ends))
     nodes = 0
     for width in widths:
         state.open_level(torch.zeros(len(items), width, dtype=torch.int64))
@@ -74,6 +74,7 @@ def check(kept: KeptContexts, caches: list[Cache], items: list[tuple[int, str, i
 def test_a_batch_that_comes_and_goes(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contexts, "LARGE", 1 << 10)
     generator, kept, caches = random.Random(seed), KeptContexts(), [Cache(name) for name in LAYERS]
+    kept.most = 8 * 1024 if seed % 2 else 16 * 2048  # odd ones: most batches with a long request are not kept
     lengths: dict[str, int] = {}
     batch: list[str] = []
     sizes, born = set(), 0
@@ -106,6 +107,7 @@ def test_a_batch_that_comes_and_goes(seed: int, monkeypatch: pytest.MonkeyPatch)
             sizes.add((kept.rows, kept.tokens))
     assert len({rows for rows, _ in sizes}) > 1
     assert len({tokens for _, tokens in sizes}) > 1
+    assert all(rows * tokens <= kept.most for rows, tokens in sizes)
     assert kept.room > contexts.ROOM, "no tree was wider than the room"
 
 
@@ -140,6 +142,7 @@ def test_another_request_may_have_an_old_name() -> None:
 def test_memory_shrinks_behind_a_burst() -> None:
     kept, caches = KeptContexts(), [Cache(name) for name in LAYERS]
     many = [str(one) for one in range(1, 33)]
+    kept.most = 32 * 1024
     kept.follow(many)
     items = [(row, name, 0, 900) for row, name in enumerate(many)]
     read(kept, items)
@@ -151,6 +154,21 @@ def test_memory_shrinks_behind_a_burst() -> None:
         read(kept, items)
         check(kept, caches, items, [2])
     assert kept.layers["first"].numel() < large / 8
+
+
+def test_a_batch_that_is_too_large_is_read_from_the_paged_cache() -> None:
+    """One long request makes every row long; once it has ended, contexts are kept again."""
+    kept, caches = KeptContexts(), [Cache(name) for name in LAYERS]
+    kept.begin_cache(blocks=5_000, block_size=8)
+    assert kept.most == 20_000, "half of the cache"
+    for names, ends in ((["1", "2"], [30, 40]), (["1", "2"], [30, 2_600]), (["1"], [31])):
+        kept.follow(names)
+        items = [(row, name, max(end - 2, 0), end) for row, (name, end) in enumerate(zip(names, ends, strict=True))]
+        read(kept, items)
+        check(kept, caches, items, [2, 2])
+        assert bool(kept.layers) == (max(ends) < 2_500)
+    # twice two rows at the first batch, at both levels of the second, and the row that is left
+    assert [cache.gathered for cache in caches] == [2 + 2 * 2 + 1] * 2
 
 
 def test_paged_contexts_are_the_same() -> None:
@@ -167,7 +185,7 @@ def test_what_is_kept_is_finite() -> None:
     """The mask that hides a column from another branch, or another request, adds -inf to NaN."""
     kept, cache = KeptContexts(), Cache("first")
     kept.follow(["0"])
-    state = DraftKeys(kept.of([0], [4], torch.tensor([[0]])), torch.tensor([4]))
+    state = DraftKeys(kept.of([0], [4], torch.tensor([[0]]), 8), torch.tensor([4]))
     new = torch.full((2, HEADS, DIM), torch.nan)
     state.open_level(torch.zeros(1, 2, dtype=torch.int64))
     state.read(cache, None, new, new)

@@ -53,7 +53,8 @@ class DraftKeys(TreeMetadata):
         """`length` [R]: tokens of each context, the root included, which is the last."""
         self.contexts, self.room = contexts, contexts.room
         self.context_bias = context_bias(length, contexts.width)  # [R, 1, width]
-        self.scratch: dict[str, tuple[Tensor, Tensor]] = {}  # layer -> key, value [R, Hkv, room + width, D]
+        # layer -> key, value [R, Hkv, room + width, D]; without the context if that does not stay
+        self.scratch: dict[str, tuple[Tensor, Tensor]] = {}
         # [R, 1 + S, S]: root or node, its ancestors; the root has a row, which sees none, and no column
         self.seen = torch.zeros(len(length), 1, 0, dtype=torch.bool, device=length.device)
         self.bias = torch.empty(0)
@@ -114,11 +115,18 @@ class DraftKeys(TreeMetadata):
     def read(self, layer: Any, kv_cache: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         end = self.seen.shape[2]
         start = end - self.shape[1]
-        opened = self.scratch.get(layer.layer_name)
-        if opened is None:
-            opened = self.scratch[layer.layer_name] = self.contexts.open(layer, kv_cache)
+        opened = kept = self.scratch.get(layer.layer_name)
+        if opened is None or not self.contexts.stay:
+            opened = self.contexts.open(layer, kv_cache)
+        if kept is not None and kept is not opened:
+            for whole, nodes in zip(opened, kept, strict=True):
+                whole[:, :, :start] = nodes[:, :, :start]
         for whole, new in zip(opened, (key, value), strict=True):
             whole[:, :, start:end] = finite(self.pad(new).transpose(1, 2))
+        if self.contexts.stay:
+            self.scratch[layer.layer_name] = opened
+        else:
+            self.scratch[layer.layer_name] = opened[0][:, :, : self.room].clone(), opened[1][:, :, : self.room].clone()
         return opened
 
     def _widen(self, room: int) -> None:

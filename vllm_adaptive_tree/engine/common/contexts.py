@@ -22,19 +22,21 @@ class Contexts(Protocol):
     """Columns for nodes, before the context."""
     width: int
     """Columns of the context: those of the longest one, or more."""
+    stay: bool
+    """False if a layer is opened again at every level, since all layers together take too much memory."""
 
     def open(self, layer: Any, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """Key and value [R, Hkv, room + width, D] float32 of a layer; the room holds finite numbers."""
 
 
 class PagedContexts:
-    """Contexts that are copied out of the paged cache in each step."""
+    """Contexts that are copied out of the paged cache in each step, or at each level."""
 
     room = ROOM
 
-    def __init__(self, block_table: Tensor, block_size: int):
+    def __init__(self, block_table: Tensor, block_size: int, *, stay: bool = True):
         """`block_table`: [R, blocks]."""
-        self.block_table = block_table
+        self.block_table, self.stay = block_table, stay
         self.width = block_table.shape[1] * block_size
 
     def open(self, layer: Any, kv_cache: Tensor) -> tuple[Tensor, Tensor]:

@@ -66,6 +66,7 @@ class BlockDrafter(DFlashProposer):
         return layers
 
     def begin_cache(self, blocks: int) -> None:
+        self.contexts.begin_cache(blocks, self.block_table.block_size)
         context = self.vllm_config.compilation_config.static_forward_context
         for name in self.layers:
             context[name].impl.written = self._written
@@ -141,7 +142,7 @@ class BlockDrafter(DFlashProposer):
         blocks, size = self.block_table.block_table, self.block_table.block_size
         root = torch.tensor(ends)
         table = blocks.cpu[rows, : -(-max(ends) // size)]
-        keys = DraftKeys(self.contexts.of(rows, ends, table), root)
+        keys = DraftKeys(self.contexts.of(rows, ends, table, size), root)
         keys.open_block(width, causal=self.dflash_causal)
         block = torch.full((len(rows), width), self.parallel_drafting_token_id)
         block[:, 0] = tokens

@@ -9,23 +9,27 @@ import torch
 from torch import Tensor
 
 from vllm_adaptive_tree.engine.common.attention import TreeMetadata
-from vllm_adaptive_tree.engine.common.contexts import ROOM, finite
+from vllm_adaptive_tree.engine.common.contexts import ROOM, Contexts, PagedContexts, finite
 
 ROWS, TOKENS = 8, 256
 """Rows and tokens by which memory grows."""
 SPARE = 4
 """Ratio to the need of the batch above which memory shrinks, if it also holds more than `LARGE` tokens."""
 LARGE = 1 << 14
+SHARE = 2
+"""Tokens of the paged cache to one that may be kept: float32 then takes no more than the draft's part of the cache."""
 
 
 class KeptContexts:
     """K/V of the tokens that the draft has read, one row per request of the batch, in vLLM's order.
 
     Nothing is kept before the first tree with a second level. Tokens that a row lacks then, or after a prefix hit, are
-    copied out of the paged cache once. The nodes of a tree come before its context, for one step.
+    copied out of the paged cache once. The nodes of a tree come before its context, for one step. A batch that would
+    need more than `most` tokens, all rows as long as the longest, is read out of the paged cache at every level.
     """
 
     def __init__(self) -> None:
+        self.most = LARGE
         self.room, self.rows, self.tokens = ROOM, 0, 0
         self.requests: list[str | None] = []
         self.length: list[int] = []  # leading tokens of each that are kept
@@ -38,6 +42,9 @@ class KeptContexts:
         before = {name: row for row, name in enumerate(self.requests) if name is not None}
         old = [before.get(name) if name is not None else None for name in requests]
         length = [0 if row is None else self.length[row] for row in old]
+        if self._too_many(max(len(requests), len(self.requests)), self.tokens):
+            self._drop()
+            old, length = [None] * len(requests), [0] * len(requests)
         self._fit(max(len(requests), len(self.requests)), self.tokens)
         moved = [(row, then) for row, then in enumerate(old) if then is not None and then != row]
         if moved:
@@ -45,6 +52,10 @@ class KeptContexts:
             for whole in self.layers.values():
                 whole[:, to] = whole[:, of]
         self.requests, self.length = list(requests), length
+
+    def begin_cache(self, blocks: int, block_size: int) -> None:
+        """Bound what is kept by the size of the paged cache."""
+        self.most = max(blocks * block_size // SHARE, LARGE)
 
     def forget(self, requests: Collection[str]) -> None:
         """Drop requests that have ended; another may come with the same name."""
@@ -61,7 +72,11 @@ class KeptContexts:
         """
         if not self.layers:
             return None
-        self._fit(len(self.requests), max(*self.length, *(end for _, _, end in spans)))
+        longest = max(*self.length, *(end for _, _, end in spans))
+        if self._too_many(len(self.requests), longest):
+            self._drop()
+            return None
+        self._fit(len(self.requests), longest)
         for span_row, start, end in spans:
             self.length[span_row] = end if start <= self.length[span_row] else 0
         return torch.from_numpy(row * (self.room + self.tokens) + self.room + position)
@@ -71,16 +86,28 @@ class KeptContexts:
         for whole, new in zip(self.layers[layer], (key, value), strict=True):
             whole.flatten(0, 1).index_copy_(0, places, finite(new[: len(places)].float()))
 
-    def of(self, rows: list[int], ends: list[int], block_table: Tensor) -> "OpenContexts":
+    def of(self, rows: list[int], ends: list[int], block_table: Tensor, block_size: int) -> Contexts:
         """Contexts of these rows for one step, `ends` tokens each; `block_table`: [R, blocks]."""
+        if self._too_many(len(self.requests), max(ends)):
+            self._drop()
+            return PagedContexts(block_table, block_size, stay=False)
         return OpenContexts(self, rows, ends, block_table)
+
+    def _too_many(self, rows: int, tokens: int) -> bool:
+        rows, tokens = _rounded(rows, tokens)
+        return rows * tokens > self.most
+
+    def _drop(self) -> None:
+        self.layers, self.rows, self.tokens = {}, 0, 0
+        self.length = [0] * len(self.length)
 
     def _fit(self, rows: int, tokens: int, room: int = 0) -> None:
         """Allocate memory for so many rows and tokens, and not much more."""
-        rows, tokens = -(-rows // ROWS) * ROWS, -(-tokens // TOKENS) * TOKENS
+        rows, tokens = _rounded(rows, tokens)
         held, room = self.rows * self.tokens, max(room, self.room)
-        if not (held > LARGE and held > SPARE * rows * tokens):
-            rows, tokens = max(rows, self.rows), max(tokens, self.tokens)
+        larger = max(rows, self.rows), max(tokens, self.tokens)
+        if not (held > LARGE and held > SPARE * rows * tokens) and larger[0] * larger[1] <= self.most:
+            rows, tokens = larger
         if (rows, tokens, room) == (self.rows, self.tokens, self.room):
             return
         kept_rows, kept_tokens = min(rows, self.rows), min(tokens, self.tokens)
@@ -90,8 +117,14 @@ class KeptContexts:
         self.rows, self.tokens, self.room = rows, tokens, room
 
 
+def _rounded(rows: int, tokens: int) -> tuple[int, int]:
+    return -(-rows // ROWS) * ROWS, -(-tokens // TOKENS) * TOKENS
+
+
 class OpenContexts:
     """Rows of `KeptContexts` for the levels of one step: `Contexts`."""
+
+    stay = True
 
     def __init__(self, kept: KeptContexts, rows: list[int], ends: list[int], block_table: Tensor):
         self.kept, self.rows, self.ends, self.block_table = kept, rows, ends, block_table

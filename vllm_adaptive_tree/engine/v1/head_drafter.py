@@ -30,9 +30,6 @@ class HeadDrafter(PagedDrafter, EagleProposer):
         super().load_model(target_model)
         drop_adapters(self.model.model)
 
-    def begin_cache(self, blocks: int) -> None:
-        """Do nothing: a head skips no token for good."""
-
     def forget(self, requests: Collection[str]) -> None:
         super().forget(requests)
         self.unread.forget(requests)

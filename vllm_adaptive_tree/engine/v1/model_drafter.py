@@ -20,6 +20,7 @@ class ModelDrafter(PagedDrafter, DraftModelProposer):
         self.begin_drafting(runner)
 
     def begin_cache(self, blocks: int) -> None:
+        super().begin_cache(blocks)
         self.coverage = Coverage(blocks, self.block_table.block_size)
 
     def pending(self, step: StepView, accepted: Mapping[int, Sequence[int]]) -> list[CatchUp]:

@@ -32,6 +32,9 @@ class PagedDrafter(SpecDecodeBaseProposer):
         layers: Collection[str] = self._draft_attn_layer_names
         return layers
 
+    def begin_cache(self, blocks: int) -> None:
+        self.contexts.begin_cache(blocks, self.block_table.block_size)
+
     def forget(self, requests: Collection[str]) -> None:
         self.contexts.forget(requests)
 
@@ -71,7 +74,7 @@ class PagedDrafter(SpecDecodeBaseProposer):
         roots_of, length = [rows[index] for index in rooted], [ends[index] for index in rooted]
         table = blocks.cpu[roots_of, : -(-max(length) // size)]
         context = torch.tensor(length)
-        keys = DraftKeys(self.contexts.of(roots_of, length, table), context)
+        keys = DraftKeys(self.contexts.of(roots_of, length, table, size), context)
         keys.sliced = mask
         state = TreeState.begin(keys, context - 1, None if feedback is None else feedback[last][:, None])
         roots = hidden[last]
