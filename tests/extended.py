@@ -4,7 +4,7 @@ rule, family or server, and those that install, train, serve, compile or measure
 """
 
 EXTENDED: dict[str, tuple[str, ...]] = {
-    "cuda/test_start.py": ("test_start[8.0-qwen3-FA2]", "test_start[9.0-llama-FA3]"),
+    "cuda/test_start.py": ("test_start[8.0-qwen3-FA2]", "test_graphs[9.0-llama-FULL_AND_PIECEWISE]"),
     "engine/test_batch_budget.py": (
         "test_a_fixed_budget[static_tree]",
         "test_a_fixed_budget[dyspec]",

@@ -13,6 +13,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from tests.engine.engines import TARGET
 from vllm_adaptive_tree.engine.targets import gpu_arguments
+from vllm_adaptive_tree.engine.v2.graphs import with_fullest
 
 
 def platform(kind: str, capability: tuple[int, int] | None = None) -> Platform:
@@ -133,27 +134,11 @@ def test_other_backends_are_refused(given: dict[str, Any]) -> None:
         gpu_arguments.set_backend(EngineArgs(model=TARGET, **given))
 
 
-@pytest.mark.parametrize(
-    ("given", "level", "mode", "warned"),
-    [
-        (None, 2, "PIECEWISE", False),
-        (None, 0, None, False),  # vLLM's level without graphs
-        ("NONE", 2, "NONE", False),
-        ("PIECEWISE", 2, "PIECEWISE", False),
-        ("FULL", 2, "PIECEWISE", True),
-        ("FULL_AND_PIECEWISE", 2, "PIECEWISE", True),
-        ("FULL_DECODE_ONLY", 2, "PIECEWISE", True),
-    ],
-)
-def test_graphs(given: str | None, level: int, mode: str | None, warned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = list[str]()
-    monkeypatch.setattr(gpu_arguments.logger, "warning", lambda text, *values: said.append(text % values))
-    asked = {} if given is None else {"cudagraph_mode": given}
-    args = EngineArgs(model=TARGET, compilation_config=asked, optimization_level=level)
-    gpu_arguments.set_graphs(args, nodes=63, trees=256)
-    found = args.compilation_config.cudagraph_mode
-    assert found == (None if mode is None else CUDAGraphMode[mode])
-    assert [str(given) in text for text in said] == [True] * warned
+@pytest.mark.parametrize("given", [None, *(mode.name for mode in CUDAGraphMode)])
+def test_the_mode_of_graphs_is_kept(given: str | None) -> None:
+    args = EngineArgs(model=TARGET, compilation_config={} if given is None else {"cudagraph_mode": given})
+    gpu_arguments.set_graphs(args, nodes=100, trees=256)
+    assert args.compilation_config.cudagraph_mode == (None if given is None else CUDAGraphMode[given])
 
 
 @pytest.mark.parametrize(
@@ -209,4 +194,6 @@ def test_the_fullest_batch_of_trees_has_a_graph(tokens: int) -> None:
                 found[most] = capture_sizes(most, requests, tokens)
             assert found[most][-1] == most, "vLLM truncates another with a warning"
             assert rows <= most < rows + 16
+            assert rows in with_fullest(found[most], rows), "whole graphs hold no more rows than decodes have"
     assert capture_sizes(25, 1, tokens)[-1] < 25, "without rounding"
+    assert with_fullest([1, 2, 4], 25) == [1, 2, 4], "as the user gives them"

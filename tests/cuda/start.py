@@ -1,4 +1,4 @@
-"""An engine on the faked platform, in a process of its own: `python -m tests.cuda.start 9.0 llama`."""
+"""An engine on the faked platform, in a process of its own: `python -m tests.cuda.start 9.0 llama [CUDAGraphMode]`."""
 
 import json
 import sys
@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.cuda import faked
+from tests.cuda import faked, tape
 
 SIZES = {
     "hidden_size": 128,
@@ -21,7 +21,9 @@ SIZES = {
 # All of them: which two of four are taken may hang on a rounding.
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 64, "norm_topk_prob": True}
 NODES, DEPTH, TOKENS = 8, 4, 12
-PROMPTS = [[7, 3, 9], list(range(20, 70)), [5] * 33]
+PROMPTS = [[7, 3, 9], list(range(20, 70)), [5] * 33, [11, 2] * 3]
+# The last waits until one of three seats is free.
+SIZES = [4, 16, 32]  # of graphs
 
 
 def written(folder: Path, kind: str, **more: Any) -> str:
@@ -39,8 +41,10 @@ def models(case: str, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Engine arguments and `speculative_config`."""
     from tests.engine.engines import DRAFT, TARGET
     from tests.engine.heads import eagle3
+    from vllm_adaptive_tree.engine.v2 import verification
 
-    if case == "llama":
+    if case in ("llama", "depth first"):
+        verification.IN_GENERATION_ORDER = NODES // 2 if case == "depth first" else NODES
         return {"model": TARGET}, {"model": DRAFT}
     if case == "head":
         head = eagle3(folder / "head")
@@ -50,16 +54,37 @@ def models(case: str, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return {"model": target, "skip_tokenizer_init": True}, {"model": target}
 
 
-def main(capability: str, case: str) -> dict[str, Any]:
-    faked.install((int(capability.split(".")[0]), int(capability.split(".")[1])))
+class Steps:
+    """Graphs of the target's steps from now on."""
+
+    def __init__(self, runner: Any):
+        self.runner, self.found = runner, list[dict[str, Any]]()
+        self.dispatch, self.prepare = runner.cudagraph_manager.dispatch, runner.prepare_attn
+        runner.cudagraph_manager.dispatch, runner.prepare_attn = self._dispatch, self._prepare
+
+    def _dispatch(self, *args: Any, **given: Any) -> Any:
+        self.graph = self.dispatch(*args, **given)
+        return self.graph
+
+    def _prepare(self, batch: Any) -> Any:
+        figures = {"rows": batch.num_tokens, "nodes": batch.num_draft_tokens, "prompts": batch.has_prefill}
+        self.found.append({"mode": self.graph.cg_mode.name, "size": self.graph.num_tokens, **figures})
+        return self.prepare(batch)
+
+
+def main(capability: str, case: str, graphs: str = "NONE") -> dict[str, Any]:
+    device = int(capability.split(".")[0]), int(capability.split(".")[1])
+    (faked if graphs == "NONE" else tape).install(device)
     from vllm import SamplingParams
 
     trees, verdicts, compiled = faked.watch_trees(), faked.watch_verdicts(), faked.watch_kernels()
+    from tests.engine import contract
     from tests.engine.engines import Engines, metric, runner_of
+    from vllm_adaptive_tree.engine.v2.node_selection import NoNodes
 
+    contract.install()
     engines, found = Engines(), {}
     params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, detokenize=False, logprobs=2)
-    uncompiled = {"mode": 0, "cudagraph_mode": "NONE"}
     with tempfile.TemporaryDirectory() as folder:
         given, speculative = models(case, Path(folder))
         options = {"budget": None, "max_depth": DEPTH, **speculative.pop("tree", {})}
@@ -70,13 +95,16 @@ def main(capability: str, case: str) -> dict[str, Any]:
                 **given,
                 dtype="bfloat16",
                 enforce_eager=False,
-                compilation_config=uncompiled,
+                compilation_config={"mode": 0, "cudagraph_mode": "NONE"}
+                if graphs == "NONE" or speculation is None
+                else {"mode": 0, "cudagraph_mode": graphs, "cudagraph_capture_sizes": SIZES},
                 max_num_seqs=3,
                 max_num_batched_tokens=256,
                 gpu_memory_utilization=0.01,
                 block_size=None,
             )
             started, checked, early = len(faked.LAUNCHES), len(trees), set(compiled)
+            steps = Steps(runner_of(llm))
             prompts = [{"prompt_token_ids": one} for one in PROMPTS]
             outputs = [one.outputs[0] for one in llm.generate(prompts, params, use_tqdm=False)]
             found[name] = {
@@ -90,8 +118,12 @@ def main(capability: str, case: str) -> dict[str, Any]:
             }
         brief: dict[str, Any] = {"max_tokens": 4, "ignore_eos": True, "detokenize": False}
         mixed = [SamplingParams(temperature=temperature, **brief) for temperature in (0, 1, 0.7)]
-        llm.generate(prompts, mixed, use_tqdm=False)
+        llm.generate(prompts[:3], mixed, use_tqdm=False)
         runner = runner_of(llm)
+        selection, runner.adaptive_verification = runner.adaptive_verification, runner._selection(NoNodes, None)
+        short = SamplingParams(temperature=0.0, max_tokens=TOKENS // 2, ignore_eos=True, detokenize=False)
+        at_rest = [one.outputs[0].token_ids for one in llm.generate(prompts, short, use_tqdm=False)]
+        runner.adaptive_verification = selection
         layers = runner.compilation_config.static_forward_context.values()
         found |= {
             "worker": type(runner).__mro__[1].__name__,
@@ -102,6 +134,9 @@ def main(capability: str, case: str) -> dict[str, Any]:
             "off": runner.off,
             "verdict": str(verdicts[0]),
             "trees": trees[checked:],
+            "steps": steps.found,
+            "at_rest": [list(one) for one in at_rest],
+            "plain_briefly": [one[: short.max_tokens] for one in found["plain"]["tokens"]],
             "drafts": metric(llm, "spec_decode_num_drafts"),
         }
     engines.shutdown()

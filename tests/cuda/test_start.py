@@ -14,15 +14,16 @@ ROOT = Path(__file__).parents[2]
 TIE = 0.25
 """Logprobs in bfloat16. Rounding moves a logit of the random models by 0.13, so two tokens that are closer than twice
 that may change places."""
+LARGEST = 32  # graph
 HEADS, HEAD_SIZE, NODES, REQUESTS = (2, 4), 64, 8, 3
 """Query heads of a draft or a target."""
 
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="no Triton")
 
 
-def started(capability: str, case: str, cache: Path) -> dict[str, Any]:
+def started(capability: str, case: str, cache: Path, *graphs: str) -> dict[str, Any]:
     """`cache`: a folder for the certificate of the start-up check."""
-    command = [sys.executable, "-m", "tests.cuda.start", capability, case]
+    command = [sys.executable, "-m", "tests.cuda.start", capability, case, *graphs]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "XDG_CACHE_HOME": str(cache)}
     for name in ("TRITON_INTERPRET", "VLLM_TARGET_DEVICE"):
         environment.pop(name, None)
@@ -38,7 +39,6 @@ def started(capability: str, case: str, cache: Path) -> dict[str, Any]:
     ("capability", "case", "kernel"),
     [
         ("8.0", "qwen3", "FA2"),
-        ("9.0", "llama", "FA3"),
         pytest.param("9.0", "head", "FA3", marks=pytest.mark.slow),
         pytest.param("10.0", "moe", "FA4", marks=pytest.mark.slow),
     ],
@@ -59,6 +59,34 @@ def test_start(capability: str, case: str, kernel: str, tmp_path: Path) -> None:
     for launch in found["trees"]:
         check_launch(launch)
     same_tokens(found["plain"], found["tree"])
+
+
+@pytest.mark.parametrize(
+    ("capability", "case", "graphs"),
+    [
+        ("9.0", "llama", "FULL_AND_PIECEWISE"),
+        pytest.param("9.0", "llama", "PIECEWISE", marks=pytest.mark.slow),
+        pytest.param("8.0", "depth first", "FULL_AND_PIECEWISE", marks=pytest.mark.slow),
+        pytest.param("9.0", "head", "FULL_AND_PIECEWISE", marks=pytest.mark.slow),
+        pytest.param("10.0", "moe", "FULL_AND_PIECEWISE", marks=pytest.mark.slow),
+    ],
+)
+def test_graphs(capability: str, case: str, graphs: str, tmp_path: Path) -> None:
+    """An engine with CUDA graphs, recorded on tapes, says what one without any does."""
+    found = started(capability, case, tmp_path, graphs)
+    assert not found["off"], found["verdict"]
+    assert found["drafts"] > 0
+    assert not found["late"], "no kernel is compiled after the first request"
+    decodes = "FULL" if graphs == "FULL_AND_PIECEWISE" else "PIECEWISE"
+    steps = found["steps"]
+    for step in steps:
+        mode = decodes if not step["prompts"] else "PIECEWISE" if step["rows"] <= LARGEST else "NONE"
+        assert (step["mode"], step["rows"] <= step["size"]) == (mode, True), step
+    kinds = {(step["prompts"], step["nodes"] > 0, step["rows"] < step["size"]) for step in steps}
+    assert kinds >= {(False, True, True), (False, False, True), (True, False, True)}, "trees, rests, prompts; padded"
+    assert any(step["prompts"] and step["nodes"] and step["mode"] == "PIECEWISE" for step in steps), "prompts and trees"
+    same_tokens(found["plain"], found["tree"])
+    same_tokens({**found["plain"], "tokens": found["plain_briefly"]}, {"tokens": found["at_rest"]})
 
 
 def check_launch(launch: dict[str, Any]) -> None:

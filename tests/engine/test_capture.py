@@ -79,16 +79,15 @@ def test_pieces_of_a_step(engines: Engines, case: str, tmp_path: Path, monkeypat
                 assert _difference(first[key], record) is None, (name, key, _difference(first[key], record))
             first.setdefault(key, record)
         assert again >= 3, name
+    check_whole_graph(runner)
     if case != "depth first":
-        check_whole_graph(runner)
         return
     plain = generate(engines.start(max_num_seqs=4), PROMPTS[:3], sampled(8, 8, 16))
     assert [one.token_ids for one in outputs] == [one.token_ids for one in plain]
 
 
 def check_whole_graph(runner: Any) -> None:
-    """Check the metadata with which vLLM records the target in a whole graph, which no mode asks for yet: our kernel's,
-    over persistent buffers."""
+    """Check the metadata with which vLLM records the target in a whole graph: our kernel's, over persistent buffers."""
     sizes = runner.model_state, runner.input_buffers, runner.block_tables, runner.attn_groups, runner.kv_cache_config
     recorded = prepare_inputs_to_capture(2, 8, *sizes, full_cudagraph=True, max_query_len=7).attn_metadata
     own = {name: one for name, one in recorded.items() if name not in runner.speculator.draft_attn_layer_names}

@@ -240,6 +240,32 @@ def test_one_request_at_a_time(engines: Engines) -> None:
     assert verdict(engines.start(tree(6), max_num_seqs=1)).passed
 
 
+def test_whole_graphs_that_fail_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_adaptive_tree.engine.self_check import check
+    from vllm_adaptive_tree.engine.self_check.verdict import Finding, Verdict
+    from vllm_adaptive_tree.engine.v2.graphs import drop_whole_graphs
+
+    whole, parts = SimpleNamespace(cg_mode=CUDAGraphMode.FULL), SimpleNamespace(cg_mode=CUDAGraphMode.PIECEWISE)
+    manager: Any = SimpleNamespace(_candidates={(8, 0): [whole, parts], (16, 0): [parts]})
+    runner = SimpleNamespace(drop_whole_graphs=lambda: drop_whole_graphs(manager))
+    written = list[Any]()
+    certificate = SimpleNamespace(exists=lambda: False, write=written.append)
+    monkeypatch.setattr(check, "Certificate", lambda _: certificate)
+    monkeypatch.setattr(check, "get_tp_group", lambda: SimpleNamespace(rank_in_group=0))
+    monkeypatch.setattr(
+        check, "check", lambda *_, **__: Verdict([Finding("model", whole not in manager._candidates[8, 0], {})])
+    )
+    monkeypatch.setenv(check.SWITCH, "strict")
+    with pytest.raises(RuntimeError, match="model FAILED|FAILED: model"):
+        check.start(runner)
+    monkeypatch.setenv(check.SWITCH, "")
+    assert check.start(runner).passed  # type: ignore[union-attr]
+    assert manager._candidates == {(8, 0): [parts], (16, 0): [parts]}
+    assert not written, "the next start checks whole graphs again"
+    check.start(runner)
+    assert len(written) == 1
+
+
 def test_a_failure_switches_trees_off(engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm_adaptive_tree.engine.self_check import check
     from vllm_adaptive_tree.engine.v2.sampler import TreeSampler

@@ -152,7 +152,7 @@ def test_a_verification_keeps_nothing_of_its_rows(monkeypatch: pytest.MonkeyPatc
     layers = [Layer(str(i), shard, 1) for i in range(shape.layers)]
     layout = Layout.empty(load.requests, load.rows, load.nodes, torch.device("cpu"))
     with torch.no_grad(), Allocated() as allocated:
-        step.write_mask(layout, row_start, int(scheduled.sum()))
+        step.write_mask(layout, row_start, load.requests, load.rows)
         trees = KernelTrees(None, pages, row_start, layout.context, layout.bits, load.rows, None)
         for layer in layers:
             query = torch.empty(load.rows, shard.heads, shape.head_size, dtype=torch.bfloat16)

@@ -136,6 +136,16 @@ class Layout(NamedTuple):
         numbers = number.clone(), number.clone(), number.clone(), number.int()
         return cls(tree, entries, entries.clone(), *numbers, number.new_zeros(rows, -(-(1 + nodes) // WORD)))
 
+    def roots(self, lengths: Tensor, rows: int) -> None:
+        """Write what the attention kernel reads of a batch without trees, in a graph that holds it.
+
+        Args:
+            lengths: [R] int32, tokens of each request, its root's included.
+            rows: of the batch, and of padding.
+        """
+        self.bits[:rows, 0] = 1
+        torch.sub(lengths, 1, out=self.context[: len(lengths)])
+
     def update(
         self,
         drafted: Drafted,

@@ -5,13 +5,8 @@ from typing import Any
 
 import torch
 from vllm.config.attention import AttentionConfig
-from vllm.config.compilation import CUDAGraphMode
-from vllm.config.vllm import OptimizationLevel
-from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-logger = init_logger(f"vllm.{__name__}")
 
 LEAST = 80
 """Least compute capability, 8.0: bfloat16, asynchronous copies and FlashAttention begin there."""
@@ -87,20 +82,9 @@ def set_backend(args: Any) -> None:
 
 
 def set_graphs(args: Any, nodes: int, trees: int) -> None:
-    """Set piecewise CUDA graphs where the user has asked for nothing else, up to as many rows as so many trees of
-    `nodes` have.
-
-    The tree kernel runs between the pieces, so a full graph of a step with trees cannot be captured.
-    """
+    """Capture CUDA graphs, where the user names no sizes, up to as many rows as so many trees of `nodes` have. Their
+    mode is vLLM's: the tree kernel is in whole graphs, and runs between the pieces of others."""
     config = copy.deepcopy(args.compilation_config)
-    given = config.cudagraph_mode
-    if given is None and args.optimization_level != OptimizationLevel.O0:
-        config.cudagraph_mode = CUDAGraphMode.PIECEWISE
-    elif given is not None and given.has_full_cudagraphs():
-        logger.warning(
-            "cudagraph_mode %s becomes PIECEWISE: the attention of a tree runs between the pieces of a graph", given
-        )
-        config.cudagraph_mode = CUDAGraphMode.PIECEWISE
     sizes = (config.cudagraph_capture_sizes, args.cudagraph_capture_sizes)
     most = (config.max_cudagraph_capture_size, args.max_cudagraph_capture_size)
     if (*sizes, *most) == (None,) * 4:

@@ -44,10 +44,11 @@ class KernelTrees(TreeMetadata):
 
 
 def packed_bits(parent: Tensor, row_start: Tensor, rows: int) -> Tensor:
-    """`ancestor_bits` of trees `parent` [Q, N], row by row: [rows, W]; `row_start` [Q + 1]: the rows of each."""
+    """`ancestor_bits` of trees `parent` [Q, N], row by row: [rows, W]; `row_start` [Q + 1]: the rows of each. Those
+    after the last are padding, and get any bits."""
     row = torch.arange(rows, device=parent.device)
-    request = torch.searchsorted(row_start[1:].long(), row, right=True)
-    return ancestor_bits(parent)[request, row - row_start[request]]
+    request = torch.searchsorted(row_start[1:].long(), row, right=True).clamp(max=len(parent) - 1)
+    return ancestor_bits(parent)[request, (row - row_start[request]).clamp(max=parent.shape[1])]
 
 
 def without_first(native: Any, count: int) -> Any:

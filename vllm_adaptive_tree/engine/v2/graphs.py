@@ -24,10 +24,18 @@ class Piece(BatchExecutionDescriptor):
         return cls(CUDAGraphMode.FULL, num_tokens=requests, num_reqs=requests, levels=levels)
 
 
-def drop_whole_graphs(manager: CudaGraphManager) -> None:
-    """Let no step take a whole graph of this manager any more."""
+def drop_whole_graphs(manager: CudaGraphManager) -> bool:
+    """Let no step take a whole graph of this manager any more; return whether there was one."""
+    dropped = False
     for size, graphs in manager._candidates.items():
         manager._candidates[size] = [graph for graph in graphs if graph.cg_mode != CUDAGraphMode.FULL]
+        dropped |= len(graphs) > len(manager._candidates[size])
+    return dropped
+
+
+def with_fullest(sizes: list[int], rows: int) -> list[int]:
+    """Sizes of graphs, and that of the fullest batch of decodes, of so many `rows`: no whole graph is larger."""
+    return sorted({*sizes, rows}) if sizes and sizes[-1] > rows else sizes
 
 
 def ladder(most: int) -> list[int]:

@@ -29,7 +29,7 @@ from vllm_adaptive_tree.engine.v2.device_engine import DeviceEngine
 from vllm_adaptive_tree.engine.v2.draft_backlog import DraftBacklog
 from vllm_adaptive_tree.engine.v2.draft_tokens import DraftTreesHandler
 from vllm_adaptive_tree.engine.v2.drafting import TreeDrafting
-from vllm_adaptive_tree.engine.v2.graphs import drop_whole_graphs
+from vllm_adaptive_tree.engine.v2.graphs import drop_whole_graphs, with_fullest
 from vllm_adaptive_tree.engine.v2.node_selection import NodeSelection, NoNodes
 from vllm_adaptive_tree.engine.v2.rank_agreement import RankAgreement
 from vllm_adaptive_tree.engine.v2.sampler import TreeSampler
@@ -87,8 +87,11 @@ class TreeModelRunnerV2(ModelRunner):
         self.speculator.off, self.speculator.backlog = True, None
         self.speculator.drafts.forget()
         self.adaptive_verification = self._selection(NoNodes, None)
-        if self.cudagraph_manager is not None:  # a whole graph may hold our attention
-            drop_whole_graphs(self.cudagraph_manager)
+        self.drop_whole_graphs()  # they hold our attention
+
+    def drop_whole_graphs(self) -> bool:
+        """Run decodes of the target in pieces, as prompts; return whether there were whole graphs."""
+        return self.cudagraph_manager is not None and drop_whole_graphs(self.cudagraph_manager)
 
     def _selection(self, kind: type[NodeSelection], budget: DeviceBudget | None) -> NodeSelection:
         most = get_max_chunk_logits(self.model_config.get_vocab_size())
@@ -98,6 +101,10 @@ class TreeModelRunnerV2(ModelRunner):
         checks.check_draft_groups(kv_cache_config.kv_cache_groups, self.speculator.draft_attn_layer_names)
         selection = self._selection(NodeSelection, self.budget)
         graphs = self.attention.buffers is not None and self.compilation_config.cudagraph_mode.has_full_cudagraphs()
+        if graphs:
+            sizes, fullest = self.compilation_config.cudagraph_capture_sizes, self.max_num_reqs * self.decode_query_len
+            if fullest % self.parallel_config.tensor_parallel_size == 0:  # as sequence parallelism asks
+                self.compilation_config.cudagraph_capture_sizes = with_fullest(sizes, fullest)
         # With it vLLM captures whole graphs for batches of unequal trees; it asks for them, so not without any.
         with swapped(
             model_runner, "maybe_create_adaptive_verification_manager", lambda **_: selection if graphs else None

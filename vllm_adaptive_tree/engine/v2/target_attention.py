@@ -53,7 +53,7 @@ class TargetAttention:
     ) -> Any:
         """Build vLLM's metadata, and that of the trees for the target's layers."""
         metadata = self.native_metadata(input_batch, mode, block_tables, slot_mappings, *rest, **kwargs)
-        # Such a graph replays our kernel, also for a step without a tree; vLLM records it under another name.
+        # A whole graph holds our kernel, also for a step without a tree; vLLM records it under another name.
         whole = mode == CUDAGraphMode.FULL or kwargs.get("for_capture", False)
         step = self.runner.step.verification
         if not whole and (step is None or not step.reads_only_roots(input_batch)):
@@ -63,14 +63,16 @@ class TargetAttention:
             input_batch.num_reqs_after_padding,
             len(input_batch.positions),
         )
+        requests = input_batch.num_reqs
         if not whole:
             assert step is not None
-            count = int(np.count_nonzero(step.scheduled))
+            requests = count = int(np.count_nonzero(step.scheduled))
             rows = count + input_batch.num_draft_tokens
         if self.buffers is not None:
-            if not self.in_generation_order:
-                assert step is not None
-                step.write_mask(self.buffers.layout, row_start, input_batch.num_draft_tokens)
+            if step is None and not self.in_generation_order:
+                self.buffers.layout.roots(input_batch.seq_lens[:requests], rows)
+            elif step is not None and not self.in_generation_order:
+                step.write_mask(self.buffers.layout, row_start, requests, rows)
             self.buffers.plan(row_start, count)
         dense: dict[Any, DenseTrees] = {}
         for group, slots in zip(self.runner.kv_cache_config.kv_cache_groups, slot_mappings, strict=True):

@@ -140,16 +140,17 @@ class Verification(NamedTuple):
         """Same rows without trees: nothing is accepted."""
         return self._replace(tree=self.tree.cut(torch.zeros_like(self.root)))
 
-    def write_mask(self, layout: Layout, row_start: Tensor, total: int) -> None:
+    def write_mask(self, layout: Layout, row_start: Tensor, count: int, rows: int) -> None:
         """Write what the attention kernel reads of trees in another order than that of their generation.
 
         Args:
-            row_start: [R + 1] int32; requests with draft tokens come first.
-            total: nodes of all requests, on the host.
+            row_start: [count + 1 or more] int32.
+            count: requests, those of padding, which have no rows, left out.
+            rows: of these requests, and of padding.
         """
-        count, nodes = int(np.count_nonzero(self.scheduled)), int(self.scheduled.max())
-        bits = packed_bits(self.tree.parent[:count, :nodes], row_start[: count + 1], count + total)
-        layout.bits[: len(bits), : bits.shape[1]] = bits
+        nodes = int(self.scheduled.max())
+        bits = packed_bits(self.tree.parent[:count, :nodes], row_start[: count + 1], rows)
+        layout.bits[:rows, : bits.shape[1]] = bits
         layout.context[:count] = self.root[:count]
 
     def dense(self, native: Any, block_size: int, longest: int) -> DenseTrees:
