@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.papers import c2t
+from benchmarks.papers import c2t, smollm2
 from benchmarks.papers.__main__ import main
 from benchmarks.papers.bootstrap import (
     Estimate,
@@ -24,7 +24,7 @@ from benchmarks.papers.bootstrap import (
 )
 from benchmarks.papers.judging import OURS, Source
 from benchmarks.papers.saving import nodes_saved
-from benchmarks.papers.scale import FULL
+from benchmarks.papers.scale import FULL, SMOLLM2
 from benchmarks.papers.summary import PAPERS, page
 from benchmarks.papers.writing import Section
 
@@ -213,7 +213,8 @@ def test_lines_of_ours_are_not_the_papers():
 
 def test_the_pages_are_those_of_the_results(tmp_path):
     kept = ROOT / "benchmarks" / "results" / "papers"
-    shutil.copy(kept / "measured.json", tmp_path)
+    for name in ("measured.json", "smollm2.json"):
+        shutil.copy(kept / name, tmp_path)
     main(["--render", "--results", str(tmp_path), "--docs", str(tmp_path)])
     assert (tmp_path / "verdicts.json").read_text() == (kept / "verdicts.json").read_text()
     for file in (ROOT / "docs" / "papers.md", kept / "tables.md"):
@@ -248,3 +249,31 @@ def test_what_a_draft_temperature_saves():
     first, *others = (re.findall(r"-?\d+(?=%)", found) for _, found in more)
     assert f"saves {first[0]} % [{first[1]} %, {first[2]} %] more" in page
     assert all(f"{abs(int(one[0]))} %" in page for one in others)
+
+
+def test_a_line_of_smollm2_is_judged_by_its_own_cells():
+    """Tokens per step of one cell over another's; alpha over four levels; nodes at the acceptance of EAGLE-2."""
+
+    def record(tokens, nodes=20.0):
+        return {"file": [0, 1, 2, 3], "steps": [10] * 4, "tokens": [tokens] * 4, "nodes": [10 * nodes] * 4}
+
+    cells = {"OPT-Tree 0": record(30), "binary 0": record(25), "4x2x2x1": record(30), "1x1x1x1": record(22)}
+    cells |= {f"EAGLE-2 {size}": record(20 + size / 10, size) for size in smollm2.SIZES}
+    cells |= {f"C2T {beta:g}": record(26 - 10 * beta, 30 - 20 * beta) for beta in smollm2.BETAS}
+    by_text = {line.bundled: line for line in smollm2.LINES}
+    found = smollm2._judged(cells, by_text["OPT-Tree >= binary (N = 25, T = 0)"])
+    assert (found.verdict, found.figures) == ("holds", "+0.500 [+0.500, +0.500]")
+    found = smollm2._judged(cells, by_text["alpha: 4x2x2x1 > 1x1x1x1 (T = 0.7)"])
+    assert found.figures == "+0.200 [+0.200, +0.200]"
+    found = smollm2._judged(cells, by_text["C2T: fewer nodes at EAGLE-2's acceptance (N = 60)"])
+    assert found.verdict == "not reached", "26 tokens of EAGLE-2 with 60 nodes are more than any of its trees accepts"
+
+
+def test_every_line_of_smollm2_is_one_of_the_bundled_pair():
+    verdicts = json.loads((ROOT / "benchmarks" / "results" / "papers" / "verdicts.json").read_text())
+    known = {claim["text"] for name, claims in verdicts.items() if name != "provenance" for claim in claims}
+    cells = smollm2.jobs(SMOLLM2)
+    for line in smollm2.LINES:
+        assert line.bundled in known
+        assert line.b in cells
+        assert line.a == "C2T" or line.a in cells

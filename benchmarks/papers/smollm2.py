@@ -24,7 +24,7 @@ from vllm_adaptive_tree.bench.demo_models import chat_prompts
 LEARNT_FROM = 24  # prompts
 PLAIN = {"threshold": 0, "draft_temperature": 1}
 RULES = {"RRS": ("iid", "rrs"), "RRSw": ("without_replacement", "rrsw"), "SpecHub": (None, "spechub")}
-SIZES, BETAS = (15, 26, 45, 60), (0.35, 0.5, 0.65, 0.8)
+SIZES, BETAS = (15, 26, 45, 60), (0.05, 0.1, 0.2, 0.35, 0.5)
 DRAWS = 2
 
 
