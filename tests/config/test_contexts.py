@@ -161,12 +161,17 @@ def test_a_batch_that_is_too_large_is_read_from_the_paged_cache() -> None:
     kept, caches = KeptContexts(), [Cache(name) for name in LAYERS]
     kept.begin_cache(blocks=5_000, block_size=8)
     assert kept.most == 20_000, "half of the cache"
-    for names, ends in ((["1", "2"], [30, 40]), (["1", "2"], [30, 2_600]), (["1"], [31])):
+    for names, ends in ((["1", "2"], [30, 40]), (["1", "2"], [30, 11_000]), (["1"], [31])):
         kept.follow(names)
         items = [(row, name, max(end - 2, 0), end) for row, (name, end) in enumerate(zip(names, ends, strict=True))]
         read(kept, items)
         check(kept, caches, items, [2, 2])
         assert bool(kept.layers) == (max(ends) < 2_500)
+    kept.follow(["1"])
+    items = [(0, "1", 29, 19_000)]
+    read(kept, items)
+    check(kept, caches, items, [2, 2])
+    assert (kept.rows, kept.tokens) == (1, 19_200), "one long request is kept, without spare rows"
     # twice two rows at the first batch, at both levels of the second, and the row that is left
     assert [cache.gathered for cache in caches] == [2 + 2 * 2 + 1] * 2
 

@@ -14,7 +14,7 @@ from vllm_adaptive_tree.heads.dspark import Block, BlockHead
 from vllm_adaptive_tree.heads.eagle3 import Dimensions, Head
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
-LAYERED = ("num_hidden_layers", "layer_types", "max_window_layers")  # keys of a configuration that speak of layers
+LAYERED = ("num_hidden_layers", "layer_types")  # keys of a configuration that speak of layers
 
 
 def write(folder: Path, head: Head, target: Mapping[str, Any], layers: Sequence[int], draft_ids: Tensor | None) -> None:

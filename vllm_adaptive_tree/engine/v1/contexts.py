@@ -94,8 +94,7 @@ class KeptContexts:
         return OpenContexts(self, rows, ends, block_table)
 
     def _too_many(self, rows: int, tokens: int) -> bool:
-        rows, tokens = _rounded(rows, tokens)
-        return rows * tokens > self.most
+        return rows * _up(tokens, TOKENS) > self.most
 
     def _drop(self) -> None:
         self.layers, self.rows, self.tokens = {}, 0, 0
@@ -103,7 +102,9 @@ class KeptContexts:
 
     def _fit(self, rows: int, tokens: int, room: int = 0) -> None:
         """Allocate memory for so many rows and tokens, and not much more."""
-        rows, tokens = _rounded(rows, tokens)
+        needed, rows, tokens = rows, _up(rows, ROWS), _up(tokens, TOKENS)
+        if rows * tokens > self.most:
+            rows = needed
         held, room = self.rows * self.tokens, max(room, self.room)
         larger = max(rows, self.rows), max(tokens, self.tokens)
         if not (held > LARGE and held > SPARE * rows * tokens) and larger[0] * larger[1] <= self.most:
@@ -117,8 +118,8 @@ class KeptContexts:
         self.rows, self.tokens, self.room = rows, tokens, room
 
 
-def _rounded(rows: int, tokens: int) -> tuple[int, int]:
-    return -(-rows // ROWS) * ROWS, -(-tokens // TOKENS) * TOKENS
+def _up(count: int, unit: int) -> int:
+    return -(-count // unit) * unit
 
 
 class OpenContexts:
