@@ -2,12 +2,15 @@
 
 import argparse
 import json
+import os
 import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import import_module, metadata
 from pathlib import Path
+from threading import Thread
 from types import ModuleType
 from typing import Any
 
@@ -16,6 +19,7 @@ import pytest
 
 from tests.package.declared import declared, project
 from vllm_adaptive_tree import config as imported_before_serve  # noqa: F401, as no finder would find it then
+from vllm_adaptive_tree.bench.environment import TARGET, check_available
 from vllm_adaptive_tree.cli.main import COMMANDS, EXTRAS, main, one_line, parser_of
 from vllm_adaptive_tree.version import __version__
 
@@ -155,7 +159,8 @@ def test_wrong_input_is_one_line_and_exit_code_2(
     command: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("vllm_adaptive_tree.cli.demo.set_environment", lambda *_, **__: None)
+    for name in ("set_environment", "check_available"):
+        monkeypatch.setattr(f"vllm_adaptive_tree.cli.demo.{name}", lambda *_, **__: None)
     try:
         code = main(shlex.split(command))
     except SystemExit as left:  # argparse
@@ -200,6 +205,73 @@ def test_an_error_of_bench_is_one_line(
     monkeypatch.setattr(bench, "set_environment", refuse)
     assert main(["bench", "--out", str(tmp_path)]) == 2
     assert capsys.readouterr().err == "error: no such model. Please verify: a name\n"
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[dict[str, Any], list[str]]]:
+    """A hub of models, each with an error's name or none, and the paths that it was asked for."""
+    from huggingface_hub import constants
+
+    errors: dict[str, Any] = {}
+    asked: list[str] = []
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            asked.append(self.path)
+            error = errors.get(self.path.split("/resolve/")[0].strip("/"), "RepoNotFound")
+            self.send_response(404 if error else 200)
+            self.send_header(*(("X-Error-Code", error) if error else ("ETag", "x")))
+            self.send_header("X-Repo-Commit", "0" * 40)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        url = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "ENDPOINT", url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield errors, asked
+        server.shutdown()
+
+
+def test_a_model_of_the_hub(hub: tuple[dict[str, Any], list[str]]) -> None:
+    """The hub is asked once for each: for what it lacks it is an error, a format of its own is vLLM's to judge."""
+    errors, asked = hub
+    errors |= {"owner/known": None, "owner/consolidated": "EntryNotFound"}
+    check_available(TARGET, "ngram", "owner/known", "owner/consolidated", "owner/gguf:Q4")
+    assert asked == [f"/owner/{name}/resolve/main/config.json" for name in ("known", "consolidated")]
+    with pytest.raises(ValueError, match=r"'owner/absent' is no folder here and not in the hub's cache; asking http"):
+        check_available("owner/known", "owner/absent", "owner/other")
+    assert len(asked) == 4
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "bench --model owner/absent",
+        'bench --config x={"method":"opt_tree","num_speculative_tokens":4,"model":"owner/absent"}',
+        "demo --model owner/absent --draft ngram",
+        "train-gate c2t --draft owner/absent",
+        MEASURE.format("owner/absent", "ngram").partition(" --out")[0],
+    ],
+)
+def test_an_absent_model_ends_a_command_before_an_engine(
+    command: str,
+    hub: tuple[dict[str, Any], list[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    out = [] if command.startswith("demo") else ["--out", str(tmp_path / "out")]
+    assert main([*shlex.split(command.replace('"', '\\"')), *out]) == 2
+    assert "error: 'owner/absent' is no folder here" in capsys.readouterr().err
+    assert len(hub[1]) == 1
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_refused_configuration_of_vllm_is_its_reason() -> None:

@@ -38,6 +38,28 @@ def check_installed(model: str) -> None:
         )
 
 
+def check_available(*models: str) -> None:
+    """Raises ValueError if a hub name is neither in the hub's cache nor on the hub. It asks once: without a network an
+    engine asks for five minutes. What has no config.json of its own is vLLM's to judge."""
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import EntryNotFoundError, HFValidationError
+    from vllm import envs
+
+    from vllm_adaptive_tree.drafters import DRAFTERS
+    from vllm_adaptive_tree.engine.checkpoint import local_folder
+
+    for model in models:
+        if model in DRAFTERS or envs.VLLM_USE_MODELSCOPE or local_folder(model, None) is not None:
+            continue
+        try:
+            get_hf_file_metadata(hf_hub_url(model, "config.json"))
+        except (EntryNotFoundError, HFValidationError):
+            continue
+        except Exception as error:  # the hub's, and those of its library for HTTP, which is not always the same
+            where = f"is no folder here and not in the hub's cache; asking {constants.ENDPOINT}"
+            raise ValueError(f"{model!r} {where}: {error}") from error
+
+
 def shown(model: str) -> str:
     """Path of a model: of a bundled one inside the package, of any other as given."""
     return Path(model).relative_to(PACKAGE).as_posix() if Path(model).is_relative_to(PACKAGE) else model

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from vllm_adaptive_tree.bench.environment import set_environment
+from vllm_adaptive_tree.bench.environment import check_available, set_environment
 from vllm_adaptive_tree.bench.statistics import MIN_ROUNDS
 from vllm_adaptive_tree.cli.arguments import add_pair, add_quiet, check_lengths, parameters, positive, prompts_file
 from vllm_adaptive_tree.proposers import METHODS, RECOMMENDED
@@ -130,6 +130,8 @@ def run(options: argparse.Namespace) -> int:
         check_lengths(options)
         set_environment(options.model, options.draft, enlarged=bool(options.enlarge_to))
         os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count()))
+        drafts = [given["model"] for _, given in options.config if isinstance(given.get("model"), str)]
+        check_available(options.model, options.draft, *drafts)
         from vllm_adaptive_tree.bench.run import run
 
         return run(options)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vllm_adaptive_tree.bench.environment import TARGET, set_environment, shown
+from vllm_adaptive_tree.bench.environment import TARGET, check_available, set_environment, shown
 from vllm_adaptive_tree.bench.prompts import PROMPTS
 from vllm_adaptive_tree.cli.arguments import add_pair, check_lengths, new_file, positive, prompts_file
 from vllm_adaptive_tree.gates.parts import Collected, Parts, checksum
@@ -101,9 +101,11 @@ def collect(job: Job) -> Collected:
     """Collect the examples of `job`: those on disk, and those of the prompts that are not finished there.
 
     Raises:
-        ValueError: the parts on disk are another job's, or unreadable.
+        ValueError: the parts on disk are another job's, or unreadable; a model cannot be had.
         KeyboardInterrupt: the collected examples are on disk.
     """
+    set_environment(job.options.model, job.options.draft)
+    check_available(job.options.model, job.options.draft)
     parts = Parts.open(job.parts, job.arguments())
     progress = dict(parts.progress())
     if any(progress.get(str(number), ()) is not None for number in range(len(job.prompts))):
@@ -113,7 +115,6 @@ def collect(job: Job) -> Collected:
 
 def _decode(job: Job, parts: Parts, progress: dict[str, list[int] | None]) -> None:
     options = job.options
-    set_environment(options.model, options.draft)
     print("an engine starts ...", file=sys.stderr, flush=True)
     import torch
     from tqdm import tqdm  # type: ignore[import-untyped]

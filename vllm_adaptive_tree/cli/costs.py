@@ -4,7 +4,7 @@ import argparse
 import json
 import os
 
-from vllm_adaptive_tree.bench.environment import set_environment
+from vllm_adaptive_tree.bench.environment import check_available, set_environment
 from vllm_adaptive_tree.cli.arguments import model, new_file, parameters, positive_number
 from vllm_adaptive_tree.files import atomic_write
 
@@ -42,6 +42,7 @@ def run(options: argparse.Namespace) -> int:
     if options.kind == "measure":
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the model runner is accessed in this process
         set_environment(options.model, options.draft)
+        check_available(options.model, options.draft)
         found = measured(options.name, options.model, options.draft, options.dtype, MAX_ROWS)
     else:
         machine = {"width": options.width, "bandwidth": options.bandwidth, "operations": options.operations}

@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from vllm_adaptive_tree.bench.environment import set_environment, shown
+from vllm_adaptive_tree.bench.environment import check_available, set_environment, shown
 from vllm_adaptive_tree.cli.arguments import add_quiet, model, new_file, parameters, positive, prompts_file
 from vllm_adaptive_tree.version import __version__
 
@@ -61,6 +61,7 @@ def run(options: argparse.Namespace) -> int:
     models = models_of(options)
     size = models.enlarged
     set_environment(models.target, models.draft, enlarged=bool(size), cache=None if models.small else 1)
+    check_available(models.target, models.draft)
     import vllm
 
     from vllm_adaptive_tree.bench import demo
