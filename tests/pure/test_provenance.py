@@ -17,6 +17,28 @@ FILES = sorted(RESULTS.rglob("*.json"))
 PAPERS = {"measured.json", "verdicts.json"}
 """Cited by `docs/papers.md` through the tables made of them."""
 
+PARSE = """
+import argparse, runpy, shlex, sys
+
+class Parsed(BaseException):
+    pass
+
+def parse_args(*arguments):
+    parse(*arguments)
+    raise Parsed
+
+parse, argparse.ArgumentParser.parse_args = argparse.ArgumentParser.parse_args, parse_args
+for command in sys.argv[1:]:
+    sys.argv, module = shlex.split(command), "vllm_adaptive_tree.cli.main"
+    if sys.argv[:2] == ["python", "-m"]:
+        module, *_ = sys.argv = sys.argv[2:]
+    try:
+        runpy.run_module(module, run_name="__main__")
+    except Parsed:
+        print(command)
+"""
+"""Parses commands, and prints those that may be run."""
+
 
 def names(path: Path) -> str:
     return path.relative_to(RESULTS).as_posix()
@@ -30,6 +52,13 @@ def test_provenance_of_a_result(path: Path) -> None:
     git = ["git", "-C", str(ROOT), "cat-file", "-e"]
     if subprocess.run([*git, "HEAD"], capture_output=True).returncode == 0:
         assert subprocess.run([*git, found["commit"].rstrip("+")]).returncode == 0 or shallow()
+
+
+def test_commands_of_results_can_be_typed() -> None:
+    """All are parsed in one process, which imports vLLM once."""
+    commands = {json.loads(path.read_text())["provenance"]["command"] for path in FILES}
+    answer = subprocess.run([sys.executable, "-c", PARSE, *commands], cwd=ROOT, capture_output=True, text=True)
+    assert (answer.returncode, answer.stdout.splitlines()) == (0, [*commands]), answer.stderr[-2000:]
 
 
 def shallow() -> bool:
