@@ -44,7 +44,7 @@ from vllm_adaptive_tree.engine.grammar.structured_outputs import (
 )
 from vllm_adaptive_tree.engine.grammar.walk import TreeTokens
 
-NUMBERED = [276, 201, 1918]
+NUMBERED = [276, 16, 201, 1918]
 """Tokens that `NUMBERS` names by number, after a word."""
 ALL = [(Kind.REGEX, REGEX), (Kind.JSON, json.dumps(SCHEMA))]
 GRAMMARS = {

@@ -36,8 +36,8 @@ SHAPES: list[dict[str, Any]] = [
     {"json_object": True},
 ]
 LARK = {"grammar": 'start: "return " term (" + " term)*\nterm: /[a-z]+/ | "(" /[a-z]+/ " * " /[0-9]+/ ")"'}
-NUMBERS = {"grammar": 'start: "return " <[276]> /[a-z.]{2,8}/ <[201]>'}
-"""In the syntax of guidance; it names tokens by number."""
+NUMBERS = {"grammar": 'start: "return " <[276]> <[16]> /[a-z.]{2,8}/ <[201]>'}
+"""In the syntax of guidance; it names tokens by number: "self", ".", which any draft has after it, and a line's end."""
 ONE_TOKEN = {"choice": ["return"]}
 OF_BACKEND = (
     {"guidance": [NUMBERS]}
