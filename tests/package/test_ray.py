@@ -13,7 +13,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.package.declared import BASE, ROOT, declared
+from tests.package.declared import BASE, ROOT, closure, declared
 from vllm_adaptive_tree.versions import SUPPORTED, is_supported
 
 
@@ -47,12 +47,28 @@ def index() -> list[str]:
     return ["--default-index", found[-1]] if found else []
 
 
+@pytest.mark.parametrize(
+    ("files", "extras"),
+    [
+        (("cpu.txt",), ("cpu", "demo", "model")),
+        (("cpu.txt", "ray.txt"), ("cpu", "demo", "model", "ray")),
+        (("cpu.txt", "ray.txt", "dev.txt"), ("bench", "completion", "dev")),
+    ],
+    ids=lambda names: "+".join(names),
+)
+def test_nothing_is_missing_where_pins_are_installed_alone(files: tuple[str, ...], extras: tuple[str, ...]) -> None:
+    """`pip install --no-deps -r` of the pages, and of `make setup`."""
+    pinned = {name for file in files for name in pins(file)}
+    needed = (*map(Requirement, sorted(pinned)), *(one for extra in extras for one in declared(extra)))
+    assert closure(needed) - pinned <= {"vllm-adaptive-tree-demo-pair"}
+
+
 def extra(name: str) -> list[str]:
     return [str(one) for one in declared(name)]
 
 
 def test_the_pins_are_what_the_extra_adds_to_the_cpus(tmp_path: Path) -> None:
-    there = pins("cpu.txt") | pins("dev.txt")
+    there = pins("cpu.txt")
     added = pins("ray.txt")
     assert not there.keys() & added.keys()
     found = resolved(extra("ray"), there | added, tmp_path)

@@ -56,8 +56,11 @@ def report(
         console = Console(highlight=False, soft_wrap=True)
         console.width = max(console.width, tables.MIN_WIDTH)
         tables.show(console, settings, tabled, notes)
+    written = "written are results.json, .csv and .md"
     try:
         draw(folder, cells, configs, steady)
     except ImportError as error:
         print(error, file=sys.stderr)
-    print(f"{folder}: results.json, .csv, .md and the plots are written", file=sys.stderr)
+    else:
+        written += ", and the plots"
+    print(f"{folder}: {written}", file=sys.stderr)
