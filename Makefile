@@ -6,7 +6,7 @@
 # make docs        the site, strictly: build/site
 # make docs-run    README's and every page's commands in a fresh environment, a line each: an hour; ONLY=docs/index.md: one page
 # make bench-short the shortest run of the benchmark that gives ratios, on the bundled pair
-# make release-check TAG=v0.2.0    whether a tag may be released
+# make release-check TAG=v0.2.0    whether a tag may be released; make release TAG=v0.2.0: its files
 # They create .venv with everything pinned; a machine without a GPU gets vLLM's CPU build.
 
 PYTHON ?= python3
@@ -49,6 +49,14 @@ bench-short: setup
 .PHONY: release-check
 release-check:
 	$(PYTHON) -m tools.release $(TAG)
+
+.PHONY: release
+release: wheels  # dist/: the wheels and an sdist; build/release/: their checksums, and the changelog's section
+	$(PYTHON) -m tools.release $(TAG) --notes build/release/NOTES.md
+	rm -f dist/*.tar.gz
+	$(PYTHON) -m pip install --quiet build
+	$(PYTHON) -m build --sdist --outdir dist .
+	cd dist && sha256sum *.whl *.tar.gz > ../build/release/SHA256SUMS
 
 .PHONY: gpu-check
 gpu-check: $(if $(WHEELS),,setup)

@@ -1,9 +1,10 @@
-"""Check of a release's tag: `python -m tools.release v0.2.0`.
+"""Check of a release's tag: `python -m tools.release v0.2.0`; `--notes FILE` writes the changelog's section.
 
 It ends with 1 and the reason if the tag is not the version of the package, if the changelog has no section for it, or
 if `RELEASING.md` does not name the vLLM that it supports.
 """
 
+import argparse
 import re
 import sys
 from collections.abc import Sequence
@@ -30,10 +31,23 @@ def problems(tag: str, version: str, changelog: str, releasing: str) -> list[str
     return found
 
 
+def section(version: str, changelog: str) -> str:
+    """What the changelog says of a release, without its heading."""
+    _, _, rest = changelog.partition(f"\n## {version}\n")
+    return rest.partition("\n## ")[0].strip() + "\n"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    [tag] = sys.argv[1:] if arguments is None else arguments
-    texts = ((ROOT / name).read_text() for name in ("CHANGELOG.md", "RELEASING.md"))
-    found = problems(tag, __version__, *texts)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tag")
+    parser.add_argument("--notes", type=Path, metavar="FILE")
+    options = parser.parse_args(arguments)
+    tag = options.tag
+    changelog, releasing = ((ROOT / name).read_text() for name in ("CHANGELOG.md", "RELEASING.md"))
+    found = problems(tag, __version__, changelog, releasing)
+    if options.notes and not found:
+        options.notes.parent.mkdir(parents=True, exist_ok=True)
+        options.notes.write_text(section(__version__, changelog))
     print("\n".join(found) or f"{tag} may be released, for vLLM {window()}")
     return 1 if found else 0
 

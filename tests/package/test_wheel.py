@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tarfile
 import time
 import urllib.request
 import venv
@@ -95,6 +96,19 @@ def test_the_plugin_is_small_and_the_pair_a_wheel_of_its_own(checkout: Path) -> 
     folder = ROOT / "vllm_adaptive_tree" / "demo_pair"
     files = {path.relative_to(ROOT).as_posix() for path in folder.rglob("*") if path.is_file()}
     assert {name for name in _contents(pair) if ".dist-info/" not in name} == files
+
+
+def test_the_sdist_holds_what_the_wheel_does(checkout: Path, tmp_path: Path) -> None:
+    code = f"from setuptools import build_meta; print(build_meta.build_sdist({str(tmp_path)!r}))"
+    built = _run([sys.executable, "-c", code], checkout, Path(sys.executable).parent)
+    assert built.returncode == 0, built.stdout
+    [archive] = tmp_path.iterdir()
+    with tarfile.open(archive) as opened:
+        names = {name.partition("/")[2] for name in opened.getnames()}
+    wheel = {name for name in _contents(min((checkout / "dist").iterdir())) if ".dist-info/" not in name}
+    assert wheel | {"LICENSE", "README.md", "pyproject.toml", "setup.py"} <= names
+    assert not [name for name in names if "demo_pair" in name]
+    assert archive.stat().st_size < 1 * MB
 
 
 def test_the_command_starts(installed: Installed) -> None:

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from tests.documents import PAGES
-from tools.release import problems
+from tools.release import problems, section
 from vllm_adaptive_tree.versions import window
 
 ROOT = Path(__file__).parents[2]
@@ -28,6 +28,12 @@ def test_what_keeps_a_tag_from_being_released() -> None:
         "CHANGELOG",
         "RELEASING",
     ]
+
+
+def test_notes_are_the_section_of_the_changelog() -> None:
+    changelog = "# Changelog\n\n## 3.1.0\n\n- New.\n\n### Names\n\n- Old.\n\n## 3.1.0rc1\n\n- Older.\n"
+    assert section("3.1.0", changelog) == "- New.\n\n### Names\n\n- Old.\n"
+    assert section("3.1.0rc1", changelog) == "- Older.\n"
 
 
 def test_the_table_ends_with_the_window() -> None:
@@ -49,6 +55,18 @@ def test_workflows_call_make(file: Path) -> None:
         make, target, *_ = line.split()
         assert make == "make"
         assert re.search(rf"^{target}:", MAKEFILE, re.MULTILINE), line
+
+
+def test_the_release_publishes_what_it_has_made() -> None:
+    """Every folder that a job reads is one that `make release` has written; PyPI waits for its switch."""
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())["jobs"]
+    made = {step["with"]["path"] for step in jobs["files"]["steps"] if "upload-artifact" in step.get("uses", "")}
+    assert all(f"{folder}/" in MAKEFILE for folder in made)
+    [attached] = [step["with"] for step in jobs["github"]["steps"] if "gh-release" in step["uses"]]
+    read = {attached["body_path"], *attached["files"].split()}
+    assert {Path(path).parent.name for path in read} == {Path(path).name for path in made}
+    assert jobs["pypi"]["if"] == "vars.PYPI == 'true'"
+    assert jobs["pypi"]["permissions"] == {"id-token": "write"}
 
 
 def test_the_public_check_is_the_whole_one() -> None:
