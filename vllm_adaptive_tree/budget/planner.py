@@ -63,8 +63,9 @@ class Planner(Budget):
         """Seconds of drafting steps in which the draft read prompts."""
         self.context = 0.0
         """Seconds of the last verification due to its contexts."""
-        self.warm_sizes: set[int] = set()
-        """Row counts already run; the first forward of a size also compiles its kernels and is not timed."""
+        self.warm_sizes, self.warm_levels = set[int](), set[int]()
+        """Row counts already run, of verifications and of draft levels; the first forward of a size also compiles its
+        kernels and is not timed."""
         self.recent, self.deep = ((PastTrees(), PastTrees()) for _ in (0, 1))
         """Trees of past steps, of sampled and of greedy requests; those of steps that drafted deeper than pays."""
         self.lookup_trees = PastTrees(), PastTrees()
@@ -93,13 +94,15 @@ class Planner(Budget):
         if not plan.levels:
             if not self.resting.setdefault(size, Backoff(RETRY_AFTER, 2 * RETRY_AFTER)).due():
                 return plan
+            usual, _, _ = self._rate(self.deep, requests, greedy / requests, range(1, 1 + DEPTHS))
             for kind in kinds:  # the memory may be outdated
                 self.recent[kind].clear()
                 self.known[kind] = 0.0
             self._plans.clear()
             plan = self._planned(requests, greedy)
             floor = self._least_that_pays(requests, plan.price)
-            return Plan(1 + max(1, plan.levels), plan.price, floor, deep=True, few=trial_size(requests))
+            levels = 1 + min(usual, max(1, plan.levels))
+            return Plan(levels, plan.price, floor, deep=True, few=trial_size(requests))
         if min(self.known[kind] for kind in kinds) < 1:
             return plan._replace(deep=True, few=trial_size(requests) if size in self.resting else 0)
         self.resting.pop(size, None)
@@ -205,13 +208,13 @@ class Planner(Budget):
             columns = values, depths, levels
             tree = columns if count == len(kinds) else tuple(column[chosen] for column in columns)
             if level is not None:
-                if len(lookup_trees) < TREES:
+                if not lookup_trees:
                     self._plans.clear()
                 lookup_trees.append(np.where(tree[2] == 0, tree[0], 0), *tree[1:])
             if not plan.levels:
                 continue
             self.known[kind] = min(1.0, self.known[kind] + min(count / MIN_TREES, 1 / MIN_STEPS))
-            if plan.deep or len(self.recent[kind]) < TREES:
+            if plan.deep:
                 self._plans.clear()
             self.recent[kind].append(*tree)
             if plan.deep:
@@ -230,7 +233,9 @@ class Planner(Budget):
             self.overheads[drafted].append(rest)
 
     def observe_level(self, requests: int, rows: int, seconds: float) -> None:
-        self.costs.draft.observe(rows, seconds)
+        if rows in self.warm_levels:
+            self.costs.draft.observe(rows, seconds)
+        self.warm_levels.add(rows)
         if self.plan.floor > -math.inf:  # else the level read what no plan would
             self.width += (rows / requests - self.width) / LAST
 

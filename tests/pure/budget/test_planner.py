@@ -86,6 +86,17 @@ def test_drafts_must_gain_more_than_costs_are_accurate(gain: float, pays: bool):
     assert steps == list(range(60)) if pays else len(steps) < MIN_TREES
 
 
+def test_a_trial_drafts_one_level_more_than_has_paid():
+    """And none of those that were hoped for when nothing was known."""
+    budget = planner((1, 1.0), (100, 2.0), level=0.3)
+    plans = [step(budget, 0.2)[0] for _ in range(300)]
+    rests = [n for n, plan in enumerate(plans) if not plan.levels]
+    trials = [plan.levels for n, plan in enumerate(plans) if plan.levels and n - 1 in rests]
+    assert plans[0].levels > 2
+    assert len(trials) > 1
+    assert set(trials) == {2}
+
+
 def test_the_longest_rest():
     steps = drafted(planner(*STEEP, level=0.5), 0.3, 12000, greedy=2)
     assert max(b - a - 1 for a, b in pairwise(steps)) == MAX_BACKOFF
@@ -326,6 +337,8 @@ def test_what_the_contexts_cost_is_no_matter_of_rows():
 def test_a_level_costs_what_was_measured_until_it_is_seen():
     budget = Planner(Costs(curve(*FLAT), curve((1, 0.2), (9, 1.0))), sampled=False)
     assert [budget.level(requests) for requests in (1, 5)] == pytest.approx([0.2, 0.6])
+    budget.observe_level(1, 1, 9.0)
+    assert budget.level(1) == pytest.approx(0.2), "the first of a size compiles its kernels"
     budget.observe_level(1, 1, 0.4)
     assert budget.level(1) == pytest.approx(0.4)
     assert budget.level(5) > 0.6

@@ -37,15 +37,17 @@ class HostBudget(BatchBudget):
         """True if a look-up has made trees in this step while the draft rests."""
         self.limited = False
         """True if only the limit on their levels has ended the growth of the last trees."""
-        self.draft_seconds = self.prompt_seconds = 0.0
-        """Seconds of this step's drafting, but for its first forward, and of the prompts that this forward read."""
+        self.draft_seconds = self.prompt_seconds = self.planning_seconds = 0.0
+        """Seconds of this step's drafting, but for its first forward, of the prompts that this forward read, and of
+        planning: a plan serves many steps, but a trial makes one in each."""
 
     @property
     def verifying(self) -> int:
         return self.budget.verifying if self.levels or self.has_lookup_trees else 0
 
     def begin_step(self) -> None:
-        self.started, self.draft_seconds, self.prompt_seconds = time.perf_counter(), 0.0, 0.0
+        self.started = time.perf_counter()
+        self.draft_seconds = self.prompt_seconds = self.planning_seconds = 0.0
         self.has_lookup_trees = False
 
     def with_prompts(self, drafts: list[Draft], rows: int) -> list[int]:
@@ -81,7 +83,9 @@ class HostBudget(BatchBudget):
 
     def begin_levels(self, greedy: Sequence[bool]) -> int:
         """Most levels of the trees of these requests; 0: the draft rests."""
+        started = time.perf_counter()
         plan = self.begin(greedy)
+        self.planning_seconds = time.perf_counter() - started
         self.levels = number_from_rank_0(plan.levels)
         self.few = number_from_rank_0(plan.few) if self.levels else 0
         return self.levels
@@ -171,7 +175,7 @@ class HostBudget(BatchBudget):
         plain = self.has_lookup_trees or rows == len(step.row_count)
         drafted = True if seconds["tree"] and not self.has_lookup_trees else False if plain else None
         drafting = self.draft_seconds if drafted else seconds["draft"]
-        rest = time.perf_counter() - self.started - seconds["verify"] - drafting
+        rest = time.perf_counter() - self.started - seconds["verify"] - drafting - self.planning_seconds
         self.budget.observe_step(
             rows, sum(step.computed), seconds["verify"], rest, drafted=drafted, reading=self.prompt_seconds
         )
