@@ -218,7 +218,7 @@ class Verification:
             return
         for metadata, names, slot_mapping in self.groups:
             places = {row: place for place, row in enumerate(metadata.written.tolist())}
-            source, slots = [places[row] for row in homes], slot_mapping[list(homes.values())]
+            source, slots = torch.tensor([places[row] for row in homes]), slot_mapping[list(homes.values())]
             for name in names:
                 layer = layers[name]
                 key, value = (saved[source] for saved in metadata.saved[name])
