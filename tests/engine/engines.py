@@ -102,8 +102,8 @@ def generate(llm: Any, prompts: list[Any], params: Any) -> list[Any]:
     return [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
 
 
-def assert_identical(plain: list[Any], speculative: list[Any]) -> None:
-    """Compare token by token; one difference may occur where the plain run's two best logprobs are within 1e-5.
+def assert_identical(plain: list[Any], speculative: list[Any], *, tie: float = 1e-5) -> None:
+    """Compare token by token; one difference may occur where the plain run's two best logprobs are within `tie`.
 
     `plain` needs `logprobs=2`.
     """
@@ -116,7 +116,7 @@ def assert_identical(plain: list[Any], speculative: list[Any]) -> None:
         at = next((i for i, (here, there) in enumerate(pairs) if here != there), None)
         assert at is not None, f"output {index} ends elsewhere: {ours} {theirs}"
         best, second = sorted((entry.logprob for entry in theirs.logprobs[at].values()), reverse=True)[:2]
-        assert best - second < 1e-5, f"output {index} differs at token {at}: {ours.token_ids} {theirs.token_ids}"
+        assert best - second < tie, f"output {index} differs at token {at}: {ours.token_ids} {theirs.token_ids}"
         print(f"tie in output {index} at token {at}: logprobs {best} and {second}")
         ties += 1
     assert ties <= 1
