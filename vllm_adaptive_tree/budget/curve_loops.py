@@ -63,15 +63,22 @@ def cost(x, y, rows):  # type: ignore[no-untyped-def]
 
 @njit(f"void({ARRAY}, {ARRAY}, {ARRAY}, {ARRAY}, {ARRAY}, {ARRAY}, float64, float64)")
 def observe(x, start, off, seen, measured, y, rows, seconds):  # type: ignore[no-untyped-def]
-    """Record a forward of `rows` rows in `seconds`: the two nearest points follow, less the more they have seen."""
+    """Record a forward of `rows` rows in `seconds`: the two nearest points follow, less the more they have seen.
+
+    What a well-known point finds out about now, as that a machine has warmed up, holds for all others too, among them
+    those that only slower times have seen.
+    """
     right = min(max(np.searchsorted(x, rows), 1), len(start) - 1)
     share = min(max((rows - x[right - 1]) / (x[right] - x[right - 1]), 0.0), 1.0)
     believed = (1 - share) * measured[right - 1] + share * measured[right]
     if rows > x[right]:
         believed = cost(x, y, rows)
     more = math.log(max(seconds, TINY) / believed)
-    for place, weight in ((right - 1, 1 - share), (right, share)):
-        off[place] += min(max(more, -BOUND), BOUND) * weight / (1 + seen[place])
+    step = min(max(more, -BOUND), BOUND)
+    known = (1 - share) * seen[right - 1] + share * seen[right]
+    for place in range(len(start)):
+        weight = 1 - share if place == right - 1 else share if place == right else 0.0
+        off[place] += step * (weight / (1 + seen[place]) + (1 - weight) * known / SAMPLES / (1 + SAMPLES))
         seen[place] = min(seen[place] + weight, SAMPLES)
     if abs(more) > BOUND:
         seen /= 2

@@ -72,7 +72,8 @@ class Planner(Budget):
         """Trees of look-ups in past steps, drafting or not."""
         self.known = [0.0, 0.0]
         """Share of the needed trees that is known, of sampled and of greedy requests; 1 at most."""
-        self.steps = 0
+        self.steps, self.most_levels = 0, 1 + DEPTHS
+        """Steps so far; most levels of a trial, until its trees are known."""
         self.resting: dict[int, Backoff] = {}
         self.drafting: dict[int, Backoff] = {}
         """Back-offs of batches that rest, and of those that draft, by batch size in powers of two."""
@@ -101,11 +102,14 @@ class Planner(Budget):
             self._plans.clear()
             plan = self._planned(requests, greedy)
             floor = self._least_that_pays(requests, plan.price)
-            levels = 1 + min(usual, max(1, plan.levels))
+            self.most_levels = 1 + usual
+            levels = min(1 + max(1, plan.levels), self.most_levels)
             return Plan(levels, plan.price, floor, deep=True, few=trial_size(requests))
         if min(self.known[kind] for kind in kinds) < 1:
-            return plan._replace(deep=True, few=trial_size(requests) if size in self.resting else 0)
+            levels = min(plan.levels, self.most_levels)
+            return plan._replace(levels=levels, deep=True, few=trial_size(requests) if size in self.resting else 0)
         self.resting.pop(size, None)
+        self.most_levels = 1 + DEPTHS
         if self.warm_sizes:
             if size not in self.drafting:
                 sure = plan.price > SURE * requests / self.plain_step_seconds(requests)

@@ -92,6 +92,22 @@ def test_a_point_that_was_seen_keeps_to_itself():
     assert made.cost(16) == pytest.approx(4.0, rel=0.02)
 
 
+def test_a_machine_that_warms_up_warms_up_for_all_rows():
+    """Among them those that only slow times have seen; what scatters moves none of them."""
+    made = curve((1, 1.0), (4, 1.2), (16, 2.0))
+    for _ in range(20):
+        for rows, seconds in ((1, 1.2), (4, 1.44), (16, 2.4)):
+            made.observe(rows, seconds)
+    for _ in range(200):
+        made.observe(1, 1.0)
+    assert made.cost(4) == pytest.approx(1.2, rel=0.05)
+    assert made.cost(16) == pytest.approx(2.0, rel=0.05)
+    known = made.cost(16)
+    for scatter in np.random.default_rng(0).normal(1, 0.1, 3000):
+        made.observe(1, scatter)
+    assert made.cost(16) == pytest.approx(known, rel=0.05)
+
+
 def test_one_stalled_step_moves_a_curve_by_little():
     made = curve((1, 1.0), (11, 2.0))
     for _ in range(40):

@@ -90,11 +90,11 @@ def test_a_trial_drafts_one_level_more_than_has_paid():
     """And none of those that were hoped for when nothing was known."""
     budget = planner((1, 1.0), (100, 2.0), level=0.3)
     plans = [step(budget, 0.2)[0] for _ in range(300)]
-    rests = [n for n, plan in enumerate(plans) if not plan.levels]
-    trials = [plan.levels for n, plan in enumerate(plans) if plan.levels and n - 1 in rests]
+    first = next(n for n, plan in enumerate(plans) if not plan.levels)
+    trials = [plan.levels for plan in plans[first:] if plan.levels]
     assert plans[0].levels > 2
-    assert len(trials) > 1
-    assert set(trials) == {2}
+    assert len(trials) > 2 * MIN_STEPS
+    assert max(trials) == 2
 
 
 def test_the_longest_rest():
