@@ -269,9 +269,9 @@ def test_bad_arguments(tmp_path: Path, arguments: list[str], message: str, capsy
     ("arguments", "message"),
     [
         (["--max-tokens", "1024"], "--max-tokens 1024 leaves no room"),
-        (["--draft", "no/draft"], "cannot read a draft at 'no/draft'"),
-        (["--draft", "no/draft", "--nodes", "9"], "cannot read a draft at 'no/draft'"),
-        (["--model", "no/target"], "Cannot find an appropriate cached snapshot"),
+        (["--draft", "no/draft"], "'no/draft' is no folder here and not in the hub's cache"),
+        (["--draft", "no/draft", "--nodes", "9"], "'no/draft' is no folder here and not in the hub's cache"),
+        (["--model", "no/target"], "'no/target' is no folder here and not in the hub's cache"),
     ],
 )
 def test_what_cannot_work_is_said(

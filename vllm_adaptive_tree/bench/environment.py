@@ -39,25 +39,18 @@ def check_installed(model: str) -> None:
 
 
 def check_available(*models: str) -> None:
-    """Raises ValueError if a hub name is neither in the hub's cache nor on the hub. It asks once: without a network an
-    engine asks for five minutes. What has no config.json of its own is vLLM's to judge."""
-    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
-    from huggingface_hub.errors import EntryNotFoundError, HFValidationError
+    """Raises ValueError if a hub name is neither in the hub's cache nor on the hub."""
     from vllm import envs
 
     from vllm_adaptive_tree.drafters import DRAFTERS
-    from vllm_adaptive_tree.engine.checkpoint import local_folder
+    from vllm_adaptive_tree.engine.checkpoint import why_absent
 
     for model in models:
-        if model in DRAFTERS or envs.VLLM_USE_MODELSCOPE or local_folder(model, None) is not None:
+        if model in DRAFTERS or envs.VLLM_USE_MODELSCOPE:
             continue
-        try:
-            get_hf_file_metadata(hf_hub_url(model, "config.json"))
-        except (EntryNotFoundError, HFValidationError):
-            continue
-        except Exception as error:  # the hub's, and those of its library for HTTP, which is not always the same
-            where = f"is no folder here and not in the hub's cache; asking {constants.ENDPOINT}"
-            raise ValueError(f"{model!r} {where}: {error}") from error
+        reason = why_absent(model)
+        if reason is not None:
+            raise ValueError(f"{model!r} is no folder here and not in the hub's cache; asking {reason}")
 
 
 def shown(model: str) -> str:

@@ -135,3 +135,20 @@ def _on_hub(model: str, revision: str | None) -> dict[str, Shape | None] | None:
     except Exception:  # no such files, no access, no network: vLLM's own loader reports it
         return None
     return {name: tuple(tensor.shape) for file in files for name, tensor in file.tensors.items()}
+
+
+def why_absent(model: str) -> str | None:
+    """The hub and what it answers, if a model is neither here nor there; None: it is, or has no config.json of its own,
+    and is vLLM's to judge. The hub is asked once: without a network an engine asks it for five minutes."""
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import EntryNotFoundError, HFValidationError
+
+    if local_folder(model, None) is not None:
+        return None
+    try:
+        get_hf_file_metadata(hf_hub_url(model, "config.json"))
+    except (EntryNotFoundError, HFValidationError):
+        return None
+    except Exception as error:  # the hub's, and those of its library for HTTP, which is not always the same
+        return f"{constants.ENDPOINT}: {error}"
+    return None
