@@ -19,14 +19,16 @@ def item(row: int, start: int, count: int, first: int, root: int | None = None) 
     return CatchUp(row, start, [1 + start + i for i in range(count)], root, range(first, first + count))
 
 
-def run(unread: UnreadStates, *new: tuple[int, int, int], drafting: bool = False) -> list[tuple[int, int, int]]:
+def run(
+    unread: UnreadStates, *new: tuple[int, int, int], drafting: bool = False, block: int | None = BLOCK
+) -> list[tuple[int, int, int]]:
     """A step of (row, start, count); the items that are read, each with its own tokens and states."""
     pending, first = [], 0
     for row, start, count in new:
         pending.append(item(row, start, count, first, root=start + count))
         first += count
     states = states_of(pending)
-    items = unread.to_read(pending, states, NAMES, drafting=drafting, block_size=BLOCK)
+    items = unread.to_read(pending, states, NAMES, drafting=drafting, block_size=block)
     if items:
         expected = torch.cat([torch.arange(i.start, i.start + len(i.tokens)) for i in items]).double()
         assert read_states(items, states).tolist() == [[p, -p] for p in expected.tolist()]
@@ -50,6 +52,12 @@ def test_no_block_is_left_incomplete_and_nothing_waits_for_ever() -> None:
     assert run(unread, (0, BLOCK - 1, 1)) == [(0, BLOCK - 3, 3)]
     assert run(unread, (0, BLOCK, LONGEST), (1, 0, LONGEST + 1)) == [(1, 0, LONGEST + 1)]
     assert run(unread, (0, BLOCK + LONGEST, 1)) == [(0, BLOCK, LONGEST + 1)]
+
+
+def test_a_block_of_its_own_can_wait() -> None:
+    unread = UnreadStates()
+    assert run(unread, (0, BLOCK - 3, 5), block=None) == []
+    assert run(unread, (0, BLOCK + 2, LONGEST - 4), block=None) == [(0, BLOCK - 3, LONGEST + 1)]
 
 
 def test_requests_that_go_back_begin_anew_or_end() -> None:

@@ -47,3 +47,23 @@ def test_a_ratio_through_a_third():
     found = statistics.ratio_through(dict.fromkeys(range(5), 20.0), base, dict.fromkeys(range(5), 100.0), later)
     assert found is not None
     assert found[:3] == (0.8, 0.8, 0.8)
+
+
+def test_totals_are_of_rounds_one_after_the_other():
+    base = dict(enumerate([10.0, 10.0, 20.0, 20.0, 10.0]))
+    ours = {**base, 2: 80.0, 3: 10.0}
+    times = {name: sum(1 / speed for speed in values.values()) for name, values in (("base", base), ("ours", ours))}
+    found, speed = statistics.total_ratio(ours, base), statistics.total(ours)
+    assert found is not None
+    assert speed is not None
+    assert found.median == pytest.approx(times["base"] / times["ours"])
+    assert speed.median == pytest.approx(5 / times["ours"])
+    assert found.low < found.median < found.high
+    median = statistics.ratio(ours, base)
+    assert median is not None
+    assert median.median == 1.0, "the median hides both"
+    assert statistics.total_ratio(ours, {0: 1.0, 1: 1.0}) is None
+    assert statistics.total({}) is None
+    few = statistics.total({1: 2.0, 2: 4.0})
+    assert few is not None
+    assert few[:3] == (8 / 3, 2.0, 4.0)

@@ -5,6 +5,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -17,9 +18,9 @@ from vllm_adaptive_tree.bench.offline import Offline, Setup
 from vllm_adaptive_tree.bench.plan import BASE, Cell, Config
 from vllm_adaptive_tree.bench.process import EngineProcess
 from vllm_adaptive_tree.bench.progress import Progress
-from vllm_adaptive_tree.bench.results import Row, rows, to_json
+from vllm_adaptive_tree.bench.results import Row, Series, rows, to_json
 from vllm_adaptive_tree.bench.rounds import Measurement, Round
-from vllm_adaptive_tree.bench.statistics import MIN_ROUNDS
+from vllm_adaptive_tree.bench.statistics import MIN_ROUNDS, total, total_ratio
 from vllm_adaptive_tree.bench.workloads import prompt_indices
 from vllm_adaptive_tree.proposers import RECOMMENDED
 from vllm_adaptive_tree.report import viewer
@@ -42,8 +43,8 @@ COLUMNS: tables.Columns[Row] = {  # 80 characters
 }
 
 SPEED_NOTE = (
-    "tokens/s: median over rounds, prefill included. ratio: median of the ratios to no speculation, round by round [90 "
-    "% bootstrap interval]. chain: vLLM's own speculation with the same draft."
+    "tokens/s: of all prompts together, their reading included. ratio: to no speculation [90 % bootstrap interval]. "
+    "Of several requests at a time, the next begins as one ends. chain: vLLM's own speculation with the same draft."
 )
 
 
@@ -138,11 +139,12 @@ def configs(target: str, draft: str, *, chain: int, nodes: int) -> list[Config]:
 
 
 def cells(prompts: int) -> dict[Cell, int]:
-    """Cells and their rounds: one prompt per round, greedy and sampled, each equally often; all prompts at a time."""
+    """Cells and their rounds: one prompt per round, greedy and sampled, each equally often; as many requests at a time
+    as there are prompts, each prompt twice."""
     alone = -(-MIN_ROUNDS // prompts) * prompts
     found = {Cell("offline", 1, requests=1): alone}
     found[Cell("offline", 1, sampled=True, requests=1, temperature=TEMPERATURE)] = alone
-    return found if prompts == 1 else {**found, Cell("offline", prompts, requests=prompts): MIN_ROUNDS}
+    return found if prompts == 1 else {**found, Cell("full", prompts, requests=2 * prompts): MIN_ROUNDS}
 
 
 class Demo:
@@ -213,7 +215,16 @@ class Demo:
                     self.differences.append(Difference(cell.title, config.name, index, *max(margins)))
 
     def rows(self) -> list[Row]:
-        return rows(list(self.cells), self.configs, self.rounds)
+        """Speeds are those of all prompts together: each round has others."""
+        found = []
+        for row in rows(list(self.cells), self.configs, self.rounds):
+            speeds = Series(next(cell for cell in self.cells if cell.name == row.cell), self.rounds).speeds
+            own, speed = speeds(row.config), total(speeds(row.config))
+            assert speed is not None
+            base = row.to_base and total_ratio(own, speeds(BASE))
+            chain = row.to_best_chain and total_ratio(own, speeds(self.configs[1].name))
+            found.append(replace(row, tokens_per_second=speed, to_base=base, to_best_chain=chain))
+        return found
 
     def show(self, settings: Mapping[str, Any]) -> None:
         """Print a coloured text and a tree, the tables, and what they come to."""

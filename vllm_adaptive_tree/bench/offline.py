@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import cycle
 from typing import Any, ClassVar, Self
 
 from vllm_adaptive_tree.bench.background_load import BackgroundLoad
@@ -91,7 +92,7 @@ class Offline:
         self.prompts = [encode(prompt)[-room:] for prompt in setup.prompts]
 
     def measure(self, cell: Cell, number: int) -> Measurement:
-        measure = {"bursty": self._bursty, "first": self._first}.get(cell.place, self._steady)
+        measure = {"bursty": self._bursty, "first": self._first, "full": self._full}.get(cell.place, self._steady)
         return replace(measure(cell, number), repaired=self.repaired and cell.sampled)
 
     def _steady(self, cell: Cell, number: int) -> Measurement:
@@ -107,6 +108,23 @@ class Offline:
                 self._step(running)
 
         return self._measured(run, requests)
+
+    def _full(self, cell: Cell, number: int) -> Measurement:
+        """Measure a load that stays full until the requests of the round have ended. Those that follow them are aborted
+        then; their tokens count, their outputs are left out."""
+        prompts = self._prompts_of_round(cell, number)
+        running: dict[str, RequestTiming] = {}
+        requests: list[RequestTiming] = []
+        last, following = self.started + len(prompts), cycle(prompts)
+
+        def run() -> None:
+            while self.started < last or any(int(name) <= last for name in running):
+                requests.extend(self._top_up(running, cell.concurrency, following, cell))
+                self._step(running)
+            self.engine.abort_request(list(running))
+
+        found, own = self._measured(run, requests), len(prompts)
+        return replace(found, outputs=found.outputs[:own], token_steps=found.token_steps[:own])
 
     def _first(self, cell: Cell, number: int) -> Measurement:
         """Measure the first `FIRST_STEPS` steps after the prefill of one batch."""

@@ -16,7 +16,7 @@ ByRound = Mapping[int, float]  # number of the round -> its value
 
 
 class Estimate(NamedTuple):
-    median: float
+    median: float  # of the rounds, or that of their totals
     low: float  # 90 % bootstrap interval over rounds
     high: float
     rounds: int
@@ -47,6 +47,28 @@ def ratio(above: ByRound, below: ByRound) -> Estimate | None:
     return _estimate(pairs, _medians(pairs, SEED))
 
 
+def total(speeds: ByRound) -> Estimate | None:
+    """Speed of rounds of equal work one after the other; None without a value. Otherwise as `median`."""
+    if not speeds:
+        return None
+    times = 1 / np.array(list(speeds.values()), dtype=float)
+    if len(times) < MIN_ROUNDS:
+        return Estimate(float(1 / times.mean()), float(1 / times.max()), float(1 / times.min()), len(times))
+    return Estimate(float(1 / times.mean()), *_interval(1 / _resampled(times, SEED).mean(-1)), len(times))
+
+
+def total_ratio(above: ByRound, below: ByRound) -> Estimate | None:
+    """Ratio of the totals of rounds with the same number; None from fewer than MIN_ROUNDS. Where each round has a
+    prompt of its own, this is what one waits for; the median of their ratios is that of a typical prompt."""
+    shared = sorted(above.keys() & below.keys())
+    if len(shared) < MIN_ROUNDS:
+        return None
+    times = 1 / np.array([[values[number] for number in shared] for values in (above, below)], dtype=float)
+    ours, theirs = times.mean(-1)
+    resampled = _resampled(times, SEED).mean(-1)
+    return Estimate(float(theirs / ours), *_interval(resampled[1] / resampled[0]), len(shared))
+
+
 def ratio_through(above: ByRound, above_base: ByRound, below: ByRound, below_base: ByRound) -> Estimate | None:
     """Ratio of two series that never ran side by side: of their ratios to the base of their own rounds."""
     ratios = []
@@ -75,5 +97,10 @@ def _interval(resampled: np.ndarray) -> tuple[float, float]:
 
 def _medians(values: np.ndarray, seed: int) -> np.ndarray:
     """Medians of RESAMPLES samples with replacement."""
-    chosen = np.random.default_rng(seed).integers(len(values), size=(RESAMPLES, len(values)))
-    return np.asarray(np.median(values[chosen], axis=1))
+    return np.asarray(np.median(_resampled(values, seed), axis=-1))
+
+
+def _resampled(values: np.ndarray, seed: int) -> np.ndarray:
+    """RESAMPLES samples of the n rounds [.., n] with replacement, [.., RESAMPLES, n]."""
+    rounds = values.shape[-1]
+    return values[..., np.random.default_rng(seed).integers(rounds, size=(RESAMPLES, rounds))]

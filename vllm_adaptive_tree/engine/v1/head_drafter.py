@@ -40,7 +40,8 @@ class HeadDrafter(PagedDrafter, EagleProposer):
     def to_read(
         self, pending: list[CatchUp], room: int, drafting: bool, states: Sequence[Tensor] | None
     ) -> list[CatchUp]:
-        names, size = self.runner.input_batch.req_ids, self.block_table.block_size
+        shared = self.vllm_config.cache_config.enable_prefix_caching
+        names, size = self.runner.input_batch.req_ids, self.block_table.block_size if shared else None
         return self.unread.to_read(pending, states, names, drafting=drafting, block_size=size)
 
     def inputs(self, items: list[CatchUp], states: Sequence[Tensor] | None) -> Tensor:

@@ -12,7 +12,7 @@ LONGEST = 64
 
 
 class UnreadStates:
-    """What waits, by request. A block of the cache is never left incomplete behind: other requests may share it."""
+    """What waits, by request. A block of the cache that other requests may share is never left incomplete behind."""
 
     def __init__(self) -> None:
         self.waiting: dict[str, CatchUp] = {}
@@ -28,7 +28,7 @@ class UnreadStates:
         names: Sequence[str],
         *,
         drafting: bool,
-        block_size: int,
+        block_size: int | None,
     ) -> list[CatchUp]:
         """Items that the head reads in this step, each with what waited before it. All of them if it is `drafting`,
         else those that are too long or complete a block.
@@ -36,14 +36,16 @@ class UnreadStates:
         Args:
             states: the target's of this step, as in `V1Drafter.catch_up`.
             names: of the requests, by row.
+            block_size: positions of a block; None: no request shares another's.
         """
         items, waits = [], list[CatchUp]()
         for new in pending:
             item = _joined(self.waiting.pop(names[new.row], None), new)
             end = item.start + len(item.tokens)
+            completes = block_size is not None and end // block_size > item.start // block_size
             if drafting:
                 items.append(item)
-            elif states is None or len(item.tokens) > LONGEST or end // block_size > item.start // block_size:
+            elif states is None or len(item.tokens) > LONGEST or completes:
                 items.append(item._replace(root=None))
             else:
                 waits.append(item)
