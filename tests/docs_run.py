@@ -58,7 +58,6 @@ SHORTER = {
     r"--count (40|128)": "--count 12",
     r"(train-gate .*)": r"\1 --max-tokens 32",
     r"(train-gate c2t .*)": r"\1 --nodes 60",
-    r"^((\w+=\S+ )*vllm-adaptive-tree train-head)": r"rm -rf head && \1",
     r"^(vllm-adaptive-tree compare before after)": r"cp -r results before && cp -r results after && \1",
     r'^(vllm-adaptive-tree serve .*("method": "fan"|"model": "again").*)': "pip install --quiet --no-deps "
     r"--no-build-isolation --upgrade --target plugins ./fan ./again && PYTHONPATH=plugins \1",

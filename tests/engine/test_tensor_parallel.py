@@ -241,7 +241,7 @@ def test_two_ranks(plain: list[Any], nodes: Nodes, tmp_path: Path, method: str) 
     if not V2:
         assert followed[0] > 0, "rank 0's draft follows the grammars of two requests"
         assert followed[1] == 0, "the others take its trees"
-    assert (0 < verified < drafted) if V2 else (verified == drafted > 0), "V2's figures come two steps late"
+    assert verified == drafted > 0, (verified, drafted)
     ours = [
         SimpleNamespace(token_ids=own, text=text, finish_reason="length")
         for own, text in zip(tokens, texts, strict=True)

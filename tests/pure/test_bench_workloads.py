@@ -33,3 +33,8 @@ def test_standard_prompts():
     assert len(found) >= 100
     assert len(set(found)) == len(found)
     assert all(prompt.strip() for prompt in found)
+
+
+def test_answers_of_a_mixed_load():
+    assert [workloads.mixed_length(prompt, 32) for prompt in range(6)] == [16, 24, 32, 40, 48, 16]
+    assert workloads.mixed_length(0, 1) == 1

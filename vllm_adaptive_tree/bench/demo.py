@@ -44,7 +44,8 @@ COLUMNS: tables.Columns[Row] = {  # 80 characters
 
 SPEED_NOTE = (
     "tokens/s: of all prompts together, their reading included. ratio: to no speculation [90 % bootstrap interval]. "
-    "Of several requests at a time, the next begins as one ends. chain: vLLM's own speculation with the same draft."
+    "Several requests at a time: their answers differ in length, and as one ends the next begins. chain: vLLM's own "
+    "speculation with the same draft."
 )
 
 
@@ -144,7 +145,7 @@ def cells(prompts: int) -> dict[Cell, int]:
     alone = -(-MIN_ROUNDS // prompts) * prompts
     found = {Cell("offline", 1, requests=1): alone}
     found[Cell("offline", 1, sampled=True, requests=1, temperature=TEMPERATURE)] = alone
-    return found if prompts == 1 else {**found, Cell("full", prompts, requests=2 * prompts): MIN_ROUNDS}
+    return found if prompts == 1 else {**found, Cell("mixed", prompts, requests=2 * prompts): MIN_ROUNDS}
 
 
 class Demo:

@@ -6,7 +6,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import cycle
 from typing import Any, ClassVar, Self
 
 from vllm_adaptive_tree.bench.background_load import BackgroundLoad
@@ -14,7 +13,7 @@ from vllm_adaptive_tree.bench.plan import Cell, Config
 from vllm_adaptive_tree.bench.request_timing import Counters, RequestTiming, measurement, peak_memory
 from vllm_adaptive_tree.bench.rounds import Measurement
 from vllm_adaptive_tree.bench.vllm_55005 import repair_sampling
-from vllm_adaptive_tree.bench.workloads import prompt_indices, prompts_of_phase
+from vllm_adaptive_tree.bench.workloads import mixed_length, prompt_indices, prompts_of_phase
 
 MAX_MODEL_LEN = 1024
 MIN_BATCHED_TOKENS = 512
@@ -92,7 +91,7 @@ class Offline:
         self.prompts = [encode(prompt)[-room:] for prompt in setup.prompts]
 
     def measure(self, cell: Cell, number: int) -> Measurement:
-        measure = {"bursty": self._bursty, "first": self._first, "full": self._full}.get(cell.place, self._steady)
+        measure = {"bursty": self._bursty, "first": self._first}.get(cell.place, self._steady)
         return replace(measure(cell, number), repaired=self.repaired and cell.sampled)
 
     def _steady(self, cell: Cell, number: int) -> Measurement:
@@ -108,23 +107,6 @@ class Offline:
                 self._step(running)
 
         return self._measured(run, requests)
-
-    def _full(self, cell: Cell, number: int) -> Measurement:
-        """Measure a load that stays full until the requests of the round have ended. Those that follow them are aborted
-        then; their tokens count, their outputs are left out."""
-        prompts = self._prompts_of_round(cell, number)
-        running: dict[str, RequestTiming] = {}
-        requests: list[RequestTiming] = []
-        last, following = self.started + len(prompts), cycle(prompts)
-
-        def run() -> None:
-            while self.started < last or any(int(name) <= last for name in running):
-                requests.extend(self._top_up(running, cell.concurrency, following, cell))
-                self._step(running)
-            self.engine.abort_request(list(running))
-
-        found, own = self._measured(run, requests), len(prompts)
-        return replace(found, outputs=found.outputs[:own], token_steps=found.token_steps[:own])
 
     def _first(self, cell: Cell, number: int) -> Measurement:
         """Measure the first `FIRST_STEPS` steps after the prefill of one batch."""
@@ -197,6 +179,8 @@ class Offline:
         params.max_tokens, params.ignore_eos = self.setup.max_tokens, True
         if cell.place == "first":
             params.max_tokens = self.setup.max_model_len - len(tokens)
+        if cell.place == "mixed":
+            params.max_tokens = mixed_length(prompt, self.setup.max_tokens)
         if cell.place == "bursty":
             params.max_tokens = min(BURSTY_LENGTH * self.setup.max_tokens, self.setup.max_model_len - len(tokens))
         params.output_kind, params.detokenize = RequestOutputKind.DELTA, False

@@ -8,8 +8,8 @@ BASE = "no speculation"
 MAX_ENGINES = 3
 """Most engines alive at a time: each holds its weights and its cache."""
 
-Place = Literal["offline", "full", "server", "bursty", "first"]
-"""Of a load. Full: offline, and more requests follow until those of the round have ended, so that none runs alone."""
+Place = Literal["offline", "mixed", "server", "bursty", "first"]
+"""Of a load. Mixed: offline, with answers of different lengths, so that requests do not end together."""
 Role = Literal["base", "chain", "method", "stress draft"]
 """Roles of a configuration. A stress draft is an unusual one for a budget to handle; it runs offline and greedy."""
 

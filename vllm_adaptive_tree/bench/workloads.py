@@ -40,6 +40,11 @@ def prompt_indices(cell: Cell, number: int, prompts: int) -> list[int]:
     return [(number * count + index) % prompts for index in range(count)]
 
 
+def mixed_length(prompt: int, usual: int) -> int:
+    """New tokens of a prompt, by its index, in a mixed load: half to one and a half times the usual number."""
+    return max(1, usual * (2 + prompt % 5) // 4)
+
+
 def prompts_of_phase(prompts: Sequence[T], concurrency: int, phase: int) -> Iterator[T]:
     """Prompts of one phase of a bursty load, the same however many requests finished in earlier phases.
 

@@ -18,7 +18,8 @@ PRIOR, LOOKUP_PRIOR = 8.0, 2.0
 
 class Calibration:
     """Acceptance rate of nodes by source, depth and value: maps a value to an acceptance probability. The depth of a
-    look-up's node is negative: the same value means another probability.
+    look-up's node is negative: the same value means another probability. Values that a method has learnt need it too:
+    those verified are the highest of many estimates, so they promise too much.
 
     It depends on past steps, depth and value only, and never decreases with the value, so pruning by calibrated values
     depends on a sampled token only as far as the value does.

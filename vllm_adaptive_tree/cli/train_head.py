@@ -103,7 +103,7 @@ def _train(options: argparse.Namespace) -> None:
     if out.exists() and not state.exists():
         raise ValueError(f"{out} exists, and {state} does not, which --resume needs; give another --out or delete it")
     if state.exists() and not options.resume:
-        raise ValueError(f"{state} holds an interrupted training; continue with --resume, or delete it")
+        raise ValueError(f"{state} holds a training; continue it with --resume, or delete it")
     _of_its_kind(options)
     config = _config(options.target)
 
