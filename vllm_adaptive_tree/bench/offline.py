@@ -176,13 +176,9 @@ class Offline:
         else:
             params = SamplingParams(temperature=cell.temperature if cell.sampled else 0.0)
         tokens = self.prompts[prompt]
-        params.max_tokens, params.ignore_eos = self.setup.max_tokens, True
-        if cell.place == "first":
-            params.max_tokens = self.setup.max_model_len - len(tokens)
-        if cell.place == "mixed":
-            params.max_tokens = mixed_length(prompt, self.setup.max_tokens)
-        if cell.place == "bursty":
-            params.max_tokens = min(BURSTY_LENGTH * self.setup.max_tokens, self.setup.max_model_len - len(tokens))
+        usual, room = self.setup.max_tokens, self.setup.max_model_len - len(tokens)
+        longer = {"first": room, "mixed": mixed_length(prompt, usual), "bursty": BURSTY_LENGTH * usual}
+        params.max_tokens, params.ignore_eos = min(longer.get(cell.place, usual), room), True
         params.output_kind, params.detokenize = RequestOutputKind.DELTA, False
         self.started += 1
         name = str(self.started)
