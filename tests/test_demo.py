@@ -135,7 +135,7 @@ def test_one_thread_for_a_tiny_target_only(
 def test_every_prompt_is_read_equally_often(prompts: int, alone: int, cells: int) -> None:
     found = demo.cells(prompts)
     loads = [(cell.concurrency, cell.requests, cell.temperature) for cell in found]
-    assert loads == [(1, 1, None), (1, 1, 0.8), (prompts, 2 * prompts, None)][:cells]
+    assert loads == [(1, 1, None), (1, 1, 0.8), (prompts, 3 * prompts // 2, None)][:cells]
     assert list(found.values()) == [alone, alone, 5][:cells]
 
 

@@ -141,11 +141,11 @@ def configs(target: str, draft: str, *, chain: int, nodes: int) -> list[Config]:
 
 def cells(prompts: int) -> dict[Cell, int]:
     """Cells and their rounds: one prompt per round, greedy and sampled, each equally often; as many requests at a time
-    as there are prompts, each prompt twice."""
+    as there are prompts, of half as many more."""
     alone = -(-MIN_ROUNDS // prompts) * prompts
     found = {Cell("offline", 1, requests=1): alone}
     found[Cell("offline", 1, sampled=True, requests=1, temperature=TEMPERATURE)] = alone
-    return found if prompts == 1 else {**found, Cell("mixed", prompts, requests=2 * prompts): MIN_ROUNDS}
+    return found if prompts == 1 else {**found, Cell("mixed", prompts, requests=3 * prompts // 2): MIN_ROUNDS}
 
 
 class Demo:
