@@ -179,7 +179,7 @@ class Demo:
                     engines.append((config, stack.enter_context(closing(engine))))
                 for cell in self.cells:
                     for _, engine in engines:
-                        engine.measure(cell, 0)  # warm-up
+                        engine.measure(replace(cell, requests=cell.concurrency), 0)  # warm-up
                     for one in self.rounds:
                         for config, engine in engines if one.cell == cell.name else []:
                             progress.say(f"{config.name}: {cell.title}")
