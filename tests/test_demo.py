@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,18 @@ def test_texts_that_differ() -> None:
     assert "near ties" not in " ".join(found.notes(table))
     found.differences.append(Difference("load", "tree", 7, 0.0, near_tie=True))
     assert "Not identical at near ties: tree, load, prompt 8. " in " ".join(found.notes(table))
+
+
+def test_ratios_are_of_all_prompts_together() -> None:
+    compared = [Config(BASE, "base", None), CHAIN, TREE]
+    found = Demo(compared, Setup("", "auto", True, 1, 512, 2, ("prompt",)), ("prompt",))
+    for one in found.rounds:
+        plain = measured([[1], [2], [2]])
+        tree = replace(plain, seconds=plain.seconds / (10 if one.number == 1 else 1))
+        one.measured.update({BASE: plain, "chain": plain, "tree": tree})
+    ratio = found.rows()[2].to_base
+    assert ratio is not None
+    assert ratio.median == pytest.approx(5 / 4.1), "the median of the rounds is 1"
 
 
 def test_a_target_that_cannot_be_enlarged(capsys: pytest.CaptureFixture[str], environment: pytest.MonkeyPatch) -> None:

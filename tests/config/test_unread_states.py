@@ -1,9 +1,14 @@
 """What a resting head reads later is what it would have read at once."""
 
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor
 
 from vllm_adaptive_tree.engine.v1.catch_up import CatchUp
+from vllm_adaptive_tree.engine.v1.head_drafter import HeadDrafter
 from vllm_adaptive_tree.engine.v1.unread_states import LONGEST, UnreadStates, read_states
 
 BLOCK, NAMES = 128, ["a", "b"]
@@ -68,3 +73,15 @@ def test_requests_that_go_back_begin_anew_or_end() -> None:
     assert run(unread, (0, 14, 1), (1, 7, 1)) == []
     unread.forget(["a", "never seen"])
     assert run(unread, (0, 15, 1), (1, 9, 1), drafting=True) == [(0, 15, 1), (1, 9, 1)], "a gap is not bridged"
+
+
+@pytest.mark.parametrize(("shared", "size"), [(True, BLOCK), (False, None)])
+def test_blocks_are_shared_where_prefixes_are_cached(shared: bool, size: int | None) -> None:
+    head: Any = SimpleNamespace(
+        vllm_config=SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=shared)),
+        runner=SimpleNamespace(input_batch=SimpleNamespace(req_ids=NAMES)),
+        block_table=SimpleNamespace(block_size=BLOCK),
+        unread=SimpleNamespace(to_read=lambda *_, block_size, **__: block_size),
+    )
+    found: Any = HeadDrafter.to_read(head, [], 0, False, None)
+    assert found == size

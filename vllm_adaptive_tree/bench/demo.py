@@ -140,8 +140,8 @@ def configs(target: str, draft: str, *, chain: int, nodes: int) -> list[Config]:
 
 
 def cells(prompts: int) -> dict[Cell, int]:
-    """Cells and their rounds: one prompt per round, greedy and sampled, each equally often; as many requests at a time
-    as there are prompts, of half as many more."""
+    """Cells and their rounds: one prompt per round, greedy and sampled, each equally often; then as many requests at
+    a time as there are prompts, half as many more in all."""
     alone = -(-MIN_ROUNDS // prompts) * prompts
     found = {Cell("offline", 1, requests=1): alone}
     found[Cell("offline", 1, sampled=True, requests=1, temperature=TEMPERATURE)] = alone
