@@ -228,12 +228,14 @@ def flashinfer_calls(batch: Batch) -> list[Callable[[], object]]:
 def others(batch: Batch) -> dict[str, float | None]:
     """Kernels with the tree's mask that are not ours, FlashInfer's over the paged cache as well; None where it is not
     installed or refuses."""
-    found: dict[str, float | None] = {"flex": microseconds(flex_calls(batch)), "xformers": None, "flashinfer": None}
-    for name, calls in (("xformers", xformers_calls), ("flashinfer", flashinfer_calls)):
-        if importlib.util.find_spec(name):
+    guests = {"flex": ("torch", flex_calls), "xformers": ("xformers", xformers_calls)}
+    guests |= {"flashinfer": ("flashinfer", flashinfer_calls)}
+    found: dict[str, float | None] = dict.fromkeys(guests)
+    for name, (module, calls) in guests.items():
+        if importlib.util.find_spec(module):
             try:
                 found[name] = microseconds(calls(batch))
-            except Exception as error:  # it is a guest here
+            except Exception as error:
                 print(f"{name}: {error}", file=sys.stderr)
     return found
 

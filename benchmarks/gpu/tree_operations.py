@@ -44,7 +44,10 @@ MOST_LEVELS = 8
 """Of a tree; a heap (one node a level) would take `NODES` forwards of the draft."""
 IDLE = ("empty", "empty_like", "promote_types", "_unsafe_view")
 """Operations that run nothing."""
-KERNELS = ("sampling._fold_in", "sampling._sample", "rejection._test", "traversal._traverse", "walk._walk")
+KERNELS = (
+    *("sampling._begin", "sampling._fold_in", "sampling._sample"),
+    *("rejection._test", "traversal._traverse", "walk._walk"),
+)
 SMALL = 100.0
 """Microseconds besides the floor."""
 

@@ -196,7 +196,7 @@ class TestStepKernels:
         most, padded, limit, block = 9, 8, 120, 8
         long = width - 2
         sampled, computed = [3, 0, 1, 2, 2, long], [20, 12, 33, 40, limit - 1, 100]
-        ready = torch.tensor([1, 1, 1, 0, 1, 1], dtype=torch.int8)
+        ready = torch.tensor([1, 1, 1, 0, 1, 1], dtype=torch.int8, device=DEVICE)
         index = torch.tensor([4, 2, 7, 0, 5, 1])
         text = torch.arange(most * 128).view(most, 128).int()
         table = torch.arange(6 * 16).view(6, 16).flip(0).int()
@@ -215,7 +215,7 @@ class TestStepKernels:
         cache = reading.Cache(table.to(DEVICE), block)
         with NoHostSync():
             where = {"padded": padded, "padding": 2 * most, "limit": limit, "shift": shift}
-            inputs.update(step, shaping, ready.to(DEVICE), cache, **where)
+            inputs.update(step, shaping, ready, cache, **where)
         inputs = type(inputs)(*(part.cpu() for part in inputs))
         alive = [0, 2, 5]
         assert inputs.alive.tolist()[:padded] == [1, 0, 1, 0, 0, 1, 0, 0]

@@ -55,12 +55,25 @@ def device() -> dict[str, Any]:
 
     versions: dict[str, Any] = {"triton": triton.__version__, "cuda": torch.version.cuda}
     if torch.cuda.is_available():
-        from torch._C import _cuda_getDriverVersion  # type: ignore[attr-defined]
-
         capability = torch.cuda.get_device_capability()
         versions |= {"device": torch.cuda.get_device_name(), "capability": list(capability)}
-        versions["driver"] = _cuda_getDriverVersion()
+        versions["driver"] = _driver()
     return versions
+
+
+def _driver() -> str:
+    """Version of NVIDIA's driver, as `nvidia-smi` shows it; PyTorch has no public call for it."""
+    from vllm.utils.import_utils import import_pynvml
+
+    nvml = import_pynvml()
+    try:
+        nvml.nvmlInit()
+        try:
+            return str(nvml.nvmlSystemGetDriverVersion())
+        finally:
+            nvml.nvmlShutdown()
+    except nvml.NVMLError as error:  # NVML is missing in some containers
+        return f"unknown: {error}"
 
 
 def _rank(runner: Any) -> dict[str, Any]:
