@@ -34,6 +34,7 @@ from vllm_adaptive_tree.rng import CounterRNG
 
 REQUESTS, NODES, VOCABULARY, ROUNDS = 8, 60, 32_000, 7
 CASES: list[tuple[str, str, dict[str, Any]]] = [
+    ("adaptive_tree", "traversal", {}),
     ("opt_tree", "target_only", {"threshold": 0}),
     ("eagle2", "target_only", {}),
     ("dyspec", "rrsw", {"mode": "threshold", "threshold": 0.01}),

@@ -22,7 +22,7 @@ def joint_topk(rows: Tensor, offset: Tensor, k: int) -> tuple[Tensor, Tensor, Te
     if width * vocabulary <= SORT_LIMIT:
         value, index = (rows + offset[..., None]).flatten(-2).topk(min(k, width * vocabulary))
         return value, index // vocabulary, index % vocabulary
-    maxima = _chunked(rows, lambda part: part.amax(-1))
+    maxima = chunk_maxima(rows)
     chunks = maxima.shape[-1]
     best = maxima.add_(offset[..., None]).flatten(-2).topk(min(k, width * chunks)).indices  # [..., C]
     row = best // chunks
@@ -41,7 +41,7 @@ def joint_topk(rows: Tensor, offset: Tensor, k: int) -> tuple[Tensor, Tensor, Te
 
 def topk_tokens(rows: Tensor, count: int) -> Tensor:
     """Tokens of the `count` largest entries of rows [..., V], descending, ties to the smaller token: [..., count]."""
-    maxima = _chunked(rows, lambda part: part.amax(-1))
+    maxima = chunk_maxima(rows)
     count = min(count, rows.shape[-1])
     tokens = torch.full((*rows.shape[:-1], count), -1, device=rows.device)
     for rank in range(count):
@@ -58,6 +58,11 @@ def topk_tokens(rows: Tensor, count: int) -> Tensor:
 def chunk_sums(rows: Tensor) -> Tensor:
     """Sums of chunks: [..., V] -> [..., V / 64] float64."""
     return _chunked(rows, lambda part: part.sum(-1)).double()
+
+
+def chunk_maxima(rows: Tensor) -> Tensor:
+    """Maxima of chunks: [..., V] -> [..., V / 64]."""
+    return _chunked(rows, lambda part: part.amax(-1))
 
 
 def chunk_entries(rows: Tensor, chunk: Tensor, removed: Tensor, fill: float) -> Tensor:

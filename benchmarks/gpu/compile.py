@@ -28,8 +28,11 @@ from triton.compiler import ASTSource
 from vllm_adaptive_tree.attention import plan, triton_tree
 from vllm_adaptive_tree.attention.plan import LANES, MOST_SPLITS, Tiling
 from vllm_adaptive_tree.bench.provenance import save
-from vllm_adaptive_tree.kernels import commit, layout, reading, rejection, sampling
+from vllm_adaptive_tree.kernels import commit, growth, layout, reading, rejection, sampling
+from vllm_adaptive_tree.proposers.acceptance_table import EDGES, LEAST, MOST, RANKS, SHAPE, WARM
+from vllm_adaptive_tree.proposers.adaptive_tree import LEAST_LEFT, SPREAD
 from vllm_adaptive_tree.trees.masks import WORD
+from vllm_adaptive_tree.trees.tree_batch import EMPTY
 from vllm_adaptive_tree.vocab_ops import CHUNK
 
 ARCHITECTURES = (80, 90, 100)
@@ -110,7 +113,7 @@ def variants() -> Iterator[Variant]:
     for lanes in LANES:
         yield _attend(128, 4, lanes)
         yield _attend(128, 4, lanes, own=True)
-    yield from (_merge(128, 4), _plan(256), _move(), _bits(64), _read(256), *_small(128_256, 16, 64))
+    yield from (_merge(128, 4), _plan(256), _move(), _bits(64), _read(256), *_growth(64, 16), *_small(128_256, 16, 64))
     for lanes in LANES:
         yield _attend(64, 8, lanes, own=True)
     yield _attend(64, 8, 128)
@@ -128,7 +131,15 @@ def variants() -> Iterator[Variant]:
         yield _attend(128, 4, 128, own=own, cache="fp8e4nv")
         for head_size, lanes in ((64, 64), (128, 32), (256, 16)):
             yield _attend(head_size, 4, lanes, own=own, dtype="fp32")
-    yield from (_merge(256, 4), _plan(1024), _bits(255), _read(1024), *_small(32_000, 4, 255), *_small(262_144, 64, 64))
+    yield from (
+        _merge(256, 4),
+        _plan(1024),
+        _bits(255),
+        _read(1024),
+        *_growth(255, 16),
+        *_small(32_000, 4, 255),
+        *_small(262_144, 64, 64),
+    )
 
 
 def _attend(
@@ -198,6 +209,29 @@ def _read(requests: int) -> Variant:
     return Variant(f"read, {requests} requests", kernel, types, constants)
 
 
+def _growth(nodes: int, children: int) -> Iterator[Variant]:
+    """A level of `adaptive_tree`, and one of `opt_tree`."""
+    places = dict.fromkeys(("cell_out", "column_out", "tokens", "best_token", "ranks"), "*i64")
+    places |= dict.fromkeys(("value_out", "path_out", "q", "best_share", "path", "above", "temperature"), "*fp32")
+    places |= dict.fromkeys(("table", "edges", "centres", "warm"), "*fp32") | dict.fromkeys(("greedy", "chosen"), "*i1")
+    sizes = {"EDGES": len(EDGES), "WARM": len(WARM), "RANKS": len(RANKS), "DEPTHS": SHAPE[1], "RANK_GROUPS": SHAPE[2]}
+    bounds = {"SPREAD": SPREAD, "LEAST_LEFT": LEAST_LEFT, "LEAST": LEAST, "MOST": MOST, "PADDED": children}
+    yield Variant(f"slots of {children}", growth._slots, places, sizes | bounds, 1, ("vocabulary",))
+    padded = triton.next_power_of_2(nodes)
+    types = {"slot_out": "*i64", "expand": "*i1", "dead": "*i1"}
+    yield Variant(f"slots read, {nodes}", growth._slots_read, types, {"PADDED": padded}, 1)
+    types = dict.fromkeys(("tokens_out", "parent_out", "cell_out", "front_tokens_out", "front_parent_out"), "*i64")
+    types |= dict.fromkeys(("tokens", "column", "cell"), "*i64") | {"expand_out": "*i1"}
+    types |= dict.fromkeys(("value_out", "path_out", "front_value_out", "front_path_out", "best_out"), "*fp32")
+    types |= dict.fromkeys(("total_out", "value", "path", "best", "total"), "*fp32")
+    types |= dict.fromkeys(("threshold", "floor"), "*fp64")
+    for count, cells in ((nodes * children, True), (nodes, False)):
+        size = triton.next_power_of_2(count)
+        constants = {"CELLS": cells, "EMPTY": EMPTY, "PADDED": size, "PADDED_NODES": padded}
+        constants["BLOCK"] = growth.rivals_at_a_time(size)
+        yield Variant(f"keep {nodes} of {count}", growth._keep, types, constants, 4 if count <= 1024 else 8)
+
+
 def _small(vocabulary: int, children: int, nodes: int) -> Iterator[Variant]:
     """Draws and rules."""
     chunks = triton.next_power_of_2(-(-vocabulary // CHUNK))
@@ -206,6 +240,10 @@ def _small(vocabulary: int, children: int, nodes: int) -> Iterator[Variant]:
     constants = {**sizes, "EXHAUSTED": sampling.EXHAUSTED, "BELOW_ONE": sampling.BELOW_ONE}
     name = f"sample {children} of {vocabulary}"
     yield Variant(name, sampling._sample, types, constants, 4 if chunks <= 1024 else 8, ("vocabulary",))
+    types = {"tokens": "*i64", "best_token": "*i64", "chosen": "*i1"}
+    types |= dict.fromkeys(("best_share", "probs", "maxima"), "*fp32")
+    name = f"top {children} of {vocabulary}"
+    yield Variant(name, sampling._top, types, sizes, 4 if chunks <= 1024 else 8, ("vocabulary",))
     if vocabulary != 128_256:
         return
     pointers = dict.fromkeys(("bound", "base", "key"), "*i64")

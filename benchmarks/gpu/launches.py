@@ -7,7 +7,7 @@ are PyTorch's operations, views and empty tensors apart, a kernel as one, and co
 part of a step that starts them; "inside": what a CUDA graph holds, "outside": what the host starts one by one. The
 models run without compilation, so their own operations are more than on a GPU; they are inside. Host tensors cannot be
 told from a device's here, so the figures are upper bounds. A step is one behind the prompts with a tree of every
-request; of several, the largest.
+request, or with none where the draft rests; of several, the largest.
 """
 
 import argparse
@@ -21,6 +21,8 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from shutil import copytree
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from tests import interpreter
 from vllm_adaptive_tree.bench.provenance import save
@@ -37,7 +39,10 @@ class Sizes(NamedTuple):
     """Of the target and of a draft model, with random weights; None: the bundled ones."""
 
 
+NONE, RESTING = "no speculation", "adaptive_tree at rest"
 CASES: dict[str, tuple[str, dict[str, Any], str, str]] = {
+    NONE: ("", {}, "auto", ""),
+    RESTING: ("adaptive_tree", {"budget": "auto"}, "auto", "model"),
     "adaptive_tree": ("adaptive_tree", {"max_children": 4}, "auto", "model"),
     "opt_tree": ("opt_tree", {}, "auto", "model"),
     "dyspec, rrsw": ("dyspec", {"threshold": 0.02, "max_children": 4}, "rrsw", "model"),
@@ -121,50 +126,24 @@ def install(count: Count) -> None:
     )
 
 
-def watch(count: Count, llm: Any, nodes: int) -> None:
-    """The parts of a step of this engine."""
-    from tests.engine.engines import runner_of
-    from vllm_adaptive_tree.engine.v2.readback import AsyncReadback
-    from vllm_adaptive_tree.engine.v2.verification import Verification
-
-    runner = runner_of(llm)
-    speculator = runner.speculator
+def watch(count: Count, runner: Any, nodes: int) -> None:
+    """The parts of a step of this engine; `nodes`: of each request in the steps that count."""
     parts: list[tuple[Any, str, str]] = [
         (runner, "prepare_inputs", "prepare_inputs, vLLM's"),
         (runner, "prepare_attn", "slots of the rows, vLLM's"),
-        (Verification, "laid_out", "rows of the trees"),
         (runner.model_state, "prepare_attn", "metadata"),
         (runner, "sample", "logits and samples, vLLM's"),
-        (runner.step, "accept", "acceptance"),
-        (runner.attention.buffers, "commit", "commit"),
         (runner, "postprocess_sampled", "postprocess_sampled, vLLM's"),
-        (speculator, "propose", "the rest of propose"),
-        (speculator, "prepare", "what the draft starts from"),
-        (speculator, "read", "catch-up of the draft"),
-        (speculator, "grown_trees", "trees of the draft"),
     ]
-    if hasattr(speculator, "lattice"):
-        parts += [(speculator.lattice, name, "scores of a head of one forward") for name in ("begin", "grow")]
-    if runner.adaptive_verification is not None:
-        parts.append((runner.adaptive_verification, "reallocate_drafts", "budget: nodes of each request"))
-    if runner.budget is not None:
-        parts += [(runner.budget, name, "budget: figures") for name in ("verified", "drafted", "fit")]
     for owner, name, part in parts:
         count.wrap(owner, name, part)
-    Verification.laid_out = staticmethod(Verification.laid_out)  # type: ignore[method-assign]
-    count.wrap(AsyncReadback, "send", one=True)
     count.wrap(runner.model, "forward", "target forward", graph=1)
-    graphs, pieces = speculator.graphs, speculator.pieces()
-    run = graphs.run
-
-    def recorded(piece: Any, function: Callable[[], Any]) -> Any:
-        with count.inside_of(graph=int(piece in pieces)):
-            return run(piece, function)
-
-    graphs.run = recorded
+    draft_layers = frozenset[str]()
+    if runner.speculator is not None:
+        watch_trees(count, runner)
+        draft_layers = runner.speculator.draft_attn_layer_names
     for name, layer in runner.compilation_config.static_forward_context.items():
-        draft = name in speculator.draft_attn_layer_names
-        attention = "attention of the draft's layers" if draft else "attention of the target's layers"
+        attention = f"attention of the {'draft' if name in draft_layers else 'target'}'s layers"
         count.wrap(layer.impl, "forward", attention, hidden=True)
         count.wrap(layer.impl, "do_kv_cache_update", attention, one=True)
     original = runner.sample_tokens
@@ -180,10 +159,45 @@ def watch(count: Count, llm: Any, nodes: int) -> None:
     def prepare_attn(batch: Any) -> Any:
         prepared = prepare(batch)
         drafts = batch.num_draft_tokens_per_req
-        verified.append(drafts is not None and not batch.has_prefill and (drafts == nodes).all())
+        verified.append(not batch.has_prefill and bool(np.all((0 if drafts is None else drafts) == nodes)))
         return prepared
 
     runner.sample_tokens, runner.prepare_attn = sample_tokens, prepare_attn
+
+
+def watch_trees(count: Count, runner: Any) -> None:
+    """The parts of a step with trees."""
+    from vllm_adaptive_tree.engine.v2.readback import AsyncReadback
+    from vllm_adaptive_tree.engine.v2.verification import Verification
+
+    speculator = runner.speculator
+    parts: list[tuple[Any, str, str]] = [
+        (Verification, "laid_out", "rows of the trees"),
+        (runner.step, "accept", "acceptance"),
+        (runner.attention.buffers, "commit", "commit"),
+        (speculator, "propose", "the rest of propose"),
+        (speculator, "prepare", "what the draft starts from"),
+        (speculator, "read", "catch-up of the draft"),
+        (speculator, "grown_trees", "trees of the draft"),
+    ]
+    if hasattr(speculator, "lattice"):
+        parts += [(speculator.lattice, name, "scores of a head of one forward") for name in ("begin", "grow")]
+    if runner.adaptive_verification is not None:
+        parts.append((runner.adaptive_verification, "reallocate_drafts", "budget: nodes of each request"))
+    if runner.budget is not None:
+        parts += [(runner.budget, name, "budget: figures") for name in ("verified", "drafted", "fit")]
+    for owner, name, part in parts:
+        count.wrap(owner, name, part)
+    Verification.laid_out = staticmethod(Verification.laid_out)  # type: ignore[method-assign]
+    count.wrap(AsyncReadback, "send", one=True)
+    graphs, pieces = speculator.graphs, speculator.pieces()
+    run = graphs.run
+
+    def recorded(piece: Any, function: Callable[[], Any]) -> Any:
+        with count.inside_of(graph=int(piece in pieces)):
+            return run(piece, function)
+
+    graphs.run = recorded
 
 
 def measured(count: Count, case: str, sizes: Sizes) -> dict[str, Any]:
@@ -191,7 +205,8 @@ def measured(count: Count, case: str, sizes: Sizes) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
     from tests.engine import heads
-    from tests.engine.engines import DRAFT, PROMPTS, TARGET
+    from tests.engine.engines import DRAFT, PROMPTS, TARGET, runner_of
+    from vllm_adaptive_tree.budget.fixed import Budget, Plan
 
     class Operations(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -210,7 +225,9 @@ def measured(count: Count, case: str, sizes: Sizes) -> dict[str, Any]:
             max_num_seqs=REQUESTS,
             num_gpu_blocks_override=64,
             load_format="auto" if sizes.layers is None else "dummy",
-            speculative_config={
+            speculative_config=None
+            if case == NONE
+            else {
                 "method": method,
                 "model": (
                     getattr(heads, draft)(models / "head")
@@ -224,7 +241,11 @@ def measured(count: Count, case: str, sizes: Sizes) -> dict[str, Any]:
                 "tree": {"draft": draft, "max_depth": sizes.depth, "budget": None, **tree},
             },
         )
-        watch(count, llm, sizes.nodes)
+        runner = runner_of(llm)
+        if case == RESTING:
+            runner.budget.budget = Budget(sampled=True)
+            runner.budget.budget.plan = Plan(0, 0.0)
+        watch(count, runner, 0 if case in (NONE, RESTING) else sizes.nodes)
         count.steps.clear()
         sampled = 0.0 if rule == "auto" else 0.8
         params = SamplingParams(temperature=sampled, seed=1, max_tokens=sizes.tokens, ignore_eos=True)

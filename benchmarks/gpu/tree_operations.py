@@ -66,6 +66,10 @@ class Case(NamedTuple):
         rng = [(FusedRNG if fused else CounterRNG)(seed, torch.full_like(seed, 17), purpose) for purpose in (0, 1)]
         temperature = torch.full((requests,), 0.8, device=device)
         pair = resolve(options)
+        if fused:
+            pair = pair._replace(proposer=pair.proposer.for_gpu())
+        if pair.proposer.acceptance is not None:
+            pair.proposer.acceptance.to(device)
         draw = pair.rule.draw
         if fused and draw is not None:
             draw = FUSED_RULES.get(draw, draw)

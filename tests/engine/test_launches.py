@@ -12,6 +12,8 @@ from tests.engine.engines import V2
 pytestmark = pytest.mark.skipif(V2, reason="in a process of its own")
 
 MOST = 60
+AT_REST = 6
+"""Launches of a step whose draft rests, beside those of vLLM's own."""
 COUNT = """
 import json, sys
 from benchmarks.gpu import launches
@@ -33,11 +35,13 @@ def counted(*cases: tuple[str, int | None]) -> list[dict[str, Any]]:
 
 
 def test_a_step_starts_few_whatever_the_layers() -> None:
-    head, sampled, learnt, few, more = counted(
+    head, sampled, learnt, resting, none, few, more = counted(
         *((case, None) for case in ("opt_tree, EAGLE-3 head", "dyspec, rrsw", "adaptive_tree")),
+        *((case, None) for case in ("adaptive_tree at rest", "no speculation")),
         *(("opt_tree", layers) for layers in (1, 3)),
     )
     for row in (head, sampled, learnt, few, more):
         assert row["outside_total"] <= MOST, row
+    assert resting["outside_total"] <= none["outside_total"] + AT_REST, (resting, none)
     assert few["outside"] == more["outside"]
     assert few["inside_total"] < more["inside_total"], "what the layers start is in graphs"

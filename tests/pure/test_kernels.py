@@ -62,7 +62,9 @@ class Pool:
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
 def test_kernels_in_the_interpreter():
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    files = [__file__, __file__.replace("test_kernels", "test_step_kernels")]
+    files = [
+        __file__.replace("test_kernels", name) for name in ("test_kernels", "test_step_kernels", "test_growth_kernels")
+    ]
     command = [
         sys.executable,
         "-m",
@@ -73,7 +75,7 @@ def test_kernels_in_the_interpreter():
         "no:cacheprovider",
         *files,
         "-k",
-        "TestKernels or TestStepKernels",
+        "TestKernels or TestStepKernels or TestGrowthKernels",
     ]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vllm_adaptive_tree.kernels.rng import mix, uniform
 from vllm_adaptive_tree.rng import EXHAUSTED, CounterRNG
-from vllm_adaptive_tree.vocab_ops import CHUNK, chunk_sums
+from vllm_adaptive_tree.vocab_ops import CHUNK, chunk_maxima, chunk_sums
 
 FOLD_IN_BLOCK = 256  # keys per program
 BELOW_ONE = 1 - 2.0**-53
@@ -63,6 +63,65 @@ def _sample(
         drawn = tl.where(column == i, found, drawn)
         left = tl.where(here, tl.sum(tl.where(lane == at, 0.0, entry), 0), left)
     tl.store(tokens + row * k + column, drawn, mask=column < k)
+
+
+@triton.jit(do_not_specialize=["k", "rows_each"])
+def _top(
+    tokens,  # [rows, k], in place for `chosen` requests
+    best_share,  # [rows]: largest of each row
+    best_token,  # [rows]
+    probs,  # [rows, V]
+    maxima,  # [rows, chunks]: of `probs` per chunk
+    chosen,  # [requests] bool
+    rows_each,  # of a request
+    k,
+    vocabulary,
+    chunks,
+    CHUNK: tl.constexpr,
+    PADDED_CHUNKS: tl.constexpr,  # a power of two, as the next
+    PADDED_K: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    index, lane, column = tl.arange(0, PADDED_CHUNKS), tl.arange(0, CHUNK), tl.arange(0, PADDED_K)
+    left = tl.load(maxima + row * chunks + index, mask=index < chunks, other=-1.0)
+    from_target = tl.load(chosen + row // rows_each) != 0
+    found = tl.full([PADDED_K], -1, tl.int64)
+    tl.store(best_share + row, tl.max(left, 0))
+    for i in range(tl.where(from_target, k, 1)):
+        largest = tl.max(left, 0)
+        chunk = tl.min(tl.where(left == largest, index, PADDED_CHUNKS), 0)
+        token = chunk.to(tl.int64) * CHUNK + lane
+        removed = tl.max((token[:, None] == found[None, :]).to(tl.int32), 1) != 0
+        entry = tl.load(probs + row * vocabulary + token, mask=(token < vocabulary) & ~removed, other=-1.0)
+        at = tl.min(tl.where(entry == largest, lane, CHUNK), 0)
+        best = chunk.to(tl.int64) * CHUNK + at
+        if i == 0:
+            tl.store(best_token + row, best)
+        found = tl.where(column == i, tl.where(largest > 0, best, -1), found)
+        rest = tl.max(tl.where(lane == at, -1.0, entry), 0)
+        left = tl.where(index == chunk, rest, left)
+    tl.store(tokens + row * k + column, found, mask=(column < k) & from_target)
+
+
+def put_top(tokens: Tensor, probs: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Overwrite `tokens` [R, W, k] of the `chosen` [R] bool requests by the most probable ones, ties to the smaller
+    token; -1 where none is left.
+
+    Returns:
+        The largest of each row of `probs` [R, W, V], and its token: [R, W] each.
+    """
+    requests, width, k = tokens.shape
+    maxima = chunk_maxima(probs)
+    share, best = probs.new_empty(requests, width), torch.empty_like(tokens[..., 0])
+    if tokens.numel():
+        _top[(requests * width,)](
+            *(tokens, share, best, probs, maxima, chosen.contiguous(), width, k, probs.shape[-1], maxima.shape[-1]),
+            CHUNK=CHUNK,
+            PADDED_CHUNKS=triton.next_power_of_2(maxima.shape[-1]),
+            PADDED_K=triton.next_power_of_2(k),
+            num_warps=4 if maxima.shape[-1] <= 1024 else 8,
+        )
+    return share, best
 
 
 @triton.jit(do_not_specialize=["places", "count"], do_not_specialize_on_alignment=["base", "key"])

@@ -54,14 +54,14 @@ class AcceptanceTable:
         self.prior[2:] = np.maximum(CENTRES, np.array(DRAWN)[:, None])
         self.chance = torch.empty(SHAPE, dtype=torch.float32)
         """P(accepted | reached), [class, depth, rank, bin]."""
-        self._edges, self._centres, self._warm = torch.tensor(EDGES), torch.tensor(CENTRES), torch.tensor(WARM)
-        self._rank = torch.tensor(RANKS)
+        self.edges, self.centres, self.warm = torch.tensor(EDGES), torch.tensor(CENTRES), torch.tensor(WARM)
+        self.ranks = torch.tensor(RANKS)
         self.settle()
 
     def to(self, device: torch.device) -> None:
         """Move the tensors that a tree is grown with."""
-        parts = (self.chance, self._edges, self._centres, self._warm, self._rank)
-        self.chance, self._edges, self._centres, self._warm, self._rank = (part.to(device) for part in parts)
+        parts = (self.chance, self.edges, self.centres, self.warm, self.ranks)
+        self.chance, self.edges, self.centres, self.warm, self.ranks = (part.to(device) for part in parts)
 
     def row(self, temperature: Tensor, greedy: Tensor, chosen: Tensor, depth: int) -> Tensor:
         """First cell of each request's part of the table, for nodes at `depth`: [R].
@@ -70,10 +70,9 @@ class AcceptanceTable:
             temperature: [R] of the draft.
             greedy, chosen: [R] bool.
         """
-        drawn = 2 + torch.bucketize(temperature.contiguous(), self._warm)
+        drawn = 2 + torch.bucketize(temperature.contiguous(), self.warm)
         kind = torch.where(chosen, torch.where(greedy, 0, 1), drawn)
-        group = DEPTHS[min(depth, len(DEPTHS)) - 1]
-        return (kind * SHAPE[1] + group) * (SHAPE[2] * SHAPE[3])
+        return (kind * SHAPE[1] + depth_group(depth)) * (SHAPE[2] * SHAPE[3])
 
     def look_up(self, row: Tensor, conditional: Tensor) -> tuple[Tensor, Tensor]:
         """Cell of each node, and its chance to be accepted if it is reached: [R, W, K] each, K by rank.
@@ -83,10 +82,10 @@ class AcceptanceTable:
             conditional: [R, W, K] conditional probability of each token.
         """
         rank = torch.arange(conditional.shape[2], device=conditional.device).clamp_(max=len(RANKS) - 1)
-        place = torch.bucketize(conditional.contiguous(), self._edges, right=True)
-        first = self._rank[rank] * SHAPE[3] + row[:, None, None]
-        left = (place - (conditional < self._centres[place]).long()).clamp_(0, len(CENTRES) - 2)
-        low, high = self._centres[left], self._centres[left + 1]
+        place = torch.bucketize(conditional.contiguous(), self.edges, right=True)
+        first = self.ranks[rank] * SHAPE[3] + row[:, None, None]
+        left = (place - (conditional < self.centres[place]).long()).clamp_(0, len(CENTRES) - 2)
+        low, high = self.centres[left], self.centres[left + 1]
         chance, at = self.chance.flatten(), first + left
         chance = torch.lerp(chance[at], chance[at + 1], ((conditional - low) / (high - low)).to(chance.dtype))
         return first + place, chance.clamp_(LEAST, MOST)
@@ -133,6 +132,10 @@ class AcceptanceTable:
             raise ValueError("more nodes were accepted than verified")
         self.hits, self.trials = hits, trials
         self.settle()
+
+
+def depth_group(depth: int) -> int:
+    return DEPTHS[min(depth, len(DEPTHS)) - 1]
 
 
 def reached(

@@ -50,6 +50,7 @@ class AdaptiveTree(BestFirst):
 
     Options = AdaptiveTreeOptions
     compiled = "vllm_adaptive_tree.proposers.adaptive_tree_cpu:AdaptiveTreeCPU"
+    fused = "vllm_adaptive_tree.kernels.proposers:FusedAdaptiveTree"
     kinds = ("without_replacement",)
     either = True
     by_value = True
@@ -70,14 +71,20 @@ class AdaptiveTree(BestFirst):
         return temperature < self.drawn_from
 
     def candidates(self, growth: Growth, logits: Tensor) -> Candidates:
-        """All slots below the frontier."""
-        request, path, table = growth.request, growth.front.path[:, : logits.shape[1]], self.acceptance
+        return best_candidates(self.slots(growth, *self.children_of(growth, logits)), growth.nodes)
+
+    def children_of(self, growth: Growth, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The draft's distributions [R, W, V], their children [R, W, K], and the requests with chosen ones [R] bool."""
+        request = growth.request
         chosen = request.greedy if request.chosen is None else request.chosen
-        q = softmax_at(logits, request.temperature[:, None])  # [R, W, V]
+        q = softmax_at(logits, request.temperature[:, None])
         keys = rng_keys(growth.level, logits)
-        fanout = min(self.max_children, q.shape[-1])
-        planned, rng = torch.full_like(keys, fanout), request.rng.fold_in(keys)
-        tokens = draw_children(self.kind, q, planned, self.max_children, rng, chosen)  # [R, W, K]
+        planned, rng = torch.full_like(keys, min(self.max_children, q.shape[-1])), request.rng.fold_in(keys)
+        return q, draw_children(self.kind, q, planned, self.max_children, rng, chosen), chosen
+
+    def slots(self, growth: Growth, q: Tensor, tokens: Tensor, chosen: Tensor) -> Candidates:
+        """All slots below the frontier, node by node; arguments as `children_of` gives them."""
+        request, path, table = growth.request, growth.front.path[:, : q.shape[1]], self.acceptance
         chance = q.gather(2, tokens.clamp(min=0)).masked_fill(tokens < 0, 0.0)
         left = torch.ones_like(chance)  # of a sum without the token itself: rounding would let a value see its draw
         left[..., 1:].sub_(chance[..., :-1].cumsum(2)).clamp_(min=LEAST_LEFT)
@@ -88,13 +95,13 @@ class AdaptiveTree(BestFirst):
         slot = (path[:, :, None] + rejected).masked_fill(chance <= 0, -torch.inf)
         below = slot + accepted.log()
         # A value must not exceed those of the parent and of earlier siblings, or a draw could prune its own slot.
-        above = growth.front.value[:, : logits.shape[1], None]
+        above = growth.front.value[:, : q.shape[1], None]
         before = torch.minimum(slot + self._expected(q, tokens, left, row).log(), above).cummin(2).values
         value = torch.where(chosen[:, None, None], torch.minimum(below, above), before)
         column = torch.arange(path.shape[1], device=path.device)[None, :, None].expand_as(tokens)
         columns = (part.flatten(1) for part in (tokens, column, value, below, cell))
         tokens, column, value, below, cell = columns
-        return best_candidates(Candidates(tokens, column, value, below, fanout, cell), growth.nodes)
+        return Candidates(tokens, column, value, below, chance.shape[2], cell)
 
     def _expected(self, q: Tensor, tokens: Tensor, left: Tensor, row: Tensor) -> Tensor:
         """Chance that a slot's token is accepted if it is reached, before it is drawn: [R, W, K].

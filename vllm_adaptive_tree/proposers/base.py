@@ -83,6 +83,8 @@ class Proposer(ABC):
     """Width of the draft's hidden states, if it reads them; a draft model of another width is refused."""
     compiled: ClassVar[str | None] = None
     """Import path of a class that grows the same trees in compiled loops; made by its `of(proposer)`, on CPUs only."""
+    fused: ClassVar[str | None] = None
+    """Import path of a class that grows the same trees by kernels, made in the same way, on GPUs only."""
     threshold: float = 0.0
     floor: float = -math.inf
     """Set by the engine if `Options.steered` says so. `threshold`: tokens that a level must gain, or the smallest value
@@ -115,7 +117,13 @@ class Proposer(ABC):
 
     def for_cpu(self) -> "Proposer":
         """Itself, or its `compiled` version. Not inherited: a subclass may grow other trees."""
-        path = vars(type(self)).get("compiled")
+        return self._made(vars(type(self)).get("compiled"))
+
+    def for_gpu(self) -> "Proposer":
+        """Itself, or its `fused` version, in the same way."""
+        return self._made(vars(type(self)).get("fused"))
+
+    def _made(self, path: str | None) -> "Proposer":
         if path is None:
             return self
         proposer: Proposer = imported(path).of(self)
@@ -159,7 +167,8 @@ class Proposer(ABC):
             The rows, and the dead ones that the drafter had not marked [R, W].
         """
         logits = rows.logits
-        broken = (logits.amax(-1) / temperature[:, None]).isfinite().logical_not_()  # amax propagates NaN
+        peak = logits.amax(-1) / temperature[:, None]  # propagates NaN
+        broken = peak - peak != 0  # not finite, in two operations
         dead = broken
         if rows.dead is not None:
             dead, broken = broken | rows.dead, broken & ~rows.dead

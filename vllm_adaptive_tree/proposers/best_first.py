@@ -106,12 +106,14 @@ class BestFirst(Proposer):
 
     def extend(self, growth: Growth, rows: Rows) -> Growth:
         assert rows.dead is not None
-        column, width = growth.expand.cumsum(1).sub_(1), rows.dead.shape[1]
-        unread = (
-            rows.dead.gather(1, column.clamp(0, width - 1)).logical_or_(~growth.expand).logical_or_(column >= width)
-        )
-        number = column.add_(growth.first).masked_fill_(unread, -1)
+        number = self.slots_read(growth, rows.dead)
         return self._grown(growth._replace(read=(*growth.read, number)), rows)
+
+    def slots_read(self, growth: Growth, dead: Tensor) -> Tensor:
+        """The drafter's slot of each node of the last level, [R, C]; -1: not read, or `dead` [R, W]."""
+        column, width = growth.expand.cumsum(1).sub_(1), dead.shape[1]
+        unread = dead.gather(1, column.clamp(0, width - 1)).logical_or_(~growth.expand).logical_or_(column >= width)
+        return column.add_(growth.first).masked_fill_(unread, -1)
 
     def _grown(self, growth: Growth, rows: Rows) -> Growth:
         """Add a level from the rows of the frontier; columns of dead rows count as unused."""
@@ -119,7 +121,11 @@ class BestFirst(Proposer):
         assert dead is not None
         known = growth.front.path[:, : dead.shape[1]].masked_fill(dead, -torch.inf)
         growth = growth._replace(front=growth.front._replace(path=known))
-        tokens, parent_column, value, path, num_planned, cell = self.candidates(growth, logits)
+        return self.with_level(growth, self.candidates(growth, logits), logits.shape[1])
+
+    def with_level(self, growth: Growth, candidates: Candidates, width: int) -> Growth:
+        """Add a level of candidates that the frontier's first `width` columns have, and choose what to expand."""
+        tokens, parent_column, value, path, num_planned, cell = candidates
         level = Level(tokens, parent_column + growth.first, value, path, cell)
         best = torch.cat([growth.best, value], 1).topk(growth.nodes).values
         total = best.exp().sum(1)
@@ -131,7 +137,7 @@ class BestFirst(Proposer):
             total=total,
             expand=expand,
             front=self.front(level, expand),
-            first=growth.first + logits.shape[1],
+            first=growth.first + width,
             num_planned=num_planned,
             request=growth.request,
         )

@@ -51,6 +51,7 @@ class OptTree(BestFirst):
 
     Options = OptTreeOptions
     compiled = "vllm_adaptive_tree.proposers.opt_tree_cpu:OptTreeCPU"
+    fused = "vllm_adaptive_tree.kernels.proposers:FusedOptTree"
     kinds = ("one_hot",)
     by_value = True
 

@@ -60,7 +60,7 @@ class DeviceDraft:
         speculator.accepted = None if accepted is None else (verification, accepted)
         if levels:
             self.ready = speculator.catch_up(self.target, self.ready)
-        if not self.crowded:
+        if not self.crowded and (levels or speculator.prepares_at_rest):
             speculator.prepare(self.target, self.temperature, self.seeds, self.ready)
         if levels:
             speculator.read(self.target)

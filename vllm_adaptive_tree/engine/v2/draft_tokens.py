@@ -20,6 +20,9 @@ class DraftTreesHandler(DraftTokensHandler):
 
     def set_draft_tokens(self, input_batch: Any, draft_tokens: Tensor) -> None:
         """`draft_tokens` [R, N]: of `drafts`, or -1."""
+        if not input_batch.has_structured_output_reqs:  # the scheduler asks for none
+            super().set_draft_tokens(input_batch, draft_tokens)
+            return
         parent = self.drafts.tree.parent[: len(draft_tokens), : draft_tokens.shape[1]]
         if len(parent) < len(draft_tokens):  # a batch too large for trees
             parent = draft_tokens

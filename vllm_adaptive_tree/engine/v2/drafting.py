@@ -119,6 +119,8 @@ class TreeDrafting(BaseSpeculator):
         if self.pair.proposer.acceptance is not None:
             self.pair.proposer.acceptance.to(self.device)
             self.drafts.cell = torch.full_like(self.drafts.read, -1)
+        self.nothing = torch.full((runner.max_num_reqs, self.num_speculative_steps), EMPTY, device=self.device)
+        """[requests, N]: what is passed to vLLM where nothing is drafted."""
         self.missed = 0
         vocabulary, lookup, text = (
             self.vllm_config.model_config.get_vocab_size(),
@@ -171,6 +173,11 @@ class TreeDrafting(BaseSpeculator):
     def chosen(self, requests: int) -> Tensor | None:
         """[R] bool: requests of this step that walk with the target's own draws; None: all do."""
         return self.inputs.chosen[:requests].bool() if self.tells_chosen else None
+
+    @property
+    def prepares_at_rest(self) -> bool:
+        """True if a step in which the draft rests reads `inputs`."""
+        return self.backlog is None or self.offers is not None
 
     @abstractmethod
     def read(self, target: TargetOutput) -> None:
@@ -287,7 +294,7 @@ class TreeDrafting(BaseSpeculator):
         torch.empty(held, dtype=torch.uint8, device=self.device)
 
     def _nothing(self, batch: Any) -> Tensor:
-        return torch.full((batch.num_reqs, self.num_speculative_steps), EMPTY, device=self.device)
+        return self.nothing[: batch.num_reqs]
 
     def prepare(self, target: TargetOutput, temperature: Tensor, seeds: Tensor, ready: np.ndarray | None) -> None:
         """Fill `inputs`, which the pieces of this step read. Temperatures and seeds are vLLM's, by its index."""

@@ -1,6 +1,7 @@
 """Rows of a verification: the host chooses the number of nodes to verify, the device selects them."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -38,12 +39,28 @@ class NodeSelection:
             0, dtype=np.int32
         )  # its draft tokens, and all others, by request
 
+    def run(self, step: Any) -> Any:
+        """The scheduler's `step` as vLLM runs it: one that verifies no node is a plain decode from the start. With a
+        grammar the draft tokens stay, since its masks are of all of them."""
+        drafts = step.scheduled_spec_decode_tokens
+        if not drafts or step.has_structured_output_requests or self.most(len(step.num_scheduled_tokens)) != 0:
+            return step
+        tokens = {name: count - len(drafts.get(name, ())) for name, count in step.num_scheduled_tokens.items()}
+        return replace(
+            step,
+            num_scheduled_tokens=tokens,
+            total_num_scheduled_tokens=sum(tokens.values()),
+            scheduled_spec_decode_tokens={},
+        )
+
+    def most(self, requests: int) -> int | None:
+        """Most nodes that a batch of so many requests verifies; None: all."""
+        most = None if self.budget is None else self.budget.nodes
+        return None if most is None else min(most, max(0, self.most_rows - requests))
+
     def get_num_tokens(self, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]]) -> int:
         """Number of tokens of the step."""
-        drafts = sum(map(len, draft_tokens.values()))
-        most = None if self.budget is None else self.budget.nodes
-        if most is not None:
-            most = min(most, max(0, self.most_rows - len(num_tokens_per_req)))
+        drafts, most = sum(map(len, draft_tokens.values())), self.most(len(num_tokens_per_req))
         self.nodes = drafts if most is None else min(most, drafts)
         return sum(num_tokens_per_req.values()) - drafts + self.nodes
 
@@ -102,9 +119,8 @@ class NodeSelection:
 class NoNodes(NodeSelection):
     """Selection of an engine whose trees are off: every step is vLLM's plain decode."""
 
-    def get_num_tokens(self, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]]) -> int:
-        self.nodes = 0
-        return sum(num_tokens_per_req.values()) - sum(map(len, draft_tokens.values()))
+    def most(self, requests: int) -> int:
+        return 0
 
     def _values(self, request: Tensor) -> Tensor:
         return torch.zeros(len(request), int(self.scheduled.max()), device=request.device)

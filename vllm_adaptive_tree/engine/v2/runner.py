@@ -50,6 +50,8 @@ class TreeModelRunnerV2(ModelRunner):
         check_ranks(vllm_config)
         self.options = tree_options(vllm_config)
         self.pair = resolve(self.options)
+        if compiles(device):
+            self.pair = self.pair._replace(proposer=self.pair.proposer.for_gpu())
         self.steering = ThresholdController(self.pair.proposer, self.options.tree.steered)
         most = self.options.tree.budget
         fixed = Budget(sampled=False, most=most if isinstance(most, int) else None)
@@ -169,9 +171,11 @@ class TreeModelRunnerV2(ModelRunner):
         self.step.verify(input_batch)
         return prepared
 
-    def execute_model(self, *args: Any, dummy_run: bool = False, **kwargs: Any) -> Any:
+    def execute_model(self, scheduler_output: Any, *args: Any, dummy_run: bool = False, **kwargs: Any) -> Any:
+        if self.adaptive_verification is not None and not dummy_run:
+            scheduler_output = self.adaptive_verification.run(scheduler_output)
         with self.stats.times.phase("verify", dummy=dummy_run):
-            return super().execute_model(*args, dummy_run=dummy_run, **kwargs)
+            return super().execute_model(scheduler_output, *args, dummy_run=dummy_run, **kwargs)
 
     def sample(self, hidden_states: Tensor, input_batch: Any, grammar_output: Any) -> Any:
         with self.stats.times.phase("accept"):

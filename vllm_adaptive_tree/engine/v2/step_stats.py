@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from vllm.v1.outputs import AsyncModelRunnerOutput
@@ -25,7 +26,7 @@ class StepTrees(NamedTuple):
     without_draft: Collection[str]  # requests for which the draft rested alone
 
     def sizes(self) -> dict[str, int]:
-        return dict(zip(self.names, (self.depth.read() > 0).sum(1).tolist(), strict=True))
+        return dict(zip(self.names, (self.depth.read().numpy() > 0).sum(1).tolist(), strict=True))
 
 
 class StepStats:
@@ -59,7 +60,7 @@ class StepStats:
         unverified = SCHEDULER if budget is None else BUDGET
 
         def figures(names: Sequence[str]) -> StepFigures:
-            verified = torch.zeros(len(names), 0) if depth is None else depth.read()
+            verified = np.zeros((len(names), 0)) if depth is None else depth.read().numpy()
             rows, sizes = (verified > 0).sum(1).tolist(), {} if before is None else before.sizes()
             resting = names if before is None or before.rests else before.without_draft
             nothing = {name: BUDGET if name in resting else DRAFT for name in names}

@@ -1,0 +1,128 @@
+"""Growth by kernels: the trees of the proposers in PyTorch. Without a GPU in Triton's interpreter; `test_kernels.py`
+starts it."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from vllm_adaptive_tree.drafters import Frontier, Rows
+from vllm_adaptive_tree.proposers import Proposal, Proposer, Request, draft_tree
+from vllm_adaptive_tree.proposers.adaptive_tree import AdaptiveTree
+from vllm_adaptive_tree.proposers.opt_tree import OptTree
+from vllm_adaptive_tree.rng import CounterRNG
+
+from .test_kernels import DEVICE, INTERPRETED, Pool, kernels
+from .test_no_host_sync import NoHostSync
+
+REQUESTS = 5
+METHODS: dict[str, Proposer] = {
+    "adaptive_tree": AdaptiveTree(max_depth=4, max_children=4, drawn_from=0.4),
+    "opt_tree": OptTree(max_depth=4, threshold=0.0),
+}
+
+
+def request(kind: type[CounterRNG] = CounterRNG) -> Request:
+    """Greedy, sampled with chosen children, and drawn at three temperatures."""
+    temperature = torch.tensor([0.6, 0.3, 0.45, 0.7, 1.0], device=DEVICE)
+    greedy, chosen = (torch.tensor(which, device=DEVICE) for which in ([1, 0, 0, 0, 0], [1, 1, 0, 0, 0]))
+    seed = torch.arange(REQUESTS, device=DEVICE)
+    return Request(temperature, greedy.bool(), kind(seed, 3 * seed, 0), chosen=chosen.bool())
+
+
+def grown(proposer: Proposer, pool: Tensor, *, nodes: int, width: int, waits: bool = True) -> Proposal:
+    def agree(frontier: Frontier, growing: Tensor) -> tuple[Frontier, bool]:
+        return Frontier(frontier.tokens[:, :width], frontier.parent[:, :width]), True
+
+    asked = request(CounterRNG if proposer.fused else kernels().FusedRNG)
+    rows = pool[:, :1].clone()
+    if waits:
+        return draft_tree(proposer, Pool(pool.clone()), Rows(rows), None, nodes=nodes, request=asked, agree=agree)
+    with NoHostSync():
+        return draft_tree(proposer, Pool(pool.clone()), Rows(rows), None, nodes=nodes, request=asked, agree=agree)
+
+
+def pool(nodes: int, vocabulary: int, *, seed: int = 0) -> Tensor:
+    shape = (REQUESTS, 1 + 6 * nodes, vocabulary)
+    return 3 * torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def prepared(name: str) -> tuple[Proposer, Proposer]:
+    generic = copy.deepcopy(METHODS[name])
+    if generic.acceptance is not None:
+        random = torch.rand(generic.acceptance.chance.shape, generator=torch.Generator().manual_seed(1))
+        generic.acceptance.chance.copy_(random.sort(-1).values.clamp(0.02, 0.98))
+        generic.acceptance.to(torch.device(DEVICE))
+    fused = generic.for_gpu()
+    assert fused is not generic
+    return generic, fused
+
+
+def same(found: Proposal, expected: Proposal) -> None:
+    for part in ("tokens", "parent", "depth"):
+        assert torch.equal(getattr(found.tree, part), getattr(expected.tree, part)), part
+    assert torch.allclose(found.tree.log_weight, expected.tree.log_weight, atol=1e-4)
+    assert torch.equal(found.read, expected.read)
+    assert torch.equal(found.num_planned, expected.num_planned)
+    if expected.cell is not None:
+        valid = expected.tree.tokens >= 0
+        assert torch.equal(found.cell[valid], expected.cell[valid])  # type: ignore[index]
+
+
+class TestGrowthKernels:
+    __test__ = INTERPRETED or DEVICE == "cuda"
+
+    @pytest.mark.parametrize(("nodes", "width", "vocabulary"), [(12, 12, 70), (20, 3, 70), (5, 5, 3)])
+    @pytest.mark.parametrize("name", METHODS)
+    def test_trees(self, name, nodes, width, vocabulary):
+        """Wide and narrow levels, more slots than nodes, fewer tokens than children."""
+        generic, fused = prepared(name)
+        rows = pool(nodes, vocabulary)
+        same(grown(fused, rows, nodes=nodes, width=width), grown(generic, rows, nodes=nodes, width=width))
+
+    @pytest.mark.parametrize("name", METHODS)
+    def test_dead_rows(self, name):
+        generic, fused = prepared(name)
+        rows = pool(12, 70)
+        rows[0, 0], rows[1, 1], rows[2, 2:5] = float("nan"), float("inf"), float("nan")
+        found = grown(fused, rows, nodes=12, width=12)
+        same(found, grown(generic, rows, nodes=12, width=12))
+        assert not found.tree.valid[0].any()
+        assert found.tree.valid[1:].any(1).all()
+
+    @pytest.mark.parametrize(
+        ("threshold", "floor", "on_device"), [(0.5, float("-inf"), False), (0.0, -1.5, False), (0.5, -1.5, True)]
+    )
+    @pytest.mark.parametrize("name", METHODS)
+    def test_limits(self, name, threshold, floor, on_device):
+        """A level must bring something, and a node be worth its children; as numbers and as a graph reads them."""
+        generic, fused = prepared(name)
+        rows = pool(12, 70)
+        free = grown(generic, rows, nodes=12, width=12)
+        generic.threshold, generic.floor = threshold, floor
+        limits: Any = (threshold, floor)
+        if on_device:
+            limits = torch.tensor(limits, dtype=torch.float64, device=DEVICE).unbind()
+        fused.threshold, fused.floor = limits
+        expected = grown(generic, rows, nodes=12, width=12)
+        same(grown(fused, rows, nodes=12, width=12), expected)
+        assert (expected.read >= 0).sum() < (free.read >= 0).sum()
+
+    @pytest.mark.parametrize("name", METHODS)
+    def test_another_dtype_grows_in_pytorch(self, name):
+        generic, fused = prepared(name)
+        rows = pool(8, 70).double()
+        same(grown(fused, rows, nodes=8, width=8), grown(generic, rows, nodes=8, width=8))
+
+    @pytest.mark.parametrize("name", METHODS)
+    def test_nothing_waits(self, name):
+        _, fused = prepared(name)
+        assert grown(fused, pool(8, 70), nodes=8, width=8, waits=False).tree.valid.any()
+
+    def test_no_request(self):
+        _, fused = prepared("adaptive_tree")
+        nothing = Request(*(part[:0] for part in request()[:2]), CounterRNG(*torch.zeros(2, 0).long().to(DEVICE), 0))
+        rows = pool(4, 10)[:0]
+        assert len(draft_tree(fused, Pool(rows), Rows(rows[:, :1]), None, nodes=4, request=nothing).tree.tokens) == 0

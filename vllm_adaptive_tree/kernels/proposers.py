@@ -1,0 +1,51 @@
+"""Proposers that grow their trees by kernels."""
+
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from vllm_adaptive_tree.kernels.growth import MOST_CANDIDATES, kept, slot_values, slots_read
+from vllm_adaptive_tree.kernels.sampling import FusedRNG, put_top
+from vllm_adaptive_tree.proposers.adaptive_tree import AdaptiveTree
+from vllm_adaptive_tree.proposers.base import rng_keys, softmax_at
+from vllm_adaptive_tree.proposers.best_first import BestFirst, Candidates, Growth, best_candidates
+from vllm_adaptive_tree.proposers.opt_tree import OptTree
+
+
+class FusedGrowth(BestFirst):
+    """Takes candidates in any order, and expands nodes as OPT-Tree does."""
+
+    def with_level(self, growth: Growth, candidates: Candidates, width: int) -> Growth:
+        value = candidates.value
+        if value.dtype != torch.float32 or max(value.shape[1], growth.nodes) > MOST_CANDIDATES:
+            return super().with_level(growth, best_candidates(candidates, growth.nodes), width)
+        return kept(growth, candidates, width=width, threshold=self.threshold, floor=self.floor)
+
+    def slots_read(self, growth: Growth, dead: Tensor) -> Tensor:
+        return slots_read(growth, dead)
+
+
+class FusedOptTree(FusedGrowth, OptTree):
+    @classmethod
+    def of(cls, proposer: OptTree) -> Self:
+        return cls(max_depth=proposer.max_depth, threshold=proposer.threshold)
+
+
+class FusedAdaptiveTree(FusedGrowth, AdaptiveTree):
+    @classmethod
+    def of(cls, proposer: AdaptiveTree) -> Self:
+        made = cls(max_depth=proposer.max_depth, max_children=proposer.max_children, drawn_from=proposer.drawn_from)
+        made.acceptance = proposer.acceptance
+        return made
+
+    def candidates(self, growth: Growth, logits: Tensor) -> Candidates:
+        request = growth.request
+        if logits.dtype == torch.float64 or not isinstance(request.rng, FusedRNG):
+            return self.slots(growth, *self.children_of(growth, logits))
+        chosen = request.greedy if request.chosen is None else request.chosen
+        q = softmax_at(logits, request.temperature[:, None])
+        rng, children = request.rng.fold_in(rng_keys(growth.level, logits)), min(self.max_children, q.shape[-1])
+        tokens = rng.sample_without_replacement(q, children)
+        best = put_top(tokens, q, chosen)
+        return slot_values(tokens, q, best, growth, chosen, self.acceptance)
