@@ -1,4 +1,4 @@
-"""Everything that a GPU can say about this project, in under 25 minutes: `make gpu-check`.
+"""Everything that a GPU can say about this project, in under half an hour: `make gpu-check`.
 
     python -m benchmarks.gpu.check [--wheels DIR] [--rehearse]
 
@@ -62,7 +62,7 @@ def bench(name: str, draft: str) -> Part:
 
 
 PARTS = (
-    Part("self check", DOCTOR, 3, VLLM, "doctor.json", DOCTOR, (0, 2)),
+    Part("self check", DOCTOR, 6, VLLM, "doctor.json", DOCTOR, (0, 2)),
     Part("kernels", [*MODULE, "pytest", "-q", "tests/pure/test_kernels.py", "tests/pure/test_tree_attention.py"], 2,
          ("torch", "triton", "pytest")),
     Part("engine", ENGINE, 4, VLLM, "engine.json", [*ENGINE, "--rehearse", "--methods", "opt_tree"]),

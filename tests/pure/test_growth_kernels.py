@@ -2,6 +2,8 @@
 starts it."""
 
 import copy
+import inspect
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -13,8 +15,9 @@ from vllm_adaptive_tree.proposers import Proposal, Proposer, Request, draft_tree
 from vllm_adaptive_tree.proposers.adaptive_tree import AdaptiveTree
 from vllm_adaptive_tree.proposers.opt_tree import OptTree
 from vllm_adaptive_tree.rng import CounterRNG
+from vllm_adaptive_tree.trees import TreeBatch
 
-from .test_kernels import DEVICE, INTERPRETED, Pool, kernels
+from .test_kernels import DEVICE, INTERPRETED, TRITON, Pool, kernels
 from .test_no_host_sync import NoHostSync
 
 REQUESTS = 5
@@ -126,3 +129,49 @@ class TestGrowthKernels:
         nothing = Request(*(part[:0] for part in request()[:2]), CounterRNG(*torch.zeros(2, 0).long().to(DEVICE), 0))
         rows = pool(4, 10)[:0]
         assert len(draft_tree(fused, Pool(rows), Rows(rows[:, :1]), None, nodes=4, request=nothing).tree.tokens) == 0
+
+
+class Recorder:
+    """In place of a kernel."""
+
+    def __init__(self) -> None:
+        self.arguments: list[Any] = []
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *arguments, **_: self.arguments.append(arguments)
+
+
+@TRITON
+@pytest.mark.parametrize("requests", [1, 2, 3])
+@pytest.mark.parametrize("name", ["_walk", "_reject", "_traverse"])
+def test_addresses_do_not_depend_on_the_number_of_requests(name, requests, monkeypatch):
+    """An address that is aligned for two requests, and not for one, makes Triton compile in service."""
+    modules = {"_walk": "walk", "_reject": "rejection_walk", "_traverse": "traversal"}
+    module = import_module(f"vllm_adaptive_tree.kernels.{modules[name]}")
+    kernel, recorder, levels, vocabulary = getattr(module, name), Recorder(), 10, 7
+    monkeypatch.setattr(module, name, recorder)
+    for other in ("_fold_in", "_begin", "_sample"):
+        monkeypatch.setattr(import_module("vllm_adaptive_tree.kernels.sampling"), other, Recorder())
+    tree = TreeBatch.empty(requests, 4, torch.device(DEVICE))
+    row = torch.arange(requests, device=DEVICE)
+    target, draft = (torch.zeros(5 * requests, vocabulary, device=DEVICE) for _ in range(2))
+    rng, heat = kernels().FusedRNG(row, row, 0), torch.ones(requests, device=DEVICE)
+    if name == "_walk":
+        kernels().walk(tree, torch.zeros(5 * requests, dtype=torch.int64, device=DEVICE), row, levels=levels)
+    elif name == "_reject":
+        slot = torch.zeros(requests, 5, dtype=torch.int64, device=DEVICE)
+        inputs = kernels().RejectionInputs(target, row, draft.unflatten(0, (requests, 5)), row, slot, heat)
+        rule = next(iter(kernels().REJECTION_RULES))
+        kernels().rejection_walk(tree, rule, inputs, rng, levels=levels, active=row < 0)
+    else:
+        inputs = kernels().TraversalInputs(target, row, draft, row[:, None].expand(-1, 5), heat)
+        kernels().traversal(tree, "without_replacement", inputs, rng, levels=levels)
+    (arguments,) = recorder.arguments
+    names = inspect.signature(kernel.fn).parameters
+    loose = {one.name for one in getattr(kernel, "params", []) if one.do_not_specialize_on_alignment}
+    unaligned = [
+        which
+        for which, given in zip(names, arguments, strict=False)
+        if isinstance(given, Tensor) and which not in loose and given.data_ptr() % 16
+    ]
+    assert not unaligned

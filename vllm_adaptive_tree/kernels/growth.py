@@ -197,7 +197,9 @@ def _before(rival, worth, other, candidate):
     return (rival[None, :] > worth[:, None]) | equal
 
 
-@triton.jit(do_not_specialize=["count", "columns", "nodes", "first"])
+@triton.jit(
+    do_not_specialize=["count", "columns", "nodes", "first"], do_not_specialize_on_alignment=["threshold", "floor"]
+)
 def _keep(
     tokens_out,  # [R, C], as the next nine
     parent_out,

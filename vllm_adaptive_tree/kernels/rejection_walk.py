@@ -142,9 +142,10 @@ def rejection_walk(
     requests, nodes = tree.tokens.shape
     target, draft = inputs.target.contiguous(), inputs.draft.contiguous()
     vocabulary = target.shape[1]
-    p, q = target.new_empty(2, requests, vocabulary, dtype=torch.promote_types(target.dtype, torch.float32))
-    tokens, path = torch.empty(2, requests, levels + 1, dtype=torch.int64, device=target.device)
-    depth, end = torch.empty(2, requests, dtype=torch.int64, device=target.device)
+    wide = torch.promote_types(target.dtype, torch.float32)
+    p, q = (target.new_empty(requests, vocabulary, dtype=wide) for _ in range(2))
+    tokens, path = (target.new_empty(requests, levels + 1, dtype=torch.int64) for _ in range(2))
+    depth, end = (target.new_empty(requests, dtype=torch.int64) for _ in range(2))
     if active is not None:  # of the others nothing is written
         for part, fill in ((p, 1), (tokens, -1), (path, -1), (depth, 0), (end, 0)):
             part.fill_(fill)

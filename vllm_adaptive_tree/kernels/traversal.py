@@ -240,7 +240,7 @@ def traversal(
     end = torch.zeros_like(path[:, 0])
     probs = target.new_ones(requests, vocabulary, dtype=torch.promote_types(target.dtype, torch.float32))
     chunk = requests_at_once(levels, vocabulary, probs.element_size())
-    left = probs.new_empty(2, min(chunk, requests), levels, vocabulary)
+    p_left, q_left = (probs.new_empty(min(chunk, requests), levels, vocabulary) for _ in range(2))
     if active is None:
         active = torch.ones_like(end, dtype=torch.bool)
     draft = inputs.draft.contiguous()
@@ -252,7 +252,7 @@ def traversal(
         here = slice(begin, begin + chunk)
         tokens, parent, *rows, temperature, key, selected = (part.contiguous()[here] for part in by_request)
         _traverse[(len(tokens),)](
-            *(path[here], end[here], probs[here], left[0], left[1], tokens, parent, target, rows[0], draft, rows[1]),
+            *(path[here], end[here], probs[here], p_left, q_left, tokens, parent, target, rows[0], draft, rows[1]),
             *(temperature, key, selected),
             *(slots, 2 * slots + 1, vocabulary),
             TINY=torch.finfo(probs.dtype).tiny,

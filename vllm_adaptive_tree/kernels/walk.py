@@ -49,7 +49,8 @@ def walk(tree: TreeBatch, sampled: Tensor, root_row: Tensor, *, levels: int) -> 
         root_row: [R], the row of each root; the rows of its nodes follow.
     """
     requests, slots = tree.tokens.shape
-    tokens, nodes = torch.empty((2, requests, levels + 1), dtype=torch.int64, device=sampled.device)
+    shape = requests, levels + 1
+    tokens, nodes = (torch.empty(shape, dtype=torch.int64, device=sampled.device) for _ in range(2))
     if requests:
         _walk[(requests,)](
             *(tokens, nodes, sampled.contiguous(), root_row.contiguous(), tree.tokens.contiguous()),
