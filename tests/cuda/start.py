@@ -46,6 +46,8 @@ def models(case: str, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     if case in ("llama", "depth first"):
         verification.IN_GENERATION_ORDER = NODES // 2 if case == "depth first" else NODES
         return {"model": TARGET}, {"model": DRAFT}
+    if case == "adaptive":
+        return {"model": TARGET}, {"method": "adaptive_tree", "model": DRAFT, "tree": {"max_children": 4}}
     if case == "head":
         head = eagle3(folder / "head")
         return {"model": TARGET}, {"method": "dyspec", "model": head, "tree": {"budget": "auto"}}

@@ -65,6 +65,7 @@ def test_start(capability: str, case: str, kernel: str, tmp_path: Path) -> None:
     ("capability", "case", "graphs"),
     [
         ("9.0", "llama", "FULL_AND_PIECEWISE"),
+        ("9.0", "adaptive", "FULL_AND_PIECEWISE"),
         pytest.param("9.0", "llama", "PIECEWISE", marks=pytest.mark.slow),
         pytest.param("8.0", "depth first", "FULL_AND_PIECEWISE", marks=pytest.mark.slow),
         pytest.param("9.0", "head", "FULL_AND_PIECEWISE", marks=pytest.mark.slow),
