@@ -28,7 +28,7 @@ from triton.compiler import ASTSource
 from vllm_adaptive_tree.attention import plan, triton_tree
 from vllm_adaptive_tree.attention.plan import LANES, MOST_SPLITS, Tiling
 from vllm_adaptive_tree.bench.provenance import save
-from vllm_adaptive_tree.kernels import commit, growth, layout, reading, rejection, sampling
+from vllm_adaptive_tree.kernels import commit, growth, layout, reading, rejection, sampling, selection
 from vllm_adaptive_tree.proposers.acceptance_table import EDGES, LEAST, MOST, RANKS, SHAPE, WARM
 from vllm_adaptive_tree.proposers.adaptive_tree import LEAST_LEFT, SPREAD
 from vllm_adaptive_tree.trees.masks import WORD
@@ -113,7 +113,8 @@ def variants() -> Iterator[Variant]:
     for lanes in LANES:
         yield _attend(128, 4, lanes)
         yield _attend(128, 4, lanes, own=True)
-    yield from (_merge(128, 4), _plan(256), _move(), _bits(64), _read(256), *_growth(64, 16), *_small(128_256, 16, 64))
+    yield from (_merge(128, 4), _plan(256), _move(), _bits(64), _read(256), *_growth(64, 16), *_selection(256, 64))
+    yield from _small(128_256, 16, 64)
     for lanes in LANES:
         yield _attend(64, 8, lanes, own=True)
     yield _attend(64, 8, 128)
@@ -230,6 +231,17 @@ def _growth(nodes: int, children: int) -> Iterator[Variant]:
         constants = {"CELLS": cells, "EMPTY": EMPTY, "PADDED": size, "PADDED_NODES": padded}
         constants["BLOCK"] = growth.rivals_at_a_time(size)
         yield Variant(f"keep {nodes} of {count}", growth._keep, types, constants, 4 if count <= 1024 else 8)
+
+
+def _selection(requests: int, nodes: int) -> Iterator[Variant]:
+    padded = triton.next_power_of_2(nodes)
+    types = {"value_out": "*fp32", "weight": "*fp32", "place": "*i64", "request": "*i64", "capacity": "*i32"}
+    constants = {"BY_PLACE": False, "LEAST": selection.LEAST, "PADDED": padded}
+    yield Variant(f"falling, {nodes} nodes", selection._falling, types, constants, 1)
+    types = {"kept_out": "*i32", "value": "*fp32"}
+    yield Variant(f"kept, {nodes} nodes", selection._kept, types, {"BLOCK": selection.BLOCK, "PADDED": padded})
+    types = dict.fromkeys(("logits_out", "rows_out", "kept", "others"), "*i32")
+    yield Variant(f"starts, {requests} requests", selection._starts, types, {"PADDED": 2 * requests})
 
 
 def _small(vocabulary: int, children: int, nodes: int) -> Iterator[Variant]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from vllm_adaptive_tree import budget
 from vllm_adaptive_tree.trees import TreeBatch
 from vllm_adaptive_tree.trees.masks import WORD, ancestor_bits
 
@@ -64,6 +65,32 @@ class Batch:
 
 class TestStepKernels:
     __test__ = INTERPRETED or DEVICE == "cuda"
+
+    @pytest.mark.parametrize("by_place", [False, True])
+    @pytest.mark.parametrize(("requests", "nodes"), [(1, 3), (5, 12), (9, 70)])
+    def test_selection(self, requests, nodes, by_place):
+        """Ties, empty places, requests without a tree, lists that the scheduler has cut; all of one number."""
+        from vllm_adaptive_tree.kernels import selection
+
+        generator = torch.Generator().manual_seed(requests)
+        weight = torch.randint(-6, 0, (requests + 2, nodes), generator=generator).float()
+        weight[1, nodes // 2 :] = float("-inf")
+        place = torch.cat([torch.randperm(requests + 2, generator=generator), torch.tensor([-1])])
+        request = torch.randperm(requests + 3, generator=generator)[:requests]
+        room = torch.randint(nodes + 1, (requests,), generator=generator).int()
+        values = 1 / (1.0 + torch.arange(nodes)).expand(requests, -1) if by_place else weight[place[request]]
+        values = values.masked_fill((place[request] < 0)[:, None], float("-inf"))
+        others = torch.randint(1, 4, (requests,), generator=generator).int()
+        for count in sorted({0, 1, int(room.sum()) // 2, int(room.sum())}):
+            expected = budget.top_nodes(values, room, count)
+            parts = (part.to(DEVICE) for part in (weight, place, request, room))
+            kept = selection.top_nodes(*parts, count, by_place=by_place)
+            assert kept.tolist() == expected.tolist()
+            starts = torch.full((requests + 4,), 77, dtype=torch.int32, device=DEVICE)
+            rows = int((kept.cpu() + others).sum())
+            logits = selection.row_starts(kept, others.to(DEVICE), starts, rows)
+            assert logits.tolist() == [0, *(expected + 1).cumsum(0).tolist()]
+            assert starts.tolist() == [0, *(expected + others).cumsum(0).tolist(), *[rows] * 3]
 
     @pytest.mark.parametrize("plain", [False, True])
     @pytest.mark.parametrize("nodes", [6, 63, 64, 130])

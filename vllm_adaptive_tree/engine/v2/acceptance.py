@@ -1,8 +1,10 @@
 """Acceptance table on Model Runner V2: learnt from figures of past steps, without a device sync."""
 
+from functools import partial
+
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from vllm_adaptive_tree.engine.v2.readback import AsyncReadback
 from vllm_adaptive_tree.proposers.acceptance_table import AcceptanceTable
@@ -19,9 +21,8 @@ class DeviceAcceptance:
         """Note R trees of N nodes with their cells [R, N], and the accepted `nodes` [R, L]; -1 pads."""
         self.readback.next_step()
         columns = cell.masked_fill(~tree.valid, -1), tree.parent, nodes
-        width = max(column.shape[1] for column in columns)
-        padded = [pad(column, (0, width - column.shape[1]), value=-1) for column in columns]
-        self.readback.send(torch.stack(padded), self._learn)
+        self.readback.send(torch.cat(columns, 1), partial(self._learn, cell.shape[1]))
 
-    def _learn(self, figures: Tensor) -> None:
-        self.table.observe(*figures.numpy())
+    def _learn(self, width: int, figures: Tensor) -> None:
+        cell, parent, nodes = np.split(figures.numpy(), [width, 2 * width], axis=1)
+        self.table.observe(cell, parent, nodes)

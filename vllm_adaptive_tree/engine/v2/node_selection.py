@@ -12,8 +12,11 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm_adaptive_tree.budget import top_nodes
 from vllm_adaptive_tree.engine.common.batch_budget import place_values
 from vllm_adaptive_tree.engine.v2.budget import DeviceBudget
+from vllm_adaptive_tree.engine.v2.device import compiles
 from vllm_adaptive_tree.engine.v2.drafts import Drafts
 from vllm_adaptive_tree.engine.vllm_api import reallocated
+from vllm_adaptive_tree.kernels import selection
+from vllm_adaptive_tree.kernels.selection import MOST_NODES
 
 
 class NodeSelection:
@@ -82,10 +85,10 @@ class NodeSelection:
     def reallocate_drafts(self, req_ids: list[str], idx_mapping: Tensor) -> tuple[Any, ...]:
         """Device's view of the step: first row of each request's logits, first of its rows (both [R + 1] and more),
         nodes."""
-        device = idx_mapping.device
-        requests = len(req_ids)
+        device, requests, everyone = idx_mapping.device, len(req_ids), self.nodes == self.scheduled.sum()
+        if compiles(device):
+            return self._by_kernels(idx_mapping, everyone=everyone)
         room = async_tensor_h2d(self.scheduled, device=device)
-        everyone = self.nodes == self.scheduled.sum()
         kept = room if everyone else top_nodes(self._values(idx_mapping), room, self.nodes).int()
         logits = torch.zeros(requests + 1, dtype=torch.int32, device=device)
         torch.cumsum(kept + 1, 0, out=logits[1:])
@@ -93,6 +96,18 @@ class NodeSelection:
         num_other_tokens = async_tensor_h2d(self.num_other_tokens, device=device)
         torch.cumsum(kept + num_other_tokens, 0, out=self.query_start_loc[1 : requests + 1])
         self.query_start_loc[requests + 1 :].fill_(int(self.num_other_tokens.sum()) + self.nodes)
+        return reallocated(logits, self.query_start_loc, self.nodes)
+
+    def _by_kernels(self, request: Tensor, *, everyone: bool) -> tuple[Any, ...]:
+        counts = np.stack([self.scheduled, self.num_other_tokens])
+        kept, others = async_tensor_h2d(counts.astype(np.int32), device=request.device)
+        if not everyone and self.scheduled.size * self.drafts.tree.tokens.shape[1] > MOST_NODES:
+            kept = top_nodes(self._values(request), kept, self.nodes).int()
+        elif not everyone:
+            weight, by_place = self.drafts.tree.log_weight, self.budget is None or self.budget.by_place
+            kept = selection.top_nodes(weight, self.drafts.place, request, kept, self.nodes, by_place=by_place)
+        rows = int(self.num_other_tokens.sum()) + self.nodes
+        logits = selection.row_starts(kept, others, self.query_start_loc, rows)
         return reallocated(logits, self.query_start_loc, self.nodes)
 
     def _values(self, request: Tensor) -> Tensor:
