@@ -3,6 +3,7 @@ starts it."""
 
 import copy
 import inspect
+import itertools
 from importlib import import_module
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from vllm_adaptive_tree.drafters import Frontier, Rows
 from vllm_adaptive_tree.proposers import Proposal, Proposer, Request, draft_tree
 from vllm_adaptive_tree.proposers.adaptive_tree import AdaptiveTree
+from vllm_adaptive_tree.proposers.best_first import Growth, Level
 from vllm_adaptive_tree.proposers.opt_tree import OptTree
 from vllm_adaptive_tree.rng import CounterRNG
 from vllm_adaptive_tree.trees import TreeBatch
@@ -123,6 +125,27 @@ class TestGrowthKernels:
     def test_nothing_waits(self, name):
         _, fused = prepared(name)
         assert grown(fused, pool(8, 70), nodes=8, width=8, waits=False).tree.valid.any()
+
+    def test_a_value_does_not_see_its_own_draw(self):
+        """Not even by rounding; the values of later siblings do."""
+        from vllm_adaptive_tree.kernels.growth import slot_values
+
+        _, fused = prepared("adaptive_tree")
+        q = pool(1, 40)[:, :1].softmax(-1)
+        zero = torch.zeros(REQUESTS, 1, device=DEVICE)
+        front = Level(zero.long(), zero.long(), zero, zero - 0.1)
+        growth = Growth((front,), (), zero, zero[:, 0], zero.bool(), front, 0, 0, request())
+        drawn, best = torch.zeros(REQUESTS, dtype=torch.bool, device=DEVICE), q.max(-1)
+        order = q.argsort(dim=-1)[..., 5:30]  # without the best
+        tokens = order[..., :4].contiguous()
+        values = slot_values(tokens, q, best, growth, drawn, fused.acceptance).value
+        for rank, other in itertools.product(range(4), range(4, 25)):
+            changed = tokens.clone()
+            changed[..., rank] = order[..., other]
+            found = slot_values(changed, q, best, growth, drawn, fused.acceptance).value
+            assert torch.equal(found[:, : rank + 1], values[:, : rank + 1])
+        found = slot_values(tokens.flip(-1), q, best, growth, drawn, fused.acceptance).value
+        assert not torch.equal(found, values)
 
     def test_no_request(self):
         _, fused = prepared("adaptive_tree")

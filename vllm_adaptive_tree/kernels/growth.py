@@ -24,11 +24,19 @@ from vllm_adaptive_tree.trees.tree_batch import EMPTY
 
 MOST_CANDIDATES = 4096
 """Of a request, which one program keeps the best of."""
+MOST_CHILDREN = 64
+"""Of a node, each of which is compared with all others."""
 
 
 @triton.jit
 def _smaller(a, b):
     return tl.minimum(a, b)
+
+
+@triton.jit
+def _of_earlier(parts, rank):
+    """Sum of the parts of earlier siblings. Its own is in no sum: rounding would let a value see its draw."""
+    return tl.sum(tl.where(rank[None, :] < rank[:, None], parts[None, :], 0.0), 1)
 
 
 @triton.jit
@@ -87,7 +95,7 @@ def _slots(
     exists = rank < children
     token = tl.load(tokens + node * children + rank, mask=exists, other=-1)
     chance = tl.load(q + node * vocabulary + token, mask=token >= 0, other=0.0)
-    left = tl.maximum(1.0 - (tl.cumsum(chance, 0) - chance), LEAST_LEFT)
+    left = tl.maximum(1.0 - _of_earlier(chance, rank), LEAST_LEFT)
 
     heat, from_target = tl.load(temperature + request), tl.load(chosen + request) != 0
     drawn = tl.full([], 2, tl.int64)
@@ -98,8 +106,7 @@ def _slots(
     first = (kind * DEPTHS + group) * (RANK_GROUPS * (EDGES + 1)) + rank_group * (EDGES + 1)
 
     cell, accepted = _look_up(table, edges, centres, first, chance / left, EDGES, LEAST, MOST)
-    refused = tl.log(1.0 - accepted)
-    reached = tl.load(path + node) + (tl.cumsum(refused, 0) - refused)
+    reached = tl.load(path + node) + _of_earlier(tl.log(1.0 - accepted), rank)
     reached = tl.where(chance > 0, reached, float("-inf"))
     below = reached + tl.log(accepted)
 

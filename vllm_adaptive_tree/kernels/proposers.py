@@ -5,7 +5,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from vllm_adaptive_tree.kernels.growth import MOST_CANDIDATES, kept, slot_values, slots_read
+from vllm_adaptive_tree.kernels.growth import MOST_CANDIDATES, MOST_CHILDREN, kept, slot_values, slots_read
 from vllm_adaptive_tree.kernels.sampling import FusedRNG, put_top
 from vllm_adaptive_tree.proposers.adaptive_tree import AdaptiveTree
 from vllm_adaptive_tree.proposers.base import rng_keys, softmax_at
@@ -40,12 +40,12 @@ class FusedAdaptiveTree(FusedGrowth, AdaptiveTree):
         return made
 
     def candidates(self, growth: Growth, logits: Tensor) -> Candidates:
-        request = growth.request
-        if logits.dtype == torch.float64 or not isinstance(request.rng, FusedRNG):
+        request, children = growth.request, min(self.max_children, logits.shape[-1])
+        if logits.dtype == torch.float64 or children > MOST_CHILDREN or not isinstance(request.rng, FusedRNG):
             return self.slots(growth, *self.children_of(growth, logits))
         chosen = request.greedy if request.chosen is None else request.chosen
         q = softmax_at(logits, request.temperature[:, None])
-        rng, children = request.rng.fold_in(rng_keys(growth.level, logits)), min(self.max_children, q.shape[-1])
+        rng = request.rng.fold_in(rng_keys(growth.level, logits))
         tokens = rng.sample_without_replacement(q, children)
         best = put_top(tokens, q, chosen)
         return slot_values(tokens, q, best, growth, chosen, self.acceptance)
