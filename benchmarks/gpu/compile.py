@@ -28,7 +28,7 @@ from triton.compiler import ASTSource
 from vllm_adaptive_tree.attention import plan, triton_tree
 from vllm_adaptive_tree.attention.plan import LANES, MOST_SPLITS, Tiling
 from vllm_adaptive_tree.bench.provenance import save
-from vllm_adaptive_tree.kernels import commit, growth, layout, reading, rejection, sampling, selection
+from vllm_adaptive_tree.kernels import commit, growth, layout, reading, rejection, sampling, selection, waiting
 from vllm_adaptive_tree.proposers.acceptance_table import EDGES, LEAST, MOST, RANKS, SHAPE, WARM
 from vllm_adaptive_tree.proposers.adaptive_tree import LEAST_LEFT, SPREAD
 from vllm_adaptive_tree.trees.masks import WORD
@@ -234,12 +234,16 @@ def _growth(nodes: int, children: int) -> Iterator[Variant]:
 
 
 def _selection(requests: int, nodes: int) -> Iterator[Variant]:
+    """What is verified, and what waits where nothing is."""
     padded = triton.next_power_of_2(nodes)
     types = {"value_out": "*fp32", "weight": "*fp32", "place": "*i64", "request": "*i64", "capacity": "*i32"}
     constants = {"BY_PLACE": False, "LEAST": selection.LEAST, "PADDED": padded}
     yield Variant(f"falling, {nodes} nodes", selection._falling, types, constants, 1)
     types = {"kept_out": "*i32", "value": "*fp32"}
     yield Variant(f"kept, {nodes} nodes", selection._kept, types, {"BLOCK": selection.BLOCK, "PADDED": padded})
+    types = dict.fromkeys(("start", "request", "row"), "*i64") | {"end": "*i32", "count": "*i32", "fresh": "*i1"}
+    types |= {"kept": "*bf16", "states": "*bf16"}
+    yield Variant("wait", waiting._wait, types, {"BLOCK": waiting.BLOCK}, aligned=("size",))
     types = dict.fromkeys(("logits_out", "rows_out", "kept", "others"), "*i32")
     yield Variant(f"starts, {requests} requests", selection._starts, types, {"PADDED": 2 * requests})
 

@@ -39,10 +39,11 @@ class Sizes(NamedTuple):
     """Of the target and of a draft model, with random weights; None: the bundled ones."""
 
 
-NONE, RESTING = "no speculation", "adaptive_tree at rest"
+NONE, RESTING, HEAD = "no speculation", "adaptive_tree at rest", "adaptive_tree at rest, EAGLE-3 head"
 CASES: dict[str, tuple[str, dict[str, Any], str, str]] = {
     NONE: ("", {}, "auto", ""),
     RESTING: ("adaptive_tree", {"budget": "auto"}, "auto", "model"),
+    HEAD: ("adaptive_tree", {"budget": "auto"}, "auto", "eagle3"),
     "adaptive_tree": ("adaptive_tree", {"max_children": 4}, "auto", "model"),
     "opt_tree": ("opt_tree", {}, "auto", "model"),
     "dyspec, rrsw": ("dyspec", {"threshold": 0.02, "max_children": 4}, "rrsw", "model"),
@@ -242,10 +243,10 @@ def measured(count: Count, case: str, sizes: Sizes) -> dict[str, Any]:
             },
         )
         runner = runner_of(llm)
-        if case == RESTING:
+        if case in (RESTING, HEAD):
             runner.budget.budget = Budget(sampled=True)
             runner.budget.budget.plan = Plan(0, 0.0)
-        watch(count, runner, 0 if case in (NONE, RESTING) else sizes.nodes)
+        watch(count, runner, 0 if case in (NONE, RESTING, HEAD) else sizes.nodes)
         count.steps.clear()
         sampled = 0.0 if rule == "auto" else 0.8
         params = SamplingParams(temperature=sampled, seed=1, max_tokens=sizes.tokens, ignore_eos=True)

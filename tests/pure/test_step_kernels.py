@@ -66,6 +66,28 @@ class Batch:
 class TestStepKernels:
     __test__ = INTERPRETED or DEVICE == "cuda"
 
+    @pytest.mark.parametrize("size", [5, 1500])
+    def test_states_that_wait(self, size):
+        """Rings that wrap, fresh ones and others, rows that were rejected."""
+        from vllm_adaptive_tree.kernels.waiting import wait
+
+        generator, positions = torch.Generator().manual_seed(size), 8
+        states = torch.randn(12, size, generator=generator)
+        kept, start = torch.zeros(5, positions, size), torch.tensor([7, 7, 7, 7, 7])
+        request, end = torch.tensor([3, 0, 4]), torch.tensor([17, 3, 30], dtype=torch.int32)
+        count, fresh = torch.tensor([2, 3, 1], dtype=torch.int32), torch.tensor([True, False, True])
+        row = torch.randperm(12, generator=generator)[:9].view(3, 3)
+        expected, begins = kept.clone(), start.clone()
+        for number, index in enumerate(request.tolist()):
+            first = int(end[number] - count[number])
+            for column in range(int(count[number])):
+                expected[index, (first + column) % positions] = states[row[number, column]]
+            begins[index] = first if fresh[number] else 7
+        kept, start = kept.to(DEVICE), start.to(DEVICE)
+        wait(kept, start, *(part.to(DEVICE) for part in (states, request, end, count, row, fresh)))
+        assert torch.equal(kept.cpu(), expected)
+        assert start.tolist() == begins.tolist()
+
     @pytest.mark.parametrize("by_place", [False, True])
     @pytest.mark.parametrize(("requests", "nodes"), [(1, 3), (5, 12), (9, 70)])
     def test_selection(self, requests, nodes, by_place):

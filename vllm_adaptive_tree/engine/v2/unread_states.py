@@ -7,6 +7,9 @@ import torch
 from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 
+from vllm_adaptive_tree.engine.v2.device import compiles
+from vllm_adaptive_tree.kernels.waiting import wait
+
 LONGEST = 64
 """Most positions of a request that wait."""
 
@@ -58,8 +61,13 @@ class UnreadStates:
             num_sampled: [R], rows.
             row: [R, L], their rows of `states`; those after the first `num_sampled` are not kept.
         """
-        first = end.long() - num_sampled
         fresh = self.count[requests] == 0
+        self.count[requests] += row.shape[1]
+        if compiles(states.device):
+            kept, begins = self.states.unflatten(0, (-1, self.positions)), async_tensor_h2d(fresh, device=states.device)
+            wait(kept, self.start, states, request, end, num_sampled, row, begins)
+            return
+        first = end.long() - num_sampled
         if fresh.all():
             self.start[request] = first
         elif fresh.any():
@@ -70,7 +78,6 @@ class UnreadStates:
         column = torch.minimum(column, num_sampled[:, None].long() - 1).clamp(min=0)
         place = request[:, None] * self.positions + (first[:, None] + column) % self.positions
         self.states[place.flatten()] = states[row.gather(1, column).flatten()]
-        self.count[requests] += row.shape[1]
 
     def take(self, requests: np.ndarray, end: Tensor, text: Tensor) -> Late:
         """What waits of these requests, which then no longer does. `end`: position after the last row of each request,
