@@ -83,7 +83,7 @@ class AdaptiveTree(BestFirst):
         return q, draw_children(self.kind, q, planned, self.max_children, rng, chosen), chosen
 
     def slots(self, growth: Growth, q: Tensor, tokens: Tensor, chosen: Tensor) -> Candidates:
-        """All slots below the frontier, node by node; arguments as `children_of` gives them."""
+        """All slots below the frontier, node by node and not yet in order; arguments as `children_of` gives them."""
         request, path, table = growth.request, growth.front.path[:, : q.shape[1]], self.acceptance
         chance = q.gather(2, tokens.clamp(min=0)).masked_fill(tokens < 0, 0.0)
         left = torch.ones_like(chance)  # of a sum without the token itself: rounding would let a value see its draw
