@@ -3,10 +3,11 @@
     python -m benchmarks.smollm2_speed --chat texts/held_out.json --humaneval HumanEval.jsonl.gz \\
         --out benchmarks/results/smollm2_speed.json
 
-Each row is a process of its own with one thread, without a cost profile of an earlier one. Questions follow each
-other: as one ends the next begins, so that so many requests run in every step. Cold are the first 64 steps, warm the
-128 after them. Steps that read a prompt are left out. Float32; the CPU time of the process is the clock, so that other
-programs on the machine change little. In brackets: a 90 % bootstrap interval over runs of 16 steps.
+Each row is a process of its own with one thread, without a cost profile of an earlier one, compiled as vLLM compiles
+by default. Questions follow each other: as one ends the next begins, so that so many requests run in every step. Cold
+are the first 64 steps, warm the 192 after them. Steps that read a prompt are left out. The CPU time of the process is
+the clock, so that other programs on the machine change little. In brackets: a 90 % bootstrap interval over runs of 16
+steps.
 """
 
 import argparse
@@ -29,7 +30,7 @@ from vllm_adaptive_tree.bench.demo_models import chat_prompts
 from vllm_adaptive_tree.bench.provenance import save
 from vllm_adaptive_tree.bench.vllm_55005 import repair_sampling
 
-COLD, WARM, RUN = 64, 128, 16
+COLD, WARM, RUN = 64, 192, 16
 """Steps: cold ones, warm ones, and those of a bootstrap sample."""
 NODES = 16
 CONFIGURATIONS = {
@@ -88,7 +89,9 @@ def cell(options: argparse.Namespace) -> dict[str, Any]:
     from benchmarks.tokens_per_step import start
 
     spec = CONFIGURATIONS[options.cell]
-    llm = start(spec and {**spec, "model": options.head}, options.model, seats=max(4, options.requests[0]))
+    spec = spec and {**spec, "model": options.head}
+    seats = max(4, options.requests[0])
+    llm = start(spec, options.model, options.dtype, seats=seats, eager=options.eager)
     repair_sampling()
     texts = humaneval(options.humaneval, 48) + held_out(options.chat, 48)
     questions = list(chat_prompts(options.model, texts))
@@ -105,7 +108,9 @@ def main() -> None:
     parser.add_argument("--chat", type=Path, required=True, help="held_out.json of examples/chat_texts.py")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="at once")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
-    parser.add_argument("--only", default="", help="configurations whose names contain this")
+    parser.add_argument("--dtype", default="bfloat16", help="of target and draft (default: %(default)s)")
+    parser.add_argument("--eager", action="store_true", help="run without compilation")
+    parser.add_argument("--only", nargs="*", default=[""], help="configurations whose names contain one of these")
     parser.add_argument("--cell", choices=CONFIGURATIONS, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -122,7 +127,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for requests in options.requests:
         for temperature in options.temperatures:
-            for name in (name for name in CONFIGURATIONS if options.only in name):
+            for name in (name for name in CONFIGURATIONS if any(part in name for part in options.only)):
                 rows.append({"configuration": name, "requests": requests, "temperature": temperature})
                 rows[-1] |= _in_a_process(options, rows[-1])
                 print(rows[-1], flush=True)
@@ -131,7 +136,8 @@ def main() -> None:
 
 
 def _in_a_process(options: argparse.Namespace, row: dict[str, Any]) -> dict[str, Any]:
-    same = [f"--{name}={getattr(options, name)}" for name in ("model", "head", "humaneval", "chat")]
+    same = [f"--{name}={getattr(options, name)}" for name in ("model", "head", "humaneval", "chat", "dtype")]
+    same += ["--eager"] if options.eager else []
     own = [f"--cell={row['configuration']}", f"--requests={row['requests']}", f"--temperatures={row['temperature']}"]
     command = [sys.executable, "-m", "benchmarks.smollm2_speed", *same, *own]
     with tempfile.TemporaryDirectory() as cache:

@@ -53,7 +53,12 @@ def _held_out() -> list[str]:
 
 
 def start(
-    spec: dict[str, Any] | None, target: Path = PAIR / "target", dtype: str = "float32", *, seats: int = BATCH
+    spec: dict[str, Any] | None,
+    target: Path = PAIR / "target",
+    dtype: str = "float32",
+    *,
+    seats: int = BATCH,
+    eager: bool = True,
 ) -> Any:
     from vllm import LLM
 
@@ -61,7 +66,7 @@ def start(
         str(target),
         speculative_config=spec,
         dtype=dtype,
-        enforce_eager=True,
+        enforce_eager=eager,
         max_model_len=1024,
         max_num_seqs=seats,
         disable_log_stats=False,
