@@ -3,11 +3,11 @@
     python -m benchmarks.smollm2_speed --chat texts/held_out.json --humaneval HumanEval.jsonl.gz \\
         --out benchmarks/results/smollm2_speed.json
 
-Each row is a process of its own with one thread, without a cost profile of an earlier one, compiled as vLLM compiles
-by default. Questions follow each other: as one ends the next begins, so that so many requests run in every step. Cold
-are the first 64 steps, warm the 192 after them. Steps that read a prompt are left out. The CPU time of the process is
-the clock, so that other programs on the machine change little. In brackets: a 90 % bootstrap interval over runs of 16
-steps.
+Each configuration is a process with one thread, compiled as vLLM compiles by default; a tree method, which learns, has
+a new one for each row, which knows no costs of an earlier one. Questions follow each other: as one ends the next
+begins, so that so many requests run in every step. Cold are the first 64 steps, warm the 192 after them. Steps that
+read a prompt are left out. The CPU time of the process is the clock, so that other programs on the machine change
+little. In brackets: a 90 % bootstrap interval over runs of 16 steps.
 """
 
 import argparse
@@ -18,8 +18,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from itertools import cycle
+from collections.abc import Iterator, Sequence
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +36,9 @@ NODES = 16
 CONFIGURATIONS = {
     "no speculation": None,
     **{f"vLLM's chain of {n}": {"method": "eagle3", "num_speculative_tokens": n} for n in (1, 3, 5)},
-    "adaptive_tree": {"method": "adaptive_tree", "num_speculative_tokens": NODES},
-    "adaptive_tree, no look-up": {
-        "method": "adaptive_tree",
-        "num_speculative_tokens": NODES,
-        "tree": {"lookup": None},
+    **{
+        name: {"method": "adaptive_tree", "num_speculative_tokens": NODES, "tree": {"cost_profile": None, **options}}
+        for name, options in (("adaptive_tree", {}), ("adaptive_tree, no look-up", {"lookup": None}))
     },
 }
 
@@ -71,6 +69,9 @@ def decode(engine: Any, questions: Iterator[str], clients: int, temperature: flo
         if not reads:
             steps.append((tokens, seconds))
         reads = 0 in lengths.values()  # a chunked prompt
+    engine.abort_request(list(lengths))
+    while engine.has_unfinished_requests():
+        engine.step()
     return steps
 
 
@@ -84,20 +85,21 @@ def rate(steps: list[tuple[int, float]]) -> dict[str, float]:
     return {"rate": total[0] / total[1], "low": low, "high": high, "tokens_per_step": total[0] / len(steps)}
 
 
-def cell(options: argparse.Namespace) -> dict[str, Any]:
-    """One row, in this process."""
+def cells(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Rows of one configuration, in this process."""
     from benchmarks.tokens_per_step import start
 
     spec = CONFIGURATIONS[options.cell]
     spec = spec and {**spec, "model": options.head}
-    seats = max(4, options.requests[0])
-    llm = start(spec, options.model, options.dtype, seats=seats, eager=options.eager)
+    llm = start(spec, options.model, options.dtype, seats=16, eager=options.eager, tokens=512)
     repair_sampling()
     texts = humaneval(options.humaneval, 48) + held_out(options.chat, 48)
     questions = list(chat_prompts(options.model, texts))
     random.Random(0).shuffle(questions)
-    steps = decode(llm.llm_engine, cycle(questions), options.requests[0], options.temperatures[0])
-    return {"cold": rate(steps[:COLD]), "warm": rate(steps[COLD:])}
+    for requests, temperature in product(options.requests, options.temperatures):
+        steps = decode(llm.llm_engine, cycle(questions), requests, temperature)
+        row = {"configuration": options.cell, "requests": requests, "temperature": temperature}
+        yield row | {"cold": rate(steps[:COLD]), "warm": rate(steps[COLD:])}
 
 
 def main() -> None:
@@ -122,29 +124,34 @@ def main() -> None:
     options.head = options.head or SMOLLM2_HEAD
     options.model = options.model or fetch("smollm2", cache_folder() / "models", say=print).folder
     if options.cell:
-        print(json.dumps(cell(options)))
+        for row in cells(options):
+            print(json.dumps(row), flush=True)
         return
-    rows: list[dict[str, Any]] = []
-    for requests in options.requests:
-        for temperature in options.temperatures:
-            for name in (name for name in CONFIGURATIONS if any(part in name for part in options.only)):
-                rows.append({"configuration": name, "requests": requests, "temperature": temperature})
-                rows[-1] |= _in_a_process(options, rows[-1])
-                print(rows[-1], flush=True)
+    os.environ["VLLM_CACHE_ROOT"] = tempfile.mkdtemp()  # of what is compiled
+    whole, rows = (options.requests, options.temperatures), list[dict[str, Any]]()
+    for name in (name for name in CONFIGURATIONS if any(part in name for part in options.only)):
+        learns = name.startswith("adaptive_tree")
+        for requests, temperatures in [([one], [two]) for one, two in product(*whole)] if learns else [whole]:
+            for row in _in_a_process(options, name, requests, temperatures):
+                rows.append(row)
+                print(row, flush=True)
                 if options.out:
                     save(options.out, rows)
 
 
-def _in_a_process(options: argparse.Namespace, row: dict[str, Any]) -> dict[str, Any]:
+def _in_a_process(
+    options: argparse.Namespace, name: str, requests: Sequence[int], temperatures: Sequence[float]
+) -> Iterator[dict[str, Any]]:
     same = [f"--{name}={getattr(options, name)}" for name in ("model", "head", "humaneval", "chat", "dtype")]
-    same += ["--eager"] if options.eager else []
-    own = [f"--cell={row['configuration']}", f"--requests={row['requests']}", f"--temperatures={row['temperature']}"]
-    command = [sys.executable, "-m", "benchmarks.smollm2_speed", *same, *own]
-    with tempfile.TemporaryDirectory() as cache:
-        clock = {"VLLM_CACHE_ROOT": cache, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-        run = subprocess.run(command, env={**os.environ, **clock}, stdout=subprocess.PIPE, text=True, check=True)
-    found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
-    return found
+    own = [f"--cell={name}", "--requests", *map(str, requests), "--temperatures", *map(str, temperatures)]
+    command = [sys.executable, "-m", "benchmarks.smollm2_speed", *same, *own, *["--eager"] * options.eager]
+    clock = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, env={**os.environ, **clock}, stdout=subprocess.PIPE, text=True) as run:
+        for line in run.stdout or ():
+            if line.startswith('{"configuration"'):
+                yield json.loads(line)
+    if run.returncode:
+        raise subprocess.CalledProcessError(run.returncode, command)
 
 
 if __name__ == "__main__":

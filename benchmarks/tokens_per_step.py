@@ -59,7 +59,9 @@ def start(
     *,
     seats: int = BATCH,
     eager: bool = True,
+    tokens: int | None = None,
 ) -> Any:
+    """An engine in this process; `tokens`: most of a step, as vLLM has it if None."""
     from vllm import LLM
 
     return LLM(
@@ -69,6 +71,7 @@ def start(
         enforce_eager=eager,
         max_model_len=1024,
         max_num_seqs=seats,
+        max_num_batched_tokens=tokens,
         disable_log_stats=False,
         enable_prefix_caching=False,
     )

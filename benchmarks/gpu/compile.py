@@ -280,15 +280,18 @@ def _small(vocabulary: int, children: int, nodes: int) -> Iterator[Variant]:
         yield Variant(f"test, {note}", rejection._test, pointers, constants, 16, ("vocabulary",))
         pointers = dict.fromkeys(("probs_out", "p_left", "q_left", "target", "temperature"), "*fp32")
         pointers |= dict.fromkeys(("path_out", "end_out", "tokens", "parent", "root_row", "draft_row", "key"), "*i64")
-        pointers |= {"draft": "*bf16", "selected": "*i8"}
+        pointers |= {"draft": "*bf16", "chosen": "*i8", "selected": "*i8"}
         path = ("tokens_out", "nodes_out", "depth_out", "end_out")
         places = dict.fromkeys((*path, "tokens", "parent", "root_row", "place", "slot", "key"), "*i64")
         places |= dict.fromkeys(("p", "q", "target", "temperature"), "*fp32") | {"draft": "*bf16", "selected": "*i8"}
         steps = {"STEPS": 9, "PADDED_STEPS": 16, "PADDED_NODES": padded, "TYPE": tl.float32}
         name = f"reject, {nodes} nodes, {note}"
         yield Variant(name, rejection_walk._reject, places, constants | steps, 16, ("vocabulary",))
-        name = f"traverse, {nodes} nodes, {note}"
-        yield Variant(name, traversal._traverse, pointers, constants | levels, 16, ("vocabulary",))
+        for mixed in (False,) if replaced else (False, True):
+            name = f"traverse, {nodes} nodes, {note}" + ", some chosen" * mixed
+            yield Variant(
+                name, traversal._traverse, pointers, constants | levels | {"MIXED": mixed}, 16, ("vocabulary",)
+            )
 
 
 def table(rows: list[Compiled]) -> str:

@@ -133,7 +133,7 @@ def parts(requests: int) -> dict[str, tuple[int, Callable[[], Any]]]:
     from vllm_adaptive_tree.methods import resolve
 
     device, attention = torch.device("cpu"), Attention(requests)
-    drafts, layout = Drafts(256, 256, NODES, device), Layout.empty(256, 2048, NODES, device)
+    drafts, layout = Drafts(256, 256, NODES, 8, device), Layout.empty(256, 2048, NODES, device)
     index, number, start = torch.arange(requests), torch.zeros(256), attention.start
     positions, ids = torch.zeros(2048, dtype=torch.int64), torch.zeros(2048, dtype=torch.int32)
     nodes, table = torch.full((requests, 1 + LEVELS), -1), torch.zeros(requests, 64, dtype=torch.int32)

@@ -24,7 +24,7 @@ from vllm_adaptive_tree.proposers.dyspec import DySpec
 def test_trees_wait_for_their_request() -> None:
     """By vLLM's index; of a request that was not in the last batch, or whose root is another one, nothing is left."""
     tree = batch()[0].tree
-    drafts = Drafts(4, 4, 3, torch.device("cpu"))
+    drafts = Drafts(4, 4, 3, 8, torch.device("cpu"))
     everyone = torch.arange(4)
     with NoHostSync():
         empty, _ = drafts.of(everyone, everyone, torch.full((4,), 3))
@@ -51,7 +51,7 @@ def test_trees_wait_for_their_request() -> None:
 
 def test_trees_without_cells_have_none_of_those_before_them() -> None:
     """Those of a look-up that proposes while the draft rests, in the places of trees that the draft has grown."""
-    drafts, tree, read = Drafts(4, 4, 3, torch.device("cpu")), batch()[0].tree, torch.full((2, 3), -1)
+    drafts, tree, read = Drafts(4, 4, 3, 8, torch.device("cpu")), batch()[0].tree, torch.full((2, 3), -1)
     drafts.cell = torch.full_like(drafts.read, -1)
     cells, index, drawn = torch.arange(6).view(2, 3), torch.tensor([2, 0]), torch.zeros(2, 4, dtype=torch.int64)
     drafts.store(index, index, Proposal(tree, read, drawn, cells), torch.ones(2))
@@ -108,7 +108,7 @@ def test_a_proposer_that_chooses_by_request_is_told_which(proposer: Any, told: b
 def test_a_budget_verifies_what_is_sampled_at_once(most_rows: int, verified: int) -> None:
     """More rows of logits than vLLM processes at once would leave the kernels of the rules."""
     budget: Any = SimpleNamespace(nodes=90)
-    drafts, start = Drafts(10, 10, 24, torch.device("cpu")), torch.zeros(11, dtype=torch.int32)
+    drafts, start = Drafts(10, 10, 24, 8, torch.device("cpu")), torch.zeros(11, dtype=torch.int32)
     selection = NodeSelection(drafts, start, budget, most_rows=most_rows)
     names = list("abcdefghij")
     tokens = selection.get_num_tokens(dict.fromkeys(names, 25), {name: [-1] * 24 for name in names})

@@ -360,6 +360,44 @@ def test_a_head_that_rests_reads_later(
     assert metric(llm, "prefix_cache_hits") > 0
 
 
+@pytest.mark.parametrize("levels", [0, 2])
+def test_look_ups_among_drawn_children(
+    engines: Engines, plain: list[Any], levels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch of both kinds takes look-ups while the draft rests and beside its drafts; a node that a drawn request
+    verifies is chosen if the text has it, and drawn if not."""
+    set_costs(monkeypatch, verify={"rows": [1, 1000], "seconds": [0.5, 0.5 + 1e-6]})
+    llm = engines.start({**tree(6, budget="auto", max_depth=2, lookup="ngram"), "method": "adaptive_tree"})
+    runner = runner_of(llm)
+    budget, step = runner.budget.budget, runner.step
+    seen: Counter[str] = Counter()
+    accept = step.accept
+
+    def begin(greedy: list[bool]) -> Plan:
+        budget.plan = Plan(levels, 0.0)
+        return budget.plan
+
+    def accepted(target: Any, requests: Any, **options: Any) -> Any:
+        found, verification = accept(target, requests, **options), step.verification
+        chosen = verification.chosen & verification.tree.valid
+        walks = torch.ones(len(chosen), dtype=torch.bool) if requests.from_target is None else requests.from_target
+        seen["chosen"] += int(chosen[~walks].sum())
+        seen["drawn"] += int((verification.tree.valid & ~chosen)[~walks].sum())
+        nodes = found.nodes[~walks]
+        seen["accepted"] += int((chosen[~walks].gather(1, nodes.clamp(min=0)) & (nodes >= 0)).sum())
+        return found
+
+    monkeypatch.setattr(budget, "begin", begin)
+    monkeypatch.setattr(step, "accept", accepted)
+    repeated = "def rows(self):\n    return self._rows\n\n" * 4
+    sampled = SamplingParams(temperature=0.6, max_tokens=40, ignore_eos=True)
+    found = generate(llm, [*BATCH, repeated, repeated], [*parameters(), sampled, sampled])
+    assert_identical(plain, found[: len(BATCH)])
+    assert seen["chosen"] > 10
+    assert seen["accepted"] > 4
+    assert (seen["drawn"] > 0) == (levels > 0)
+
+
 @pytest.mark.parametrize("draft", ["model", "eagle3"])
 def test_a_few_of_a_resting_batch_draft(
     engines: Engines, tmp_path: Path, draft: str, monkeypatch: pytest.MonkeyPatch

@@ -62,7 +62,7 @@ class Speculator(ModelSpeculator):
         self.num_speculative_steps, self.max_model_len = load.nodes, load.context
         self.draft_model_config = SimpleNamespace(max_model_len=load.context)
         self.most_rows = 1 << 30
-        self.drafts = Drafts(load.requests, load.requests, load.nodes, self.device)
+        self.drafts = Drafts(load.requests, load.requests, load.nodes, shard.model.vocabulary, self.device)
         self.inputs = DraftInputs.empty(load.requests, 0, self.device)
         self.captures, self.most_trees, self.everyone = False, load.requests, torch.ones(load.requests)
         self.graphs: Any = SimpleNamespace(run=lambda _, function: function())

@@ -141,10 +141,13 @@ class TestKernels:
         assert k == 1 or (taken.sum(1).clamp(max=1) * taken.argmax(1)).max() >= 2, "some reject two"
         assert (taken.sum(1) == 0).sum() > 10
 
-    @pytest.mark.parametrize("kind", ["without_replacement", "iid"])
+    @pytest.mark.parametrize(
+        ("kind", "mixed"), [("without_replacement", False), ("without_replacement", True), ("iid", False)]
+    )
     @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-    def test_traversal(self, kind, dtype, monkeypatch):
-        """Tokens that the target never takes, one law that is the draft's, and requests to leave alone."""
+    def test_traversal(self, kind, mixed, dtype, monkeypatch):
+        """Tokens that the target never takes, one law that is the draft's, and requests to leave alone; `mixed`: some
+        nodes are chosen."""
         requests, vocabulary = 9, 40
         shape = Shape.named("binary", 14) if kind == "iid" else Shape.k_config([3, 2, 1])
         generator = torch.Generator().manual_seed(0)
@@ -171,15 +174,17 @@ class TestKernels:
             return target[row, node + 1].softmax(-1)
 
         rows = draft.shape[1]
+        chosen = (torch.rand(tree.tokens.shape, generator=generator) < 0.4).to(DEVICE) if mixed else None
         tables = kernels().TraversalInputs(
-            target.flatten(0, 1), row * rows, draft.flatten(0, 1), row[:, None] * rows + slot, temperature
+            target.flatten(0, 1), row * rows, draft.flatten(0, 1), row[:, None] * rows + slot, temperature, chosen
         )
+        how = {"levels": shape.depth, "active": among}
         lengths = set()
         for seed in range(2):
             expected, found = rngs(requests)
             at = row * 5 + seed
-            wanted = traversal(tree, kind, p, q, expected.fold_in(at), levels=shape.depth, most=3, active=among)
-            got = kernels().traversal(tree, kind, tables, found.fold_in(at), levels=shape.depth, active=among)
+            wanted = traversal(tree, kind, p, q, expected.fold_in(at), most=3, chosen=chosen, **how)
+            got = kernels().traversal(tree, kind, tables, found.fold_in(at), **how)
             same = (wanted.tokens == got.tokens)[among].all(1) & (wanted.nodes == got.nodes)[among].all(1)
             assert same.all() if dtype == torch.float64 else same.float().mean() > 0.7, "rounding at a border at most"
             with monkeypatch.context() as patch:

@@ -1,4 +1,5 @@
-"""Traversal verification, one program per request: a rejected leaf costs one pass over two distributions."""
+"""Traversal verification, one program per request: a rejected leaf costs one pass over two distributions. Among drawn
+children it knows chosen ones."""
 
 # ruff: noqa: N803
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped"
@@ -55,7 +56,7 @@ def _entries(touched, left, mass, logits, temperature, peak, total, token, in_vo
 
 @triton.jit(
     do_not_specialize=["nodes", "steps"],
-    do_not_specialize_on_alignment=["tokens", "parent", "root_row", "draft_row", "key", "selected"],
+    do_not_specialize_on_alignment=["tokens", "parent", "chosen", "root_row", "draft_row", "key", "selected"],
 )
 def _traverse(
     path_out,  # [R, LEVELS]: the accepted nodes, -1 pads
@@ -65,6 +66,7 @@ def _traverse(
     q_left,  # [R, LEVELS, V] scratch: the same of q
     tokens,  # [R, N]
     parent,  # [R, N]
+    chosen,  # [R, N] int8; anything if not MIXED
     target,  # [rows, V] logits
     root_row,  # [R]: the row of each root
     draft,  # [rows, V] logits
@@ -78,6 +80,7 @@ def _traverse(
     TINY: tl.constexpr,
     ROUNDING: tl.constexpr,
     REPLACED: tl.constexpr,  # whether children were drawn with replacement
+    MIXED: tl.constexpr,  # whether some nodes are chosen
     LEVELS: tl.constexpr,
     PADDED_LEVELS: tl.constexpr,  # a power of two above LEVELS
     PADDED_NODES: tl.constexpr,  # a power of two
@@ -96,6 +99,9 @@ def _traverse(
     slot, level = tl.arange(0, PADDED_NODES), tl.arange(0, PADDED_LEVELS)
     token_of = tl.load(tokens + request * nodes + slot, mask=slot < nodes, other=-1)
     parent_of = tl.load(parent + request * nodes + slot, mask=slot < nodes, other=-2)
+    is_chosen = tl.zeros([PADDED_NODES], tl.int32)
+    if MIXED:
+        is_chosen = tl.load(chosen + request * nodes + slot, mask=slot < nodes, other=0).to(tl.int32)
 
     # One entry per depth of the path.
     path = tl.full([PADDED_LEVELS], -1, tl.int64)
@@ -135,6 +141,8 @@ def _traverse(
                 0 if REPLACED else used, q_left + depth * vocabulary, _at(q_mass, level, depth), q_row, draft_temp,
                 _at(q_peak, level, depth), _at(q_total, level, depth), x, x >= 0, TYPE,
             ).to(tl.float64)  # fmt: skip
+            if MIXED:
+                q_x = tl.where(tl.sum(tl.where(next_one, is_chosen, 0), 0) != 0, 1.0, q_x)
             reach = _at(chance, level, depth) * p_x
             reach = tl.where(q_x > 0, tl.minimum(reach / tl.where(q_x > 0, q_x, 1.0), 1.0), (reach > 0).to(tl.float64))
             depth += 1
@@ -149,7 +157,7 @@ def _traverse(
             if (depth == 0) | (coin < _at(chance, level, depth)):
                 end = step
             else:
-                x = tl.sum(tl.where(slot == node, token_of, 0), 0)
+                x, was_chosen = tl.sum(tl.where(slot == node, token_of, 0), 0), _at(is_chosen, slot, node)
                 depth -= 1
                 above = _at(path, level, depth)
                 here = level == depth
@@ -171,7 +179,10 @@ def _traverse(
                         0 if REPLACED else used, q_own, _at(q_mass, level, depth), q_row, draft_temp,
                         _at(q_peak, level, depth), _at(q_total, level, depth), token, in_vocab, TYPE,
                     )  # fmt: skip
-                    left = tl.maximum(p * accepted.to(TYPE) - q, 0.0)
+                    law = q  # that x was drawn from
+                    if MIXED:
+                        law = tl.where(was_chosen != 0, (token == x).to(TYPE), q)
+                    left = tl.maximum(p * accepted.to(TYPE) - law, 0.0)
                     tl.store(p_own + token, left, mask=in_vocab)
                     mass += left.to(tl.float64)
                     if not REPLACED:
@@ -222,6 +233,7 @@ class TraversalInputs(NamedTuple):
     draft: Tensor  # [rows, V]
     draft_row: Tensor  # [R, 1 + N]: the draft's row of each node, the root first; any row for a node without children
     temperature: Tensor  # [R], draft temperature
+    chosen: Tensor | None = None  # [R, N] bool: nodes without a draw; None: there is none
 
 
 def requests_at_once(levels: int, vocabulary: int, size: int) -> int:
@@ -244,20 +256,23 @@ def traversal(
     if active is None:
         active = torch.ones_like(end, dtype=torch.bool)
     draft = inputs.draft.contiguous()
+    selected = active.to(torch.int8)
+    chosen = selected if inputs.chosen is None else inputs.chosen.to(torch.int8)
     by_request = (
-        *(tree.tokens, tree.parent, inputs.root_row, inputs.draft_row, inputs.temperature, rng.key),
-        active.to(torch.int8),
+        *(tree.tokens, tree.parent, chosen, inputs.root_row, inputs.draft_row, inputs.temperature, rng.key),
+        selected,
     )
     for begin in range(0, requests, chunk):
         here = slice(begin, begin + chunk)
-        tokens, parent, *rows, temperature, key, selected = (part.contiguous()[here] for part in by_request)
-        _traverse[(len(tokens),)](
-            *(path[here], end[here], probs[here], p_left, q_left, tokens, parent, target, rows[0], draft, rows[1]),
+        *columns, root_row, draft_row, temperature, key, selected = (part.contiguous()[here] for part in by_request)
+        _traverse[(len(key),)](
+            *(path[here], end[here], probs[here], p_left, q_left, *columns, target, root_row, draft, draft_row),
             *(temperature, key, selected),
             *(slots, 2 * slots + 1, vocabulary),
             TINY=torch.finfo(probs.dtype).tiny,
             ROUNDING=rounding_mass(probs),
             REPLACED=kind == "iid",
+            MIXED=inputs.chosen is not None,
             LEVELS=levels,
             PADDED_LEVELS=triton.next_power_of_2(levels + 1),
             PADDED_NODES=triton.next_power_of_2(slots),

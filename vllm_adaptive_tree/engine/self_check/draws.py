@@ -35,6 +35,7 @@ def check(*, vocabulary: int, device: torch.device) -> Finding:
         **{rule: _rule(distributions, rule) for rule in ("rrs", "rrsw")},
         **{f"walk by {rule}": _rejection(distributions, rule) for rule in ("rrs", "rrsw")},
         **{f"traversal, {kind}": _traversal(distributions, kind) for kind in kinds},
+        "traversal, some chosen": _traversal(distributions, "without_replacement", mixed=True),
     }
     return Finding("draws", not any(differing.values()), differing)
 
@@ -153,12 +154,14 @@ class _Drafted:
         )
 
 
-def _traversal(distributions: _RandomDistributions, kind: Kind) -> int:
+def _traversal(distributions: _RandomDistributions, kind: Kind, *, mixed: bool = False) -> int:
     drafted, (ours, theirs) = _Drafted(distributions, kind), _rngs(distributions.device)
     how: dict[str, Any] = {"levels": drafted.shape.depth, "active": drafted.active}
     rows = drafted.root[:, None] + drafted.slot
-    tables = drafted.target.flatten(0, 1), drafted.root, drafted.draft.flatten(0, 1), rows, drafted.temperature
-    expected = traversal(drafted.tree, kind, drafted.p, drafted.q, ours, most=drafted.most, **how)
+    tokens = drafted.tree.tokens
+    chosen = torch.arange(tokens.numel(), device=tokens.device).view_as(tokens) % 3 == 1 if mixed else None
+    tables = drafted.target.flatten(0, 1), drafted.root, drafted.draft.flatten(0, 1), rows, drafted.temperature, chosen
+    expected = traversal(drafted.tree, kind, drafted.p, drafted.q, ours, most=drafted.most, chosen=chosen, **how)
     fused = kernels.traversal(drafted.tree, kind, kernels.TraversalInputs(*tables), theirs, **how)
     return drafted.different(expected, fused)
 

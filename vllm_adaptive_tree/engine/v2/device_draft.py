@@ -11,7 +11,7 @@ from vllm_adaptive_tree.budget.fixed import ALL
 from vllm_adaptive_tree.drafters import Continuations
 from vllm_adaptive_tree.engine.v2.token_history import token_history
 from vllm_adaptive_tree.proposers import Proposal
-from vllm_adaptive_tree.proposers.merging import draft_levels, merge
+from vllm_adaptive_tree.proposers.merging import counted, draft_levels, merge, without_own_draws
 
 
 class DeviceDraft:
@@ -37,6 +37,12 @@ class DeviceDraft:
         """[R] bool: requests that the draft grows a tree for; None: all."""
         self.tokens: Tensor | None = None
         """Tokens of the trees [R, N]; None: there are none."""
+
+    @property
+    def chosen(self) -> Tensor | None:
+        """[R] bool: requests whose children are chosen; None: all."""
+        chosen: Tensor | None = self.speculator.chosen(self.batch.num_reqs)
+        return chosen
 
     def begin(self) -> int:
         speculator, budget, requests = self.speculator, self.speculator.budget, self.batch.num_reqs
@@ -86,11 +92,12 @@ class DeviceDraft:
         if lookup is None:
             return None
         found: Continuations = lookup.continuations(token_history(self.batch, speculator.states))
-        return found.only(speculator.chosen(self.batch.num_reqs))
+        return found.only(None if speculator.pair.mixes else self.chosen)
 
     def merge(self, proposal: Proposal, continuations: Continuations) -> Proposal:
-        depth = self.speculator.pair.proposer.max_depth
-        return merge(proposal, continuations, nodes=self.nodes, max_depth=depth)
+        pair = self.speculator.pair
+        merged = merge(proposal, continuations, nodes=self.nodes, max_depth=pair.proposer.max_depth)
+        return counted(merged, among=~self.chosen) if pair.mixes and self.chosen is not None else merged
 
     def keep(self, proposal: Proposal, merged: Continuations | None) -> None:
         speculator, batch = self.speculator, self.batch
@@ -107,6 +114,8 @@ class DeviceDraft:
         if speculator.budget is not None:
             on_text = speculator.draft_continuations if merged is None and self.drafting else merged
             level = None if on_text is None else draft_levels(tree, on_text)
+            if level is not None and self.chosen is not None and speculator.pair.mixes:
+                level = without_own_draws(level, proposal, among=~self.chosen)
             speculator.budget.drafted(tree, self.greedy, level, self.ready)
         self.tokens = tree.tokens
 

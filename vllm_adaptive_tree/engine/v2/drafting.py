@@ -115,25 +115,23 @@ class TreeDrafting(BaseSpeculator):
         self.most_trees = min(runner.max_num_reqs, MOST_TREES)
         """Requests of a batch above which nothing is drafted."""
         self.may_rest = self.options.tree.budget == "auto" or runner.max_num_reqs > self.most_trees
-        self.drafts = Drafts(runner.max_num_reqs, self.most_trees, self.num_speculative_steps, self.device)
+        vocabulary, nodes = self.vllm_config.model_config.get_vocab_size(), self.num_speculative_steps
+        self.drafts = Drafts(runner.max_num_reqs, self.most_trees, nodes, vocabulary, self.device)
         if self.pair.proposer.acceptance is not None:
             self.pair.proposer.acceptance.to(self.device)
             self.drafts.cell = torch.full_like(self.drafts.read, -1)
         self.nothing = torch.full((runner.max_num_reqs, self.num_speculative_steps), EMPTY, device=self.device)
         """[requests, N]: what is passed to vLLM where nothing is drafted."""
         self.missed = 0
-        vocabulary, lookup, text = (
-            self.vllm_config.model_config.get_vocab_size(),
-            self.options.lookup,
-            self.options.text,
-        )
+        lookup, text = self.options.lookup, self.options.text
         if lookup is not None and lookup.by_default:
             lookup = None  # in tensors it costs as much as a level
         self.lookup = None if lookup is None else lookup.build(vocabulary)
         self.text = None if text is None else text.build(vocabulary)
         self.offers = self.lookup or verifiable_lookup(self.text, self.pair)
         """Look-up that proposes trees while the draft rests."""
-        nodes = self.num_speculative_steps
+        if self.lookup is not None and self.pair.mixes:
+            self.drafts.chosen = torch.zeros_like(self.drafts.read, dtype=torch.bool)
         self.drafted_levels = self.levels = min(self.pair.proposer.max_depth, nodes)
         """Largest depth of drafted nodes; of a tree."""
         if self.offers is not None:

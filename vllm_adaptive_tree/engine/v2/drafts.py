@@ -22,14 +22,18 @@ class DraftProbs(NamedTuple):
     place: Tensor  # [R] in that batch
     slot: Tensor  # [R, 1 + N] of `logits`, -1: never read
     num_planned: Tensor  # [R, 1 + N] children planned for a node
+    chosen: Tensor | None  # [B, N] bool: nodes that a look-up has chosen, in generation order; None: there is none
+    vocabulary: int
 
     def after(self, node: Tensor) -> tuple[Tensor, Tensor]:
         """q [R, V] after `node` [R] (-1: the root) and the number of children planned [R]; zeros for unread nodes."""
-        assert self.logits is not None
         at = (node + 1)[:, None]
         slot, planned = self.slot.gather(1, at)[:, 0], self.num_planned.gather(1, at)[:, 0]
+        planned = planned.masked_fill(slot < 0, 0)
+        if self.logits is None:
+            return self.temperature.new_zeros(len(node), self.vocabulary), planned
         q = softmax_at(self.logits[self.place, slot.clamp(min=0)], self.temperature[self.place])
-        return q.masked_fill((slot < 0)[:, None], 0.0), planned.masked_fill(slot < 0, 0)
+        return q.masked_fill((slot < 0)[:, None], 0.0), planned
 
     def permuted(self, order: Tensor) -> "DraftProbs":
         """Same distributions with node `order[r, i]` ([R, N]) as node i."""
@@ -40,8 +44,9 @@ class DraftProbs(NamedTuple):
 class Drafts:
     """Trees of the last batch that drafted, by vLLM's index of the request, in persistent buffers."""
 
-    def __init__(self, requests: int, trees: int, nodes: int, device: torch.device):
+    def __init__(self, requests: int, trees: int, nodes: int, vocabulary: int, device: torch.device):
         """`requests`: most of the engine; `trees`: most of a batch."""
+        self.vocabulary = vocabulary
         number = torch.full((requests + 1,), NOWHERE, device=device)  # the last one is that of padding
         whole = torch.full((trees, nodes), -1, device=device)
         self.place, self.root = number, number.clone()  # of each request's tree, and the position of its root
@@ -51,6 +56,8 @@ class Drafts:
         self.temperature = torch.ones(trees, device=device)
         self.cell: Tensor | None = None
         """Cells of the nodes [trees, N], if the proposer learns acceptance."""
+        self.chosen: Tensor | None = None
+        """[trees, N] bool: nodes that a look-up has chosen, if they may stand among drawn ones."""
         self.shape = 0, 0
         """Shape of the last batch: B, S."""
         self.kept: Tensor | None = None
@@ -85,6 +92,8 @@ class Drafts:
             buffer[: len(request)] = part
         if self.cell is not None:  # the trees of a look-up have none, and must not count in those of others
             self.cell[: len(request)] = -1 if proposal.cell is None else proposal.cell
+        if self.chosen is not None:
+            self.chosen[: len(request)] = False if proposal.chosen is None else proposal.chosen
 
     @property
     def padding(self) -> int:
@@ -109,4 +118,8 @@ class Drafts:
         cut = TreeBatch(*(part[place] for part in self.tree)).cut(torch.where(known, scheduled, 0))
         exists = cut.valid.any(1, keepdim=True)
         slot = torch.cat([torch.where(exists, 0, -1), self.read[place].masked_fill(~cut.valid, -1)], 1)
-        return cut, DraftProbs(self.logits, self.temperature, place, slot, self.planned[place])
+        return cut, self.probs(place, slot, self.planned[place])
+
+    def probs(self, place: Tensor, slot: Tensor, planned: Tensor) -> DraftProbs:
+        """Distributions of trees at `place` [R]; `slot`, `planned` [R, 1 + N]."""
+        return DraftProbs(self.logits, self.temperature, place, slot, planned, self.chosen, self.vocabulary)

@@ -1,10 +1,12 @@
 """Dispatch of samples and rules to Triton kernels, on devices that compile them."""
 
+import torch
 from torch import Tensor
 
 from vllm_adaptive_tree import kernels
 from vllm_adaptive_tree.acceptance import Accepted, TargetOnly
 from vllm_adaptive_tree.engine.v2.device import compiles
+from vllm_adaptive_tree.engine.v2.drafts import DraftProbs
 from vllm_adaptive_tree.engine.v2.verification import Verification
 from vllm_adaptive_tree.kernels import FusedRNG
 from vllm_adaptive_tree.methods import Pair
@@ -38,11 +40,11 @@ def fused_traversal(
     """
     if pair.proposer.kind not in kernels.TRAVERSAL_KINDS:
         return None
-    draft = verification.draft
-    assert draft.logits is not None
-    rows = draft.place[:, None] * draft.logits.shape[1] + draft.slot.clamp(min=0)
-    inputs = kernels.TraversalInputs(logits, root, draft.logits.flatten(0, 1), rows, draft.temperature[draft.place])
-    tree, levels = verification.tree, verification.levels
+    draft, tree, levels = verification.draft, verification.tree, verification.levels
+    draft_logits, place = _draft_logits(draft, logits)
+    rows = place[:, None] * draft_logits.shape[1] + draft.slot.clamp(min=0)
+    temperature, chosen = draft.temperature[draft.place], verification.chosen
+    inputs = kernels.TraversalInputs(logits, root, draft_logits.flatten(0, 1), rows, temperature, chosen)
     return kernels.traversal(tree, pair.proposer.kind, inputs, rng, levels=levels, active=active)
 
 
@@ -53,6 +55,14 @@ def fused_rejection(
     rule, draft = pair.rule.draw, verification.draft
     if rule not in kernels.REJECTION_RULES:
         return None
-    assert draft.logits is not None
-    inputs = kernels.RejectionInputs(logits, root, draft.logits, draft.place, draft.slot, draft.temperature)
+    draft_logits, place = _draft_logits(draft, logits)
+    inputs = kernels.RejectionInputs(logits, root, draft_logits, place, draft.slot, draft.temperature)
     return kernels.rejection_walk(verification.tree, rule, inputs, rng, levels=verification.levels, active=active)
+
+
+def _draft_logits(draft: DraftProbs, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits [B, S, V] and places [R] in them; of trees that the draft has not made, in which no node is drawn,
+    others in their place."""
+    if draft.logits is None:
+        return logits[:1][None], torch.zeros_like(draft.place)
+    return draft.logits, draft.place

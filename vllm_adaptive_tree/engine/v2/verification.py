@@ -60,7 +60,7 @@ class Verification(NamedTuple):
         *tree, slot, planned, place, first, root, _ = (part[:count] for part in parts)
         step = cls(
             TreeBatch(*tree),
-            DraftProbs(drafts.logits, drafts.temperature, place, slot, planned),
+            drafts.probs(place, slot, planned),
             first,
             root,
             scheduled,
@@ -80,8 +80,11 @@ class Verification(NamedTuple):
         return step
 
     @property
-    def chosen(self) -> None:
-        return None
+    def chosen(self) -> Tensor | None:
+        if self.draft.chosen is None:
+            return None
+        chosen = self.draft.chosen[self.draft.place.clamp(min=0)]
+        return (chosen if self.order is None else chosen.gather(1, self.order))[:, : self.tree.tokens.shape[1]]
 
     @property
     def initial(self) -> Tensor:
