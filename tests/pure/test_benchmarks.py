@@ -1,6 +1,7 @@
 """docs/benchmarks.md: its rows are those of the results that its sections name."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +16,41 @@ def estimate(value: dict[str, float]) -> str:
     return "{median:.2f} [{low:.2f}, {high:.2f}]".format_map(value)
 
 
-def of_the_enlarged_pair(row: dict[str, Any]) -> str:
-    chain = f"{estimate(row['to_best_chain'])} ({row['best_chain'].split()[1]})"
-    _, requests, law = row["cell"].split()
-    load = requests + ", sampled" * (law == "sampled")
-    return " | ".join([load, estimate(row["to_base"]), chain])
-
-
-def test_no_load_of_the_enlarged_pair_is_left_out() -> None:
+def test_the_enlarged_pair_is_that_of_its_result() -> None:
     results = json.loads((RESULTS / "0.1.0-cpu-amx.json").read_text())
-    section = PAGE.read_text().split("## The bundled pair, enlarged\n")[1].split("\n## ")[0]
-    shown = [line.strip("| ") for line in section.splitlines() if line.startswith("| ")][2:]
-    offline = [row for row in results["rows"] if row["cell"].startswith("offline")]
-    trees = [row for row in offline if row["config"] == "opt_tree"]
-    assert len(trees) == 6
-    assert shown == [of_the_enlarged_pair(row) for row in trees]
-    drafts = [row["to_base"]["median"] for row in offline if row["config"].startswith(("random", "self"))]
+    section = " ".join(PAGE.read_text().split("## The bundled pair, enlarged\n")[1].split("\n## ")[0].split())
+    rows = {row["cell"]: row for row in results["rows"] if row["config"] == "opt_tree"}
+    for requests in (1, 32):
+        row = rows[f"offline {requests} T=0"]
+        assert re.search(
+            rf"{re.escape(estimate(row['to_base']))}.*and {re.escape(estimate(row['to_best_chain']))}", section
+        )
+    drafts = [
+        row["to_base"]["median"]
+        for row in results["rows"]
+        if row["cell"].startswith("offline") and row["config"].startswith(("random", "self"))
+    ]
     assert drafts
     assert min(drafts) >= 0.99
+
+
+def test_every_speed_on_smollm2_is_shown() -> None:
+    rows = json.loads((RESULTS.parent / "smollm2_speed.json").read_text())["rows"]
+    found = {(row["configuration"], row["requests"], row["temperature"]): row for row in rows}
+    section = PAGE.read_text().split("Speed relative to no speculation")[1].split("\n## ")[0]
+    shown = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")][2:]
+    loads = sorted({(requests, temperature) for _, requests, temperature in found})
+    assert [f"{requests}, {temperature:g}" for requests, temperature in loads] == [line[0] for line in shown]
+    for (requests, temperature), (_, plain, chain, tree, tokens) in zip(loads, shown, strict=True):
+        none, chains, trees = (
+            found[name, requests, temperature] for name in ("no speculation", "vLLM's chain of 3", "adaptive_tree")
+        )
+        assert plain == f"{none['warm']['rate']:.0f}"
+        assert chain == ", ".join(f"{chains[part]['rate'] / none[part]['rate']:.2f}" for part in ("cold", "warm"))
+        assert re.findall(r"([\d.]+) \[", tree) == [
+            f"{trees[part]['rate'] / none[part]['rate']:.2f}" for part in ("cold", "warm")
+        ]
+        assert tokens == ", ".join(f"{trees[part]['tokens_per_step'] / requests:.2f}" for part in ("cold", "warm"))
 
 
 def smollm2_row(results: list[dict[str, Any]], configuration: str) -> str:

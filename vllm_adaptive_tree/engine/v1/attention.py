@@ -1,6 +1,6 @@
 """Verification by vLLM's CPU attention: every branch of a tree is a causal sequence for its native kernel."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -23,8 +23,9 @@ class AttentionRound:
     copies: list[tuple[int, int, int]]  # a block of the context, and the scratch blocks [start, end) that begin as it
     slots: Tensor  # [written] int64
     slot_step: Tensor  # [written] int64: added per block before the scratch blocks
+    table: Tensor  # [sequences, B] int32: block table
     block_step: Tensor  # [sequences, B] int32: the same for the block table
-    native: CPUAttentionMetadata
+    native: CPUAttentionMetadata  # with the block table of the layer that attends
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +55,8 @@ class VerifyMetadata(TreeMetadata):
                 cache[first + start : first + end] = cache[source]
             slots = torch.add(turn.slots, turn.slot_step, alpha=first)
             impl.do_kv_cache_update(layer, keys[turn.written], values[turn.written], cache, slots)
-            native = replace(turn.native, block_table=torch.add(turn.native.block_table, turn.block_step, alpha=first))
-            impl.forward(layer, queries[turn.rows], key, value, cache, native, results[turn.rows])
+            turn.native.block_table = torch.add(turn.table, turn.block_step, alpha=first)
+            impl.forward(layer, queries[turn.rows], key, value, cache, turn.native, results[turn.rows])
         return out.index_copy_(0, self.rows, results)
 
 

@@ -82,6 +82,7 @@ class Sequences:
             [(source, *copy[2:]) for source, copy in zip(sources, self.copies, strict=True)],
             torch.cat([native.slot_mapping[self.homes], torch.tensor(self.slots, dtype=torch.int64)]),
             torch.tensor([0] * len(self.homes) + [self.block_size] * len(self.slots), dtype=torch.int64),
+            table,
             step,
             native_metadata(builder, self.lengths, self.ends, table, native.slot_mapping[self.rows]),
         )
