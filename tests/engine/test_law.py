@@ -177,11 +177,13 @@ def drawn_by(
 ) -> tuple[float, float]:
     """p value, and the share of draws with an accepted node of depth 2 or more in their first tree."""
     method, rule, options, params = pair
+    fewest = options.get("draft") == "dspark"  # V2 wants a node for each token of its block
+    nodes = NODES if fewest else OF_A_RULE.get(rule, NODES)
     llm = engines.start(
         {
             "method": method,
             "model": draft,
-            "num_speculative_tokens": OF_A_RULE.get(rule, NODES),
+            "num_speculative_tokens": nodes,
             "rejection_sample_method": rule,
             "tree": {"budget": None, **options},
         },
