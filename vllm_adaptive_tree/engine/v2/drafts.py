@@ -23,7 +23,7 @@ class DraftProbs(NamedTuple):
     slot: Tensor  # [R, 1 + N] of `logits`, -1: never read
     num_planned: Tensor  # [R, 1 + N] children planned for a node
     chosen: Tensor | None  # [B, N] bool: nodes that a look-up has chosen, in generation order; None: there is none
-    vocabulary: int
+    unread: Tensor  # [1, 1, V] logits in place of those that the draft has not made, where no node was drawn
 
     def after(self, node: Tensor) -> tuple[Tensor, Tensor]:
         """q [R, V] after `node` [R] (-1: the root) and the number of children planned [R]; zeros for unread nodes."""
@@ -31,7 +31,7 @@ class DraftProbs(NamedTuple):
         slot, planned = self.slot.gather(1, at)[:, 0], self.num_planned.gather(1, at)[:, 0]
         planned = planned.masked_fill(slot < 0, 0)
         if self.logits is None:
-            return self.temperature.new_zeros(len(node), self.vocabulary), planned
+            return self.temperature.new_zeros(len(node), self.unread.shape[2]), planned
         q = softmax_at(self.logits[self.place, slot.clamp(min=0)], self.temperature[self.place])
         return q.masked_fill((slot < 0)[:, None], 0.0), planned
 
@@ -122,4 +122,5 @@ class Drafts:
 
     def probs(self, place: Tensor, slot: Tensor, planned: Tensor) -> DraftProbs:
         """Distributions of trees at `place` [R]; `slot`, `planned` [R, 1 + N]."""
-        return DraftProbs(self.logits, self.temperature, place, slot, planned, self.chosen, self.vocabulary)
+        unread = self.temperature.new_zeros(1, 1, self.vocabulary) if self.kept is None else self.kept[:1][None]
+        return DraftProbs(self.logits, self.temperature, place, slot, planned, self.chosen, unread)

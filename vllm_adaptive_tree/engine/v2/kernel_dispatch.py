@@ -41,7 +41,7 @@ def fused_traversal(
     if pair.proposer.kind not in kernels.TRAVERSAL_KINDS:
         return None
     draft, tree, levels = verification.draft, verification.tree, verification.levels
-    draft_logits, place = _draft_logits(draft, logits)
+    draft_logits, place = _draft_logits(draft)
     rows = place[:, None] * draft_logits.shape[1] + draft.slot.clamp(min=0)
     temperature, chosen = draft.temperature[draft.place], verification.chosen
     inputs = kernels.TraversalInputs(logits, root, draft_logits.flatten(0, 1), rows, temperature, chosen)
@@ -55,14 +55,13 @@ def fused_rejection(
     rule, draft = pair.rule.draw, verification.draft
     if rule not in kernels.REJECTION_RULES:
         return None
-    draft_logits, place = _draft_logits(draft, logits)
+    draft_logits, place = _draft_logits(draft)
     inputs = kernels.RejectionInputs(logits, root, draft_logits, place, draft.slot, draft.temperature)
     return kernels.rejection_walk(verification.tree, rule, inputs, rng, levels=verification.levels, active=active)
 
 
-def _draft_logits(draft: DraftProbs, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits [B, S, V] and places [R] in them; of trees that the draft has not made, in which no node is drawn,
-    others in their place."""
-    if draft.logits is None:
-        return logits[:1][None], torch.zeros_like(draft.place)
+def _draft_logits(draft: DraftProbs) -> tuple[Tensor, Tensor]:
+    """Logits [B, S, V] and places [R] in them."""
+    if draft.logits is None:  # of the draft's type, or a kernel would be compiled again in service
+        return draft.unread, torch.zeros_like(draft.place)
     return draft.logits, draft.place
