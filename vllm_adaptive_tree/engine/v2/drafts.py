@@ -46,7 +46,6 @@ class Drafts:
 
     def __init__(self, requests: int, trees: int, nodes: int, vocabulary: int, device: torch.device):
         """`requests`: most of the engine; `trees`: most of a batch."""
-        self.vocabulary = vocabulary
         number = torch.full((requests + 1,), NOWHERE, device=device)  # the last one is that of padding
         whole = torch.full((trees, nodes), -1, device=device)
         self.place, self.root = number, number.clone()  # of each request's tree, and the position of its root
@@ -62,6 +61,8 @@ class Drafts:
         """Shape of the last batch: B, S."""
         self.kept: Tensor | None = None
         """Logits of the nodes that the draft has read, [B * S or more, V]."""
+        self.unread = self.temperature.new_zeros(1, 1, vocabulary)
+        """Logits [1, 1, V] in place of those that the draft has not made, where no node was drawn: of its type."""
 
     def open(self, requests: int, slots: int) -> None:
         """Prepare for trees of so many requests; `keep` gets the logits of at most so many slots of each. 0: none, as
@@ -73,6 +74,7 @@ class Drafts:
         requests, slots = self.shape
         if self.kept is None or len(self.kept) < requests * slots:
             self.kept = logits.new_zeros(requests * slots, logits.shape[2])
+            self.unread = self.kept[:1][None]
         whole = self.kept[: requests * slots].unflatten(0, self.shape)
         whole[:, first : first + logits.shape[1]] = logits
 
@@ -122,5 +124,4 @@ class Drafts:
 
     def probs(self, place: Tensor, slot: Tensor, planned: Tensor) -> DraftProbs:
         """Distributions of trees at `place` [R]; `slot`, `planned` [R, 1 + N]."""
-        unread = self.temperature.new_zeros(1, 1, self.vocabulary) if self.kept is None else self.kept[:1][None]
-        return DraftProbs(self.logits, self.temperature, place, slot, planned, self.chosen, unread)
+        return DraftProbs(self.logits, self.temperature, place, slot, planned, self.chosen, self.unread)
