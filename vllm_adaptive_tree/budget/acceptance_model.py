@@ -12,7 +12,7 @@ from vllm_adaptive_tree.budget import calibration_loops as loops
 from vllm_adaptive_tree.budget.calibration_loops import BINS, DEPTHS, LOWEST
 from vllm_adaptive_tree.json_numbers import MAX_NUMBER, member, number, numbers, short
 
-PRIOR, LOOKUP_PRIOR = 8.0, 2.0
+PRIOR, LOOKUP_PRIOR = 6.0, 2.0
 """Weight of the draft's own probability in every bin, in observations; of a look-up's, which knows less."""
 
 

@@ -148,7 +148,7 @@ class Planner(Budget):
         if math.log(rate / plain_rate) < MARGIN:
             return Plan(0, plain_rate)
         if min(known for known, share in zip(self.known, (1 - greedy, greedy), strict=True) if share) < 1:
-            return Plan(levels, plain_rate, self._least_that_pays(requests, plain_rate))
+            least = self._least_that_pays(requests, rate)
         return Plan(levels, rate, least)
 
     def _least_that_pays(self, requests: int, price: float) -> float:

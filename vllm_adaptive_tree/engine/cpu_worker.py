@@ -10,6 +10,7 @@ from vllm_adaptive_tree.engine.drafts.registry import kind_in
 from vllm_adaptive_tree.engine.installation import here
 from vllm_adaptive_tree.engine.patches import swapped
 from vllm_adaptive_tree.engine.startup.finish import available_memory, finish_startup, save_profile, tree_options
+from vllm_adaptive_tree.engine.v1 import startup_costs
 from vllm_adaptive_tree.engine.v1.recorder import Recorder
 from vllm_adaptive_tree.engine.v1.runner import TreeModelRunner
 
@@ -36,14 +37,15 @@ class TreeWorker(cpu_worker.CPUWorker):
         return available_memory(self, super().determine_available_memory())
 
     def compile_or_warm_up_model(self) -> Any:
-        times = super().compile_or_warm_up_model()
+        times, runner = super().compile_or_warm_up_model(), self.model_runner
         if self.use_v2_model_runner:
             from vllm_adaptive_tree.engine.v2 import startup_costs as measures
-        else:
-            from vllm_adaptive_tree.engine.v1 import startup_costs as measures  # type: ignore[no-redef]
-        finish_startup(self.model_runner, self.rank, measures)
-        if not self.use_v2_model_runner:
-            self.model_runner.clock.take()  # of the warm-up
+
+            finish_startup(runner, self.rank, measures)
+            return times
+        finish_startup(runner, self.rank, startup_costs)
+        startup_costs.warm_up(runner, runner.options.num_speculative_tokens)
+        runner.clock.take()  # of the warm-up
         return times
 
     def shutdown(self) -> None:

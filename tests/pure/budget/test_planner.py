@@ -225,8 +225,11 @@ def test_the_price_is_the_rate_of_the_best_plan():
     assert plans[-1].price == pytest.approx(best, rel=0.1)
 
 
-def test_without_trees_a_second_is_worth_what_it_brings_without_drafts():
-    assert planner(*FLAT).begin([True] * 3).price == pytest.approx(3.0)
+def test_a_second_is_worth_what_it_brings():
+    """Without drafts, and before trees are known what the drafts are hoped to bring: it cuts the first trees."""
+    assert Planner(planner(*FLAT).costs, sampled=False, drafts=False).begin([True] * 3).price == pytest.approx(3.0)
+    hoped = max(sum(PRIOR_ACCEPTANCE**k for k in range(d + 1)) / (1 + 0.05 * d) for d in range(1, 17))
+    assert planner(*FLAT).begin([True] * 3).price == pytest.approx(3 * hoped)
 
 
 def test_nodes_that_a_batch_would_not_verify_get_no_children():

@@ -1,7 +1,7 @@
 """Timing forwards when the engine starts, on a machine that may be busy with other things."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -58,18 +58,37 @@ def fastest(
     returns its seconds.
     """
     timed, started = timed or _timed, time.perf_counter()
-    kept: list[Prepare] = []
-    for prepare in forwards:
-        timed(prepare())
-        kept.append(prepare)
-        if sync_timeout(len(kept) >= least and time.perf_counter() - started > seconds):
-            break
+    kept = run_once(forwards, seconds=seconds, least=least, sync_timeout=sync_timeout, run=timed)
     times = [float("inf")] * len(kept)
     for _ in range(rounds):
         times = [min(best, timed(prepare())) for best, prepare in zip(times, kept, strict=True)]
         if sync_timeout(time.perf_counter() - started > seconds):
             break
     return times
+
+
+def run_once(
+    forwards: Iterable[Prepare],
+    *,
+    seconds: float,
+    least: int = 0,
+    sync_timeout: Callable[[bool], bool],
+    run: Callable[[Callable[[], Any]], Any] = lambda forward: forward(),
+) -> list[Prepare]:
+    """Run forwards, at least so many, until `seconds` have passed; the ones that ran. All ranks agree on that by
+    `sync_timeout`."""
+    started, ran = time.perf_counter(), list[Prepare]()
+    for prepare in forwards:
+        run(prepare())
+        ran.append(prepare)
+        if sync_timeout(len(ran) >= least and time.perf_counter() - started > seconds):
+            break
+    return ran
+
+
+def timeout_of_rank_0(device: torch.device) -> Callable[[bool], bool]:
+    """Makes rank 0's answer to whether the time is over that of all ranks."""
+    return lambda timed_out: bool(from_rank_0(torch.tensor(timed_out, dtype=torch.int64, device=device)))
 
 
 def fastest_on_rank_0(
@@ -86,9 +105,7 @@ def fastest_on_rank_0(
         cpu_seconds.append(time.thread_time() - begun)
         return passed
 
-    def sync_timeout(timed_out: bool) -> bool:
-        return bool(from_rank_0(torch.tensor(timed_out, dtype=torch.int64, device=device)))
-
+    sync_timeout = timeout_of_rank_0(device)
     times = fastest(forwards, rounds=rounds, seconds=seconds, least=least, sync_timeout=sync_timeout, timed=timed)
     busy = [min(cpu_seconds[len(times) + place :: len(times)]) for place in range(len(times))]  # not of the warm-up
     disturbance = (

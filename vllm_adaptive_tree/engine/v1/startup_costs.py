@@ -10,12 +10,22 @@ from vllm.forward_context import set_forward_context
 
 from vllm_adaptive_tree.budget import Costs, Curve
 from vllm_adaptive_tree.budget.cost import profiled_rows
-from vllm_adaptive_tree.engine.startup.measuring import MAX_ROWS, POINTS, MeasuredCosts, fastest_on_rank_0, threshold
+from vllm_adaptive_tree.engine.startup.measuring import (
+    MAX_ROWS,
+    POINTS,
+    MeasuredCosts,
+    fastest_on_rank_0,
+    run_once,
+    threshold,
+    timeout_of_rank_0,
+)
 from vllm_adaptive_tree.engine.v1.attention import native_metadata
 
 THRESHOLD_ROUNDS, ROUNDS = 20, 5
 SECONDS = 15.0
 """Seconds after which a profile keeps the points that it has."""
+WARM_ROWS, WARM_SECONDS = 64, 2.0
+"""Most rows that the warm-up runs, and seconds after which it ends."""
 NO_SLOT = -1  # vLLM's cache update writes nothing there
 STRIDE = 7919
 """Distance between the tokens of the rows: a prime, so that they differ."""
@@ -50,6 +60,15 @@ def measured_costs(runner: Any, nodes: int) -> MeasuredCosts:
     draft, (empty, full), verify = seconds[: len(levels)], seconds[len(levels) :][:2], seconds[len(levels) + 2 :]
     reading = max(0.0, full - empty) / length if length else 0.0
     return MeasuredCosts(Costs(Curve(rows[: len(verify)], verify), Curve(levels, draft), reading), disturbance)
+
+
+def warm_up(runner: Any, nodes: int) -> None:
+    """Run draft levels and verifications of every number of rows once: a matrix product of a new size builds its kernel
+    (7 of 30 ms with SmolLM2), and the trees of a new engine have another size in every step."""
+    most = min(WARM_ROWS, runner.max_num_reqs * (1 + nodes), runner.scheduler_config.max_num_batched_tokens)
+    forwards = [partial(draft_level, runner.drafter, rows) for rows in range(1, 1 + nodes)]
+    forwards += [partial(target_forward, runner, rows) for rows in range(1, 1 + most)]
+    run_once(forwards, seconds=WARM_SECONDS, sync_timeout=timeout_of_rank_0(runner.device))
 
 
 def draft_level(drafter: Any, nodes: int) -> Callable[[], Tensor]:
