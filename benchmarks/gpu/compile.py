@@ -1,6 +1,6 @@
 """Every kernel compiled for GPUs that are not there: registers, spills, shared memory, kind of matrix instruction.
 
-    python -m benchmarks.gpu.compile --out benchmarks/results/gpu/compiled.json
+    python -m benchmarks.gpu.compile    # writes benchmarks/results/gpu/compiled-VERSION.json, of the Triton installed
 
 No GPU and no CUDA are needed: Triton brings its own assembler. A kernel that does not compile, multiplies matrices
 without tensor cores, asks for more shared memory than a block may have, or spills 512 bytes a thread or more is an
@@ -41,7 +41,7 @@ SHARED = {80: 163, 90: 227, 100: 227}
 MOST_SPILLED = 512
 INSTRUCTIONS = {"tcgen05.mma": "tcgen05", "wgmma.mma": "wgmma", "mma.sync": "mma.sync"}
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-OUT = Path("benchmarks/results/gpu/compiled.json")
+OUT = Path(f"benchmarks/results/gpu/compiled-{triton.__version__}.json")
 
 
 class Variant(NamedTuple):
