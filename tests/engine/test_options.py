@@ -67,6 +67,30 @@ def test_dyspec_fills_its_trees(engines: Engines) -> None:
     assert 0.4 < sum(grown[-10:]) / 10 < 1.0
 
 
+@pytest.mark.skipif(V2, reason="graphs are captured there")
+@pytest.mark.parametrize("budget", ["auto", None])
+def test_every_number_of_rows_of_a_first_tree_has_run(
+    budget: str | None, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the engine has started: none of its steps is the first of a size, which would build kernels."""
+    ran: dict[str, set[int]] = {"target_forward": set(), "draft_level": set()}
+
+    def recorded(name: str) -> Any:
+        made = getattr(profile, name)
+
+        def prepare(model: Any, rows: int, *rest: Any) -> Any:
+            run = made(model, rows, *rest)
+            return lambda: (run(), ran[name].add(rows))
+
+        return prepare
+
+    for name in ran:
+        monkeypatch.setattr(profile, name, recorded(name))
+    engines.start(tree(4, budget=budget), max_num_seqs=3)
+    assert ran["draft_level"] >= set(range(1, 1 + 4))
+    assert ran["target_forward"] >= set(range(1, 1 + 3 * 5))
+
+
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("profile") / "costs.json"

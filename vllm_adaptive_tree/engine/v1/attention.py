@@ -18,11 +18,11 @@ class AttentionRound:
     """Sequences that attend together: plain rows and first branches over the request's own blocks, other branches over
     scratch blocks, numbered from 0 here."""
 
-    rows: slice  # of `VerifyMetadata.rows`: those that attend
-    written: slice  # of `VerifyMetadata.written`: those with K/V to write
+    rows: Tensor  # [attending] int64: rows of the flat batch that attend
+    written: Tensor  # [paths] int64: rows with K/V to write, a node once for every branch through it
     copies: list[tuple[int, int, int]]  # a block of the context, and the scratch blocks [start, end) that begin as it
-    slots: Tensor  # [written] int64
-    slot_step: Tensor  # [written] int64: added per block before the scratch blocks
+    slots: Tensor  # [paths] int64
+    slot_step: Tensor  # [paths] int64: added per block before the scratch blocks
     table: Tensor  # [sequences, B] int32: block table
     block_step: Tensor  # [sequences, B] int32: the same for the block table
     native: CPUAttentionMetadata  # with the block table of the layer that attends
@@ -37,27 +37,26 @@ class VerifyMetadata(TreeMetadata):
     """
 
     rounds: list[AttentionRound]  # mostly one; more if the branches of a batch outnumber the scratch blocks
-    rows: Tensor  # [all] int64: rows of the flat batch, round after round
-    written: Tensor  # [paths] int64: rows of the flat batch, a node once for every branch through it
-    saved: dict[str, tuple[Tensor, Tensor]]  # layer -> key, value [paths, Hkv, D]
+    saved: dict[str, list[tuple[Tensor, Tensor]]]  # layer -> key, value [paths, Hkv, D] of each round
     scratch: ScratchBlocks
 
     def attend(
         self, impl: Any, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, out: Tensor
     ) -> Tensor:
-        keys, values = key.index_select(0, self.written), value.index_select(0, self.written)
-        self.saved[layer.layer_name] = keys, values
-        queries = query.index_select(0, self.rows)
-        results = torch.empty_like(queries)
         cache, first = self.scratch.seen_from(layer.layer_name, kv_cache)
+        saved = self.saved[layer.layer_name] = []
         for turn in self.rounds:
             for source, start, end in turn.copies:
                 cache[first + start : first + end] = cache[source]
             slots = torch.add(turn.slots, turn.slot_step, alpha=first)
-            impl.do_kv_cache_update(layer, keys[turn.written], values[turn.written], cache, slots)
+            saved.append((key.index_select(0, turn.written), value.index_select(0, turn.written)))
+            impl.do_kv_cache_update(layer, *saved[-1], cache, slots)
             turn.native.block_table = torch.add(turn.table, turn.block_step, alpha=first)
-            impl.forward(layer, queries[turn.rows], key, value, cache, turn.native, results[turn.rows])
-        return out.index_copy_(0, self.rows, results)
+            queries = query.index_select(0, turn.rows)
+            results = torch.empty_like(queries)
+            impl.forward(layer, queries, key, value, cache, turn.native, results)
+            out.index_copy_(0, turn.rows, results)
+        return out
 
 
 def native_metadata(builder: Any, lengths: list[int], seq_lens: list[int], block_table: Tensor, slots: Tensor) -> Any:

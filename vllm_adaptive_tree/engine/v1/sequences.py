@@ -68,8 +68,8 @@ class Sequences:
         self.copies.append((request, column, start, self.bottom))
         return self.bottom - 1
 
-    def round(self, builder: Any, native: Any, rows: slice, written: slice) -> AttentionRound:
-        """Metadata of this round. Args: as of `Verification.metadata`; `rows`, `written`: in `VerifyMetadata`."""
+    def round(self, builder: Any, native: Any) -> AttentionRound:
+        """Metadata of this round. Args: as of `Verification.metadata`."""
         table = native.block_table[self.requests]
         step = torch.zeros_like(table)
         if self.table:
@@ -77,8 +77,8 @@ class Sequences:
             table[at[:2]], step[at[:2]] = at[2].to(table.dtype), 1
         sources = native.block_table[[copy[0] for copy in self.copies], [copy[1] for copy in self.copies]].tolist()
         return AttentionRound(
-            rows,
-            written,
+            torch.tensor(self.rows),
+            torch.tensor(self.written, dtype=torch.int64),
             [(source, *copy[2:]) for source, copy in zip(sources, self.copies, strict=True)],
             torch.cat([native.slot_mapping[self.homes], torch.tensor(self.slots, dtype=torch.int64)]),
             torch.tensor([0] * len(self.homes) + [self.block_size] * len(self.slots), dtype=torch.int64),

@@ -158,7 +158,7 @@ class Verification:
         branching = np.repeat(~self.branches.chain, np.diff(self.branches.start))
         row, node, depth = self.row[branching], self.node[branching], self.branches.depth[branching]
         at, value = np.array(self.row_start)[row] + 1 + node, np.array(self.computed)[row] + depth
-        positions[torch.from_numpy(at)] = torch.from_numpy(value).to(positions.dtype)
+        positions.numpy()[at] = value
 
     def row_of(self, request: int, node: int) -> int:
         """Row of a node in the flat batch; -1 is the root."""
@@ -186,18 +186,7 @@ class Verification:
                 if not sequences[-1].fits(computed, len(path)):
                     sequences.append(Sequences(builder.block_size, scratch.count))
                 sequences[-1].add_branch(request, first, computed, path, length=len(branch))
-        rounds, rows, written = [], [0], [0]
-        for turn in sequences:
-            rows.append(rows[-1] + len(turn.rows))
-            written.append(written[-1] + len(turn.written))
-            rounds.append(turn.round(builder, native, slice(*rows[-2:]), slice(*written[-2:])))
-        metadata = VerifyMetadata(
-            rounds,
-            torch.tensor([row for turn in sequences for row in turn.rows]),
-            torch.tensor([row for turn in sequences for row in turn.written], dtype=torch.int64),
-            {},
-            scratch,
-        )
+        metadata = VerifyMetadata([turn.round(builder, native) for turn in sequences], {}, scratch)
         self.groups.append((metadata, layers, native.slot_mapping))
         return metadata
 
@@ -217,9 +206,12 @@ class Verification:
         if not homes:
             return
         for metadata, names, slot_mapping in self.groups:
-            places = {row: place for place, row in enumerate(metadata.written.tolist())}
+            written = torch.cat([turn.written for turn in metadata.rounds]).tolist()
+            places = {row: place for place, row in enumerate(written)}
             source, slots = torch.tensor([places[row] for row in homes]), slot_mapping[list(homes.values())]
             for name in names:
                 layer = layers[name]
-                key, value = (saved[source] for saved in metadata.saved[name])
+                key, value = (
+                    torch.cat(part).index_select(0, source) for part in zip(*metadata.saved[name], strict=True)
+                )
                 layer.impl.do_kv_cache_update(layer, key, value, layer.kv_cache, slots)
