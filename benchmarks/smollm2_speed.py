@@ -5,9 +5,10 @@
 
 Each configuration is a process with one thread, compiled as vLLM compiles by default; a tree method, which learns, has
 a new one for each row, which knows no costs of an earlier one. Questions follow each other: as one ends the next
-begins, so that so many requests run in every step. Cold are the first 64 steps, warm the 192 after them. Steps that
-read a prompt are left out. The CPU time of the process is the clock, so that other programs on the machine change
-little. In brackets: a 90 % bootstrap interval over runs of 16 steps.
+begins, so that so many requests run in every step. Cold are the first 128 tokens of each request at once, warm the 512
+after them, so that all configurations are compared on the same text where it is greedy: a text has parts that are easy
+to draft. Steps that read a prompt are left out. The CPU time of the process is the clock; run nothing beside it all the
+same, since the cores share the memory. In brackets: a 90 % bootstrap interval over runs of 16 steps.
 """
 
 import argparse
@@ -30,8 +31,10 @@ from vllm_adaptive_tree.bench.demo_models import chat_prompts
 from vllm_adaptive_tree.bench.provenance import save
 from vllm_adaptive_tree.bench.vllm_55005 import repair_sampling
 
-COLD, WARM, RUN = 64, 192, 16
-"""Steps: cold ones, warm ones, and those of a bootstrap sample."""
+COLD, WARM = 128, 512
+"""Tokens of each request at once: cold ones, warm ones."""
+RUN = 16
+"""Steps of a bootstrap sample."""
 NODES = 16
 CONFIGURATIONS = {
     "no speculation": None,
@@ -43,15 +46,19 @@ CONFIGURATIONS = {
 }
 
 
-def decode(engine: Any, questions: Iterator[str], clients: int, temperature: float) -> list[tuple[int, float]]:
-    """Tokens and CPU seconds of each step that read no prompt, of so many requests at once."""
+Steps = list[tuple[int, float]]
+"""Tokens and CPU seconds of each step."""
+
+
+def decode(engine: Any, questions: Iterator[str], clients: int, temperature: float) -> tuple[Steps, Steps]:
+    """Cold steps and warm ones that read no prompt, of so many requests at once."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=temperature, max_tokens=192)
     lengths: dict[str, int] = {}
-    steps: list[tuple[int, float]] = []
-    started, reads = 0, True
-    while len(steps) < COLD + WARM:
+    cold, warm = Steps(), Steps()
+    started, total, reads = 0, 0, True
+    while total < (COLD + WARM) * clients:
         while len(lengths) < clients:
             engine.add_request(str(started), next(questions), params)
             lengths[str(started)] = 0
@@ -67,17 +74,18 @@ def decode(engine: Any, questions: Iterator[str], clients: int, temperature: flo
             if output.finished:
                 del lengths[output.request_id]
         if not reads:
-            steps.append((tokens, seconds))
+            (cold if total < COLD * clients else warm).append((tokens, seconds))
+        total += tokens
         reads = 0 in lengths.values()  # a chunked prompt
     engine.abort_request(list(lengths))
     while engine.has_unfinished_requests():
         engine.step()
-    return steps
+    return cold, warm
 
 
-def rate(steps: list[tuple[int, float]]) -> dict[str, float]:
+def rate(steps: Steps) -> dict[str, float]:
     """Tokens per second, a 90 % interval, and tokens per step."""
-    runs = np.array(steps).reshape(-1, RUN, 2).sum(1)
+    runs = np.add.reduceat(np.array(steps), np.arange(0, len(steps), RUN))
     chosen = np.random.default_rng(0).integers(len(runs), size=(2000, len(runs)))
     tokens, seconds = runs[chosen].sum(1).T
     low, high = np.quantile(tokens / seconds, [0.05, 0.95])
@@ -97,9 +105,9 @@ def cells(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     questions = list(chat_prompts(options.model, texts))
     random.Random(0).shuffle(questions)
     for requests, temperature in product(options.requests, options.temperatures):
-        steps = decode(llm.llm_engine, cycle(questions), requests, temperature)
+        cold, warm = decode(llm.llm_engine, cycle(questions), requests, temperature)
         row = {"configuration": options.cell, "requests": requests, "temperature": temperature}
-        yield row | {"cold": rate(steps[:COLD]), "warm": rate(steps[COLD:])}
+        yield row | {"cold": rate(cold), "warm": rate(warm)}
 
 
 def main() -> None:
