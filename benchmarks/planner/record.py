@@ -1,10 +1,11 @@
 """Record verified trees for `python -m benchmarks.planner`: what a draft put on each node, and what was accepted.
 
     python -m benchmarks.planner.record OUT.npz --method opt_tree --draft bundled
+    python -m benchmarks.planner.record OUT.npz --method adaptive_tree --draft smollm2 --humaneval HumanEval.jsonl.gz
 
 Starts an engine on the bundled pair (Model Runner V1, CPU) that verifies every drafted node, and decodes the same
 prompts greedily and at temperature 1. `--draft`: bundled; noisy, the bundled one with noise on its weights, which
-agrees much less; or random, with fresh weights.
+agrees much less; random, with fresh weights; or smollm2, SmolLM2 with its EAGLE-3 head, on HumanEval's questions.
 """
 
 import argparse
@@ -31,7 +32,8 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--method", default="opt_tree")
     parser.add_argument("--options", type=json.loads, default={}, help="JSON of more keys of `tree`")
-    parser.add_argument("--draft", choices=("bundled", "noisy", "random"), default="bundled")
+    parser.add_argument("--draft", choices=("bundled", "noisy", "random", "smollm2"), default="bundled")
+    parser.add_argument("--humaneval", type=Path, help="HumanEval.jsonl.gz, for smollm2")
     parser.add_argument("--noise", type=float, default=0.3, help="of a noisy draft, in deviations of each weight")
     parser.add_argument("--nodes", type=int, default=32, help="more than those replayed: shallower trees are wider")
     parser.add_argument("--requests", type=int, default=24, help="of either temperature")
@@ -47,16 +49,15 @@ def record(options: argparse.Namespace, folder: Path) -> None:
     from vllm import LLM, SamplingParams
 
     from benchmarks.planner.recording import Recording
-    from vllm_adaptive_tree.bench.environment import TARGET
-    from vllm_adaptive_tree.bench.workloads import standard_library
 
     tree = {"budget": AT_A_TIME * options.nodes, "cost_profile": None, **options.options}
     if options.method == "opt_tree":
         tree = {"threshold": 0, **tree}  # every level
     elif options.method == "dyspec":
         tree = {"mode": "heap", **tree}  # every tree in its full size
+    target, draft, prompts = pair(options, folder)
     llm = LLM(
-        TARGET,
+        target,
         dtype="float32",
         enforce_eager=True,
         max_model_len=1024,
@@ -64,7 +65,7 @@ def record(options: argparse.Namespace, folder: Path) -> None:
         max_num_batched_tokens=4096,
         speculative_config={
             "method": options.method,
-            "model": draft_folder(options, folder),
+            "model": draft,
             "num_speculative_tokens": options.nodes,
             "tree": tree,
         },
@@ -87,18 +88,33 @@ def record(options: argparse.Namespace, folder: Path) -> None:
         seen.clear()
         most = (9 if options.draft == "bundled" else 5) * options.steps
         params = SamplingParams(temperature=temperature, max_tokens=most, ignore_eos=True, seed=1)
-        prompts = list(standard_library()[: options.requests])
         llm.generate(prompts, params, use_tqdm=False)
         found = [steps[: options.steps] for steps in seen.values()]
         assert len(found) == options.requests
-        assert all(len(steps) == options.steps for steps in found), sorted(map(len, seen.values()))
+        assert all(2 * len(steps) >= options.steps for steps in found), sorted(map(len, seen.values()))
         streams += found
         kinds += [temperature == 0] * len(found)
-    name = f"{options.draft} draft, {options.method}"
-    traits = runner.cuts_sampled, runner.proposer.by_place, options.method == "opt_tree"
+    name = f"{'SmolLM2, head' if options.draft == 'smollm2' else f'{options.draft} draft'}, {options.method}"
+    traits = runner.cuts_sampled, runner.proposer.by_place, options.method in ("opt_tree", "adaptive_tree")
     recording = Recording(name, traits, kinds, streams)
     recording.save(options.out)
     print(f"{options.out}: {options.out.stat().st_size:,} bytes; {recording}")
+
+
+def pair(options: argparse.Namespace, folder: Path) -> tuple[str, str, list[str]]:
+    """Target, draft and prompts."""
+    from vllm_adaptive_tree.bench.demo_models import chat_prompts
+    from vllm_adaptive_tree.bench.environment import SMOLLM2_HEAD, TARGET
+    from vllm_adaptive_tree.bench.workloads import standard_library
+    from vllm_adaptive_tree.files import cache_folder
+    from vllm_adaptive_tree.models.fetch import fetch
+
+    if options.draft != "smollm2":
+        return TARGET, draft_folder(options, folder), list(standard_library()[: options.requests])
+    from benchmarks.smollm2 import humaneval
+
+    model = fetch("smollm2", cache_folder() / "models", say=print).folder
+    return str(model), SMOLLM2_HEAD, list(chat_prompts(model, humaneval(options.humaneval, options.requests)))
 
 
 def draft_folder(options: argparse.Namespace, folder: Path) -> str:
