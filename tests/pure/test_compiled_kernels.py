@@ -78,7 +78,7 @@ def test_six_variants_of_attention_serve_a_model():
     assert numbers == {"offset", "ancestors_row"}
 
 
-def test_the_tables_compiler_is_the_one_that_is_pinned():
-    results = json.loads(RECORDED.read_text())
+def test_the_compiler_that_is_pinned_has_a_table():
+    """Else no figure of it is compared."""
     [pinned] = re.findall(r"^triton==(\S+)$", (ROOT / "requirements" / "cpu.txt").read_text(), re.MULTILINE)
-    assert results["triton"] == pinned
+    assert pinned in [json.loads(file.read_text())["triton"] for file in RECORDED]
