@@ -1,7 +1,7 @@
 """Record verified trees for `python -m benchmarks.planner`: what a draft put on each node, and what was accepted.
 
     python -m benchmarks.planner.record OUT.npz --method opt_tree --draft bundled
-    python -m benchmarks.planner.record OUT.npz --method adaptive_tree --draft smollm2 --humaneval HumanEval.jsonl.gz
+    python -m benchmarks.planner.record OUT.npz --draft smollm2 --steps 24 --humaneval HumanEval.jsonl.gz
 
 Starts an engine on the bundled pair (Model Runner V1, CPU) that verifies every drafted node, and decodes the same
 prompts greedily and at temperature 1. `--draft`: bundled; noisy, the bundled one with noise on its weights, which
@@ -95,7 +95,7 @@ def record(options: argparse.Namespace, folder: Path) -> None:
         streams += found
         kinds += [temperature == 0] * len(found)
     name = f"{'SmolLM2, head' if options.draft == 'smollm2' else f'{options.draft} draft'}, {options.method}"
-    traits = runner.cuts_sampled, runner.proposer.by_place, options.method in ("opt_tree", "adaptive_tree")
+    traits = runner.cuts_sampled, runner.proposer.by_place, options.method == "opt_tree"
     recording = Recording(name, traits, kinds, streams)
     recording.save(options.out)
     print(f"{options.out}: {options.out.stat().st_size:,} bytes; {recording}")
