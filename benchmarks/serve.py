@@ -1,12 +1,13 @@
-"""`vllm bench serve` against a server of every method, at several numbers of clients.
+"""`vllm bench serve` against servers of SmolLM2-135M-Instruct: vLLM's chains and tree methods, by numbers of clients.
 
-    python -m benchmarks.serve --out benchmarks/results/serve.json
+    python -m benchmarks.serve --chat texts/held_out.json --humaneval HumanEval.jsonl.gz \\
+        --out benchmarks/results/serve.json
 
-The client is vLLM's own (`vllm bench serve`, dataset `custom`, streamed), the server is `vllm serve` with the default
-`budget: "auto"` and `--per-request-spec-decode-metrics summary`. The target is the bundled one, enlarged (bfloat16),
-since a step of the small one costs almost nothing. Servers run one after another: plain vLLM runs first and last, and
-the difference of the two shows the drift of the machine. The fastest round counts. At T = 0 the texts of one client are
-compared with plain vLLM's: in bfloat16 near ties may fall either way.
+The client is vLLM's own (`vllm bench serve`, dataset `custom`, streamed), a server is `vllm serve` as a user starts it,
+in bfloat16 and compiled. Questions are HumanEval's and those that `examples/chat_texts.py` has held out, in the model's
+chat template, each for as long as the model answers, at most `--tokens`, at T = 0. All servers live side by side, and
+the client goes from one to the next with the same questions, so that a machine that drifts drifts for all of them. The
+first round of each number of clients is a warm-up and does not count. Run nothing beside it.
 """
 
 import argparse
@@ -14,7 +15,9 @@ import asyncio
 import contextlib
 import json
 import os
+import random
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -24,24 +27,31 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tokens_per_step import PAIR, prompts
-from vllm_adaptive_tree.bench.models import enlarge
+from benchmarks.smollm2 import held_out, humaneval
+from vllm_adaptive_tree.bench.demo_models import chat_prompts
 from vllm_adaptive_tree.bench.provenance import save
-from vllm_adaptive_tree.cli.arguments import parameters
-from vllm_adaptive_tree.proposers import METHODS
 
-DRAFT = str(PAIR / "draft")
-REQUESTS = {1: 8, 8: 24, 32: 64}
-"""Clients -> requests of a round."""
+REQUESTS, ROUNDS = {1: 4, 4: 12, 16: 32}, 4
+"""Clients -> requests of a round; rounds of each number of clients, a warm-up first."""
+SEATS, NODES = 16, 16
+PLAIN = "no speculation"
 
 
-def configurations(nodes: int) -> dict[str, dict[str, Any] | None]:
-    found: dict[str, dict[str, Any] | None] = {"no speculation": None}
-    found["chain of 3"] = {"method": "draft_model", "model": DRAFT, "num_speculative_tokens": 3}
-    for method in METHODS:
-        found[method] = {"method": method, "model": DRAFT, "num_speculative_tokens": nodes}
-    head = {"method": "opt_tree", "model": str(PAIR / "head"), "num_speculative_tokens": nodes}
-    return found | {"opt_tree, EAGLE-3 head": head, "no speculation, again": None}
+def configurations(head: str) -> dict[str, dict[str, Any] | None]:
+    """Name -> speculative_config."""
+
+    def tree(model: str) -> dict[str, Any]:
+        learnt = {"cost_profile": None}  # nothing, before the round
+        return {"method": "adaptive_tree", "model": model, "num_speculative_tokens": NODES, "tree": learnt}
+
+    ngram = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 4}
+    return {
+        PLAIN: None,
+        "chain of 3": {"method": "eagle3", "model": head, "num_speculative_tokens": 3},
+        "adaptive_tree": tree(head),
+        "ngram chain of 5": {**ngram, "num_speculative_tokens": 5},
+        "adaptive_tree, ngram": tree("ngram"),
+    }
 
 
 @contextlib.contextmanager
@@ -51,8 +61,8 @@ def serving(target: str, spec: dict[str, Any] | None, log: Path) -> Iterator[str
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", target, "--port", str(port)]
-    command += ["--host", "127.0.0.1", "--dtype", "bfloat16", "--max-model-len", "512", "--max-num-seqs", "32"]
-    command += ["--enforce-eager", "--served-model-name", "demo"]
+    command += ["--host", "127.0.0.1", "--dtype", "bfloat16", "--max-model-len", "1024", "--served-model-name", "demo"]
+    command += ["--max-num-seqs", str(SEATS)]
     if spec is not None:
         command += ["--speculative-config", json.dumps(spec), "--per-request-spec-decode-metrics", "summary"]
     url = f"http://127.0.0.1:{port}"
@@ -81,7 +91,7 @@ def serving(target: str, spec: dict[str, Any] | None, log: Path) -> Iterator[str
                 server.kill()
 
 
-def bench(url: str, target: str, dataset: Path, clients: int, requests: int, tokens: int) -> dict[str, Any]:
+def bench(url: str, target: str, dataset: Path, clients: int, tokens: int) -> dict[str, Any]:
     """Result of one round of `vllm bench serve --save-detailed`."""
     from vllm.benchmarks.serve import add_cli_args, main_async
 
@@ -89,63 +99,72 @@ def bench(url: str, target: str, dataset: Path, clients: int, requests: int, tok
     add_cli_args(parser)
     given = ["--base-url", url, "--model", "demo", "--tokenizer", target, "--dataset-name", "custom"]
     given += ["--dataset-path", str(dataset), "--custom-output-len", str(tokens), "--skip-chat-template"]
-    given += ["--num-prompts", str(requests), "--max-concurrency", str(clients), "--temperature", "0"]
-    given += ["--ignore-eos", "--disable-tqdm", "--disable-shuffle", "--save-detailed"]
+    given += ["--num-prompts", str(REQUESTS[clients]), "--max-concurrency", str(clients), "--temperature", "0"]
+    given += ["--disable-tqdm", "--disable-shuffle", "--save-detailed"]
     with contextlib.redirect_stdout(None):
         return asyncio.run(main_async(parser.parse_args(given)))
 
 
-def own_acceptance(url: str, prompt: str, tokens: int) -> dict[str, Any] | None:
-    """Metrics that the server returns with one request: `--per-request-spec-decode-metrics`."""
-    body = {"model": "demo", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-    request = urllib.request.Request(
-        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=120) as answer:
-        found: dict[str, Any] = json.load(answer)
-    return (found.get("metrics") or {}).get("speculative_decoding")
+def row(name: str, clients: int, rounds: list[dict[str, Any]], plain: list[dict[str, Any]]) -> dict[str, Any]:
+    """Figures of all rounds, and the throughput of each relative to that of `plain` beside it."""
 
+    def per_second(rounds: list[dict[str, Any]]) -> float:
+        return sum(one["total_output_tokens"] for one in rounds) / sum(one["duration"] for one in rounds)
 
-def row(name: str, clients: int, each: list[dict[str, Any]]) -> dict[str, Any]:
-    best = max(each, key=lambda one: one["output_throughput"])
-    keys = ("output_throughput", "mean_ttft_ms", "mean_tpot_ms", "p99_itl_ms")
-    spec = [key for key in best if key.startswith("spec_decode_")]
-    return {"row": name, "clients": clients} | {key: best.get(key) for key in (*keys, *spec, "completed", "failed")}
+    drafts = sum(one.get("spec_decode_num_drafts") or 0 for one in rounds)
+    accepted = sum(one.get("spec_decode_accepted_tokens") or 0 for one in rounds)
+    texts = zip(*([text for one in those for text in one["generated_texts"]] for those in (rounds, plain)), strict=True)
+    return {
+        "row": name,
+        "clients": clients,
+        "output_throughput": per_second(rounds),
+        "ratio": per_second(rounds) / per_second(plain),
+        "ratios": [per_second([one]) / per_second([other]) for one, other in zip(rounds, plain, strict=True)],
+        **{key: statistics.fmean(one[key] for one in rounds) for key in ("mean_ttft_ms", "mean_tpot_ms", "p99_itl_ms")},
+        "tokens_per_draft": 1 + accepted / drafts if drafts else None,
+        "failed": sum(one["failed"] for one in rounds),
+        "texts": sum(len(one["generated_texts"]) for one in rounds),
+        "same_texts": sum(one == other for one, other in texts),
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nodes", type=int, default=16)
-    parser.add_argument("--enlarge-to", type=parameters, default="150M", help="parameters of the target")
+    parser.add_argument("--model", type=Path, help="folder of the model (default: fetched, or as fetched before)")
+    parser.add_argument("--humaneval", type=Path, required=True, help="HumanEval.jsonl.gz")
+    parser.add_argument("--chat", type=Path, required=True, help="held_out.json of examples/chat_texts.py")
     parser.add_argument("--clients", type=int, nargs="+", choices=REQUESTS, default=[*REQUESTS])
-    parser.add_argument("--tokens", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--only", default="", help="rows whose name contains this")
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--only", nargs="+", default=[""], help="rows whose names contain one of these")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    found, texts = list[dict[str, Any]](), prompts(max(REQUESTS.values()))
-    with tempfile.TemporaryDirectory() as folder:
-        target, dataset = str(Path(folder, "target")), Path(folder, "prompts.jsonl")
-        enlarge(PAIR / "target", Path(target), options.enlarge_to)
-        dataset.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
-        reference: list[str] = []
-        for name, spec in configurations(options.nodes).items():
-            if options.only not in name:
-                continue
-            with serving(target, spec, Path(folder, "log")) as url:
-                for clients in options.clients:
-                    count = REQUESTS[clients]
-                    bench(url, target, dataset, clients, count // 2, options.tokens)  # warm: the budget learns
-                    each = [bench(url, target, dataset, clients, count, options.tokens) for _ in range(options.rounds)]
-                    one = row(name, clients, each)
-                    if clients == 1:
-                        reference = reference or each[0]["generated_texts"]
-                        one["same_texts"] = sum(map(str.__eq__, reference, each[0]["generated_texts"]))
-                        one["metrics_of_a_request"] = own_acceptance(url, texts[0], options.tokens)
-                    found.append(one)
-                    print(json.dumps(one), flush=True)
-    if options.out:
-        save(options.out, found)
+
+    from vllm_adaptive_tree.bench.environment import SMOLLM2_HEAD
+    from vllm_adaptive_tree.files import cache_folder
+    from vllm_adaptive_tree.models.fetch import fetch
+
+    model = str(options.model or fetch("smollm2", cache_folder() / "models", say=print).folder)
+    texts = list(chat_prompts(Path(model), humaneval(options.humaneval, 48) + held_out(options.chat, 48)))
+    found = list[dict[str, Any]]()
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        urls = {
+            name: stack.enter_context(serving(model, spec, Path(folder, name)))
+            for name, spec in configurations(SMOLLM2_HEAD).items()
+            if name == PLAIN or any(part in name for part in options.only)
+        }
+        for clients in options.clients:
+            rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in urls}
+            for number in range(ROUNDS):
+                dataset = Path(folder, f"{number}.jsonl")
+                chosen = random.Random(number).sample(texts, REQUESTS[clients])
+                dataset.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in chosen))
+                for name, url in urls.items():
+                    rounds[name].append(bench(url, model, dataset, clients, options.tokens))
+            for name in urls:
+                found.append(row(name, clients, rounds[name][1:], rounds[PLAIN][1:]))
+                print(json.dumps(found[-1]), flush=True)
+            if options.out:
+                save(options.out, found)
 
 
 if __name__ == "__main__":
