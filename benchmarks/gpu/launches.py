@@ -39,11 +39,17 @@ class Sizes(NamedTuple):
     """Of the target and of a draft model, with random weights; None: the bundled ones."""
 
 
-NONE, RESTING, HEAD = "no speculation", "adaptive_tree at rest", "adaptive_tree at rest, EAGLE-3 head"
+NONE = "no speculation"
+RESTING, HEAD, BLOCK = AT_REST = (
+    "adaptive_tree at rest",
+    "adaptive_tree at rest, EAGLE-3 head",
+    "adaptive_tree at rest, DSpark head",
+)
 CASES: dict[str, tuple[str, dict[str, Any], str, str]] = {
     NONE: ("", {}, "auto", ""),
     RESTING: ("adaptive_tree", {"budget": "auto"}, "auto", "model"),
     HEAD: ("adaptive_tree", {"budget": "auto"}, "auto", "eagle3"),
+    BLOCK: ("adaptive_tree", {"budget": "auto"}, "auto", "dspark"),
     "adaptive_tree": ("adaptive_tree", {"max_children": 4}, "auto", "model"),
     "opt_tree": ("opt_tree", {}, "auto", "model"),
     "dyspec, rrsw": ("dyspec", {"threshold": 0.02, "max_children": 4}, "rrsw", "model"),
@@ -183,6 +189,9 @@ def watch_trees(count: Count, runner: Any) -> None:
     ]
     if hasattr(speculator, "lattice"):
         parts += [(speculator.lattice, name, "scores of a head of one forward") for name in ("begin", "grow")]
+        if runner.budget is None:  # where it rests nothing of it is in a graph
+            for name in ("_precompute_context_kv", "_generate_draft"):  # one graph of vLLM's, counted as two
+                count.wrap(speculator.block, name, "block of a head of one forward", graph=1)
     if runner.adaptive_verification is not None:
         parts.append((runner.adaptive_verification, "reallocate_drafts", "budget: nodes of each request"))
     if runner.budget is not None:
@@ -243,10 +252,10 @@ def measured(count: Count, case: str, sizes: Sizes) -> dict[str, Any]:
             },
         )
         runner = runner_of(llm)
-        if case in (RESTING, HEAD):
+        if case in AT_REST:
             runner.budget.budget = Budget(sampled=True)
             runner.budget.budget.plan = Plan(0, 0.0)
-        watch(count, runner, 0 if case in (NONE, RESTING, HEAD) else sizes.nodes)
+        watch(count, runner, 0 if case in (NONE, *AT_REST) else sizes.nodes)
         count.steps.clear()
         sampled = 0.0 if rule == "auto" else 0.8
         params = SamplingParams(temperature=sampled, seed=1, max_tokens=sizes.tokens, ignore_eos=True)

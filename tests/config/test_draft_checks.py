@@ -28,7 +28,7 @@ from tests.config.checkpoints import (
 from tests.engine import heads
 from tests.engine.engines import DRAFT, TARGET, V2
 from tests.engine.heads import CONFIG, HIDDEN, VOCABULARY
-from vllm_adaptive_tree.engine.drafts import registry
+from vllm_adaptive_tree.engine.drafts import block, registry
 from vllm_adaptive_tree.engine.startup.finish import tree_options
 from vllm_adaptive_tree.engine.targets import vocabulary
 
@@ -310,13 +310,22 @@ def on_v2(monkeypatch: pytest.MonkeyPatch) -> None:
         (heads.dspark_fill_in, 1 + heads.DEPTH),
     ],
 )
-def test_blocks_of_all_requests_fit_a_step(on_v2: None, make: Any, rows: int, tmp_path: Path) -> None:
+def test_no_more_requests_run_than_those_whose_blocks_fit_a_step(
+    on_v2: None, make: Any, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = list[str]()
+    monkeypatch.setattr(block.logger, "warning", lambda text, *values: said.append(text % values))
     draft, room = make(tmp_path / "draft"), 10 * rows + 3
-    keys = {"num_speculative_tokens": 9}
-    assert build(draft, keys=keys, max_num_seqs=10, max_num_batched_tokens=room).use_v2_model_runner
-    with pytest.raises(ValueError, match=f"max_num_seqs=11 does not fit max_num_batched_tokens={room}") as error:
-        build(draft, keys=keys, max_num_seqs=11, max_num_batched_tokens=room)
-    assert f"lower the first to 10, or raise the second to {11 * rows}" in str(error.value)
+    given: dict[str, Any] = {"keys": {"num_speculative_tokens": 9}, "max_num_batched_tokens": room}
+    fits = build(draft, **given, max_num_seqs=10)
+    assert fits.use_v2_model_runner
+    assert fits.scheduler_config.max_num_active_seqs is None
+    assert not said
+    assert build(draft, **given, max_num_seqs=11).scheduler_config.max_num_active_seqs == 10
+    assert "of 11 requests 10 run at once (max_num_active_seqs)" in said[0]
+    assert f"max_num_batched_tokens={room}; raise that to {11 * rows} to run all" in said[0]
+    kept = build(draft, **given, max_num_seqs=11, max_num_active_seqs=7)
+    assert kept.scheduler_config.max_num_active_seqs == 7
 
 
 def test_heads_that_vllm_has_on_one_runner_alone(on_v2: None, tmp_path: Path) -> None:

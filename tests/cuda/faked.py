@@ -190,8 +190,8 @@ def _accelerator(capability: tuple[int, int]) -> None:
     accelerator.reset_peak_memory_stats = lambda *_: None
 
 
-def _attention(kernel: str, q: Tensor, k: Tensor, v: Tensor, out: Tensor, **arguments: Any) -> Tensor:
-    """Causal attention over a paged cache: `k`, `v` [blocks, block_size, Hkv, D]."""
+def _attention(kernel: str, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *, causal: bool, **arguments: Any) -> Tensor:
+    """Attention over a paged cache: `k`, `v` [blocks, block_size, Hkv, D]."""
     LAUNCHES.append(Launch(kernel, q, k, v, {"out": out, **arguments}))
     starts, lengths, table = arguments["cu_seqlens_q"], arguments["seqused_k"], arguments["block_table"]
     group = q.shape[1] // k.shape[2]
@@ -203,7 +203,7 @@ def _attention(kernel: str, q: Tensor, k: Tensor, v: Tensor, out: Tensor, **argu
         keys, values = (one[blocks].flatten(0, 1)[:length].repeat_interleave(group, 1).float() for one in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q[first:last].float(), keys) * arguments["softmax_scale"]
         row, column = torch.arange(length - (last - first), length)[:, None], torch.arange(length)
-        weights = scores.masked_fill(column > row, -torch.inf).softmax(-1)
+        weights = scores.masked_fill((column > row) & causal, -torch.inf).softmax(-1)
         out[first:last] = torch.einsum("hqk,khd->qhd", weights, values).to(out.dtype)
     return out
 
@@ -232,31 +232,30 @@ def _fa2(
     num_splits: int,
     generator: None,
 ) -> tuple[Tensor, None]:
-    assert (is_causal, window_left, window_right, softcap, p_dropout) == (True, -1, -1, 0, 0)
+    assert (window_left, window_right, softcap, p_dropout) == (-1, -1, 0, 0)
     assert (leftpad_k, alibi_slopes, return_softmax) == (None, None, False)
     where = {"cu_seqlens_q": cu_seqlens_q, "seqused_k": seqused_k, "block_table": block_table}
     longest = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
-    return _attention("FA2", q, k, v, out, softmax_scale=softmax_scale, **where, **longest), None
+    return _attention("FA2", q, k, v, out, causal=is_causal, softmax_scale=softmax_scale, **where, **longest), None
 
 
 def _fa3(*arguments: Any) -> tuple[Tensor, None, None, None]:
     """Attend as upstream's `fwd`; new keys, rotation, padding and descaling are not used."""
     q, k, v, k_new, v_new, q_v, out, cu_seqlens_q, cu_seqlens_k, _, _, seqused_k, max_q, max_k, table = arguments[:15]
     scale, causal, left, right, softcap = arguments[23:28]
-    assert (k_new, v_new, q_v, cu_seqlens_k, causal, left, right, softcap) == (None,) * 4 + (True, -1, -1, 0)
+    assert (k_new, v_new, q_v, cu_seqlens_k, left, right, softcap) == (None,) * 4 + (-1, -1, 0)
     where = {"cu_seqlens_q": cu_seqlens_q, "seqused_k": seqused_k, "block_table": table}
     longest = {"max_seqlen_q": max_q, "max_seqlen_k": max_k}
-    return _attention("FA3", q, k, v, out, softmax_scale=scale, **where, **longest), None, None, None
+    return _attention("FA3", q, k, v, out, causal=causal, softmax_scale=scale, **where, **longest), None, None, None
 
 
 def _fa4(
     q: Tensor, k: Tensor, v: Tensor, *, out: Tensor, page_table: Tensor, causal: bool, softcap: float, **given: Any
 ) -> tuple[Tensor, None, None, None]:
-    assert causal
     assert softcap == 0
     for absent in ("cu_seqlens_k", "window_size_left", "window_size_right", "mask_mod", "learnable_sink"):
         assert given.pop(absent) is None
-    return _attention("FA4", q, k, v, out, block_table=page_table, **given), None, None, None
+    return _attention("FA4", q, k, v, out, causal=causal, block_table=page_table, **given), None, None, None
 
 
 def _scheduler_metadata(batch_size: int, *_: Any) -> Tensor:

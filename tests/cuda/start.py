@@ -20,6 +20,8 @@ SIZES = {
 }
 # All of them: which two of four are taken may hang on a rounding.
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 64, "norm_topk_prob": True}
+BLOCKS = "dspark", "dflash2", "lilicorr"
+"""Heads of one forward, each of which replays vLLM's graph of its block."""
 NODES, DEPTH, TOKENS = 8, 4, 12
 PROMPTS = [[7, 3, 9], list(range(20, 70)), [5] * 33, [11, 2] * 3]
 # The last waits until one of three seats is free.
@@ -39,9 +41,9 @@ def written(folder: Path, kind: str, **more: Any) -> str:
 
 def models(case: str, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Engine arguments and `speculative_config`."""
+    from tests.engine import heads
     from tests.engine.engines import DRAFT, TARGET
-    from tests.engine.heads import eagle3
-    from vllm_adaptive_tree.engine.v2 import verification
+    from vllm_adaptive_tree.engine.v2 import block_speculator, verification
 
     if case in ("llama", "depth first"):
         verification.IN_GENERATION_ORDER = NODES // 2 if case == "depth first" else NODES
@@ -49,11 +51,33 @@ def models(case: str, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     if case == "adaptive":
         return {"model": TARGET}, {"method": "adaptive_tree", "model": DRAFT, "tree": {"max_children": 4}}
     if case == "head":
-        head = eagle3(folder / "head")
+        head = heads.eagle3(folder / "head")
         return {"model": TARGET}, {"method": "dyspec", "model": head, "tree": {"budget": "auto"}}
+    if case in BLOCKS:
+        block_speculator.ladder = lambda most: [1, most]  # two requests run in the graph of three
+        return {"model": TARGET}, {"model": getattr(heads, case)(folder / "head")}
     kind, more = {"qwen3": ("qwen3", {}), "moe": ("qwen3_moe", EXPERTS)}[case]
     target = written(folder / "target", kind, **more)
     return {"model": target, "skip_tokenizer_init": True}, {"model": target}
+
+
+class Blocks:
+    """Blocks of a head of one forward from now on, and replays of their graphs."""
+
+    def __init__(self, runner: Any):
+        self.run = self.replayed = 0
+        if hasattr(runner.speculator, "block_graphs"):
+            self.block, manager = runner.speculator.block, runner.speculator.block_graphs
+            self.propose, self.replay = self.block.propose, manager.run_fullgraph
+            self.block.propose, manager.run_fullgraph = self._propose, self._replay
+
+    def _propose(self, *args: Any, **given: Any) -> Any:
+        self.run += not self.block.resting
+        return self.propose(*args, **given)
+
+    def _replay(self, graph: Any) -> None:
+        self.replayed += 1
+        self.replay(graph)
 
 
 class Steps:
@@ -86,7 +110,9 @@ def main(capability: str, case: str, graphs: str = "NONE") -> dict[str, Any]:
 
     contract.install()
     engines, found = Engines(), {}
-    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, detokenize=False, logprobs=2)
+    whole: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
+    # The first ends before the others, and the prompt that waits is read beside their trees.
+    params = [SamplingParams(**whole, max_tokens=TOKENS - 4 * (at == 0), logprobs=2) for at in range(len(PROMPTS))]
     with tempfile.TemporaryDirectory() as folder:
         given, speculative = models(case, Path(folder))
         options = {"budget": None, "max_depth": DEPTH, **speculative.pop("tree", {})}
@@ -106,7 +132,7 @@ def main(capability: str, case: str, graphs: str = "NONE") -> dict[str, Any]:
                 block_size=None,
             )
             started, checked, early = len(faked.LAUNCHES), len(trees), set(compiled)
-            steps = Steps(runner_of(llm))
+            steps, blocks = Steps(runner_of(llm)), Blocks(runner_of(llm))
             prompts = [{"prompt_token_ids": one} for one in PROMPTS]
             outputs = [one.outputs[0] for one in llm.generate(prompts, params, use_tqdm=False)]
             found[name] = {
@@ -123,7 +149,7 @@ def main(capability: str, case: str, graphs: str = "NONE") -> dict[str, Any]:
         llm.generate(prompts[:3], mixed, use_tqdm=False)
         runner = runner_of(llm)
         selection, runner.adaptive_verification = runner.adaptive_verification, runner._selection(NoNodes, None)
-        short = SamplingParams(temperature=0.0, max_tokens=TOKENS // 2, ignore_eos=True, detokenize=False)
+        short = SamplingParams(**whole, max_tokens=TOKENS // 2)
         at_rest = [one.outputs[0].token_ids for one in llm.generate(prompts, short, use_tqdm=False)]
         runner.adaptive_verification = selection
         layers = runner.compilation_config.static_forward_context.values()
@@ -137,6 +163,7 @@ def main(capability: str, case: str, graphs: str = "NONE") -> dict[str, Any]:
             "verdict": str(verdicts[0]),
             "trees": trees[checked:],
             "steps": steps.found,
+            "blocks": [blocks.run, blocks.replayed],
             "at_rest": [list(one) for one in at_rest],
             "plain_briefly": [one[: short.max_tokens] for one in found["plain"]["tokens"]],
             "drafts": metric(llm, "spec_decode_num_drafts"),

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.cuda.start import BLOCKS
+
 ROOT = Path(__file__).parents[2]
 TIE = 0.25
 """Logprobs in bfloat16. Rounding moves a logit of the random models by 0.13, so two tokens that are closer than twice
@@ -66,6 +68,9 @@ def test_start(capability: str, case: str, kernel: str, tmp_path: Path) -> None:
     [
         ("9.0", "llama", "FULL_AND_PIECEWISE"),
         ("9.0", "adaptive", "FULL_AND_PIECEWISE"),
+        ("9.0", "dspark", "FULL_AND_PIECEWISE"),
+        pytest.param("8.0", "dflash2", "FULL_AND_PIECEWISE", marks=pytest.mark.slow),
+        pytest.param("9.0", "lilicorr", "FULL_AND_PIECEWISE", marks=pytest.mark.slow),
         pytest.param("9.0", "llama", "PIECEWISE", marks=pytest.mark.slow),
         pytest.param("8.0", "depth first", "FULL_AND_PIECEWISE", marks=pytest.mark.slow),
         pytest.param("9.0", "head", "FULL_AND_PIECEWISE", marks=pytest.mark.slow),
@@ -86,6 +91,9 @@ def test_graphs(capability: str, case: str, graphs: str, tmp_path: Path) -> None
     kinds = {(step["prompts"], step["nodes"] > 0, step["rows"] < step["size"]) for step in steps}
     assert kinds >= {(False, True, True), (False, False, True), (True, False, True)}, "trees, rests, prompts; padded"
     assert any(step["prompts"] and step["nodes"] and step["mode"] == "PIECEWISE" for step in steps), "prompts and trees"
+    run, replayed = found["blocks"]
+    assert run == replayed
+    assert (run > 0) == (case in BLOCKS)
     same_tokens(found["plain"], found["tree"])
     same_tokens({**found["plain"], "tokens": found["plain_briefly"]}, {"tokens": found["at_rest"]})
 

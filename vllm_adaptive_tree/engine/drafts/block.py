@@ -4,6 +4,7 @@ vLLM builds the configuration of each as that of a DFlash head. To its scheduler
 same states and cache, but no slots besides the nodes'.
 """
 
+import logging
 from typing import Any, ClassVar
 
 from vllm_adaptive_tree.config import supported_drafts_hint
@@ -13,6 +14,8 @@ from vllm_adaptive_tree.engine.drafts.causes import LAYERS, LENGTH, MASK, PRECIS
 from vllm_adaptive_tree.engine.drafts.lattice import Marginals, Markov, Pairs, Scores
 from vllm_adaptive_tree.engine.drafts.parallel import OneForward
 from vllm_adaptive_tree.engine.targets import auxiliary
+
+logger = logging.getLogger(f"vllm.{__name__}")
 
 DFLASH = "DFlashDraftModel"
 
@@ -36,12 +39,8 @@ class BlockHead(OneForward):
     def check_config(self, draft: Checkpoint, config: Any, vocabulary: int) -> None:
         """Refuse what vLLM does not check, checks too late, or cannot run with trees. In its reading of the config the
         layers are those of the model, also in the format of speculators."""
-        from vllm.platforms import current_platform
-
         merged, said = draft.flat, draft.config.get("architectures") or ["none"]
         layers = {*(merged.get("layer_types") or ()), *(getattr(config, "layer_types", None) or ())}
-        if not current_platform.is_cpu():
-            raise draft.refused(f"is {self.title}, not served on GPUs yet; use an EAGLE-3 head or an independent model")
         known = {self.cls, self.other_cls.get(str(merged.get("model_type")))}
         if "speculators_model_type" not in merged and not known & set(said):
             raise draft.refused(
@@ -108,7 +107,7 @@ class BlockHead(OneForward):
         super().finalize(config, draft)
         spec = config.speculative_config
         if config.use_v2_model_runner:
-            self._check_room(spec.num_speculative_tokens, config.scheduler_config, draft)
+            self._make_room(spec.num_speculative_tokens, config.scheduler_config, draft)
         head = spec.draft_model_config.hf_config
         if self.anchors:
             head.sample_from_anchor = self.samples_anchor(draft)
@@ -122,21 +121,28 @@ class BlockHead(OneForward):
         extend_context(config)
         spec.method, spec.parallel_drafting = self.scheduled_as, False
 
-    def _check_room(self, nodes: int, scheduler: Any, draft: Checkpoint) -> None:
-        """Check for Model Runner V2 that the block of a request fits its slots, and those of all requests a step: vLLM
-        writes them to buffers of one step's tokens without a bound."""
-        levels, requests, room = self.levels(draft), scheduler.max_num_seqs, scheduler.max_num_batched_tokens
+    def _make_room(self, nodes: int, scheduler: Any, draft: Checkpoint) -> None:
+        """Check for Model Runner V2 that the block of a request fits its slots, and let no more requests run than those
+        whose blocks fit a step, as vLLM 0.33 does: it writes them to buffers of one step's tokens without a bound."""
+        levels, running, room = self.levels(draft), scheduler.max_num_seqs, scheduler.max_num_batched_tokens
         rows = levels + (not self.samples_anchor(draft))
         if nodes <= levels:
             raise ValueError(
                 f"speculative_config['num_speculative_tokens']={nodes} is too small on Model Runner V2 for a head that "
                 f"predicts {levels} tokens at once, each with a slot of the cache; give at least {1 + levels}"
             )
-        if requests * rows > room:
-            raise ValueError(
-                f"max_num_seqs={requests} does not fit max_num_batched_tokens={room} on Model Runner V2: {self.title} "
-                f"reads {rows} tokens of every request in one forward, {requests * rows} of all; lower the first to "
-                f"{room // rows}, or raise the second to {requests * rows}"
+        running = min(running, scheduler.max_num_active_seqs or running)
+        if running * rows > room:
+            scheduler.max_num_active_seqs = room // rows
+            logger.warning(
+                "%s reads %d tokens of every request in one forward: of %d requests %d run at once "
+                "(max_num_active_seqs), as many as fit max_num_batched_tokens=%d; raise that to %d to run all",
+                self.title.capitalize(),
+                rows,
+                running,
+                room // rows,
+                room,
+                running * rows,
             )
 
     def lattice(self, model: Any, config: Any, vocabulary: int, scores: Scores) -> Marginals:

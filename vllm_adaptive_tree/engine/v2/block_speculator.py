@@ -1,12 +1,14 @@
 """DFlash, DFlash2, LiLiCorr and DSpark heads on Model Runner V2: vLLM's forward over the block, and trees from it."""
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 from vllm.v1.worker.gpu.spec_decode.dflash2.speculator import DFlash2Speculator
 from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
@@ -19,17 +21,22 @@ from vllm_adaptive_tree.engine.common.node_quota import MOST_TREES
 from vllm_adaptive_tree.engine.drafts.block import BlockHead
 from vllm_adaptive_tree.engine.drafts.parallel import as_vllm_drafts
 from vllm_adaptive_tree.engine.drafts.registry import kind_in
+from vllm_adaptive_tree.engine.v2.device import compiles
 from vllm_adaptive_tree.engine.v2.drafting import TargetOutput, TreeDrafting
+from vllm_adaptive_tree.engine.v2.graphs import ladder
 from vllm_adaptive_tree.registry import imported
 
 
 class BlockForward(DFlashSpeculator):
     """Block forward that samples nothing: its hidden states stay in a persistent buffer."""
 
+    vllm_config: Any
     resting = False
     """True if only the head's K/V is written."""
 
-    def __init__(self, vllm_config: Any, device: torch.device):
+    def __init__(self, vllm_config: Any, device: torch.device, rows: int):
+        """`rows`: most of a request in a step without prompts."""
+        self.rows = rows
         super().__init__(vllm_config, device)
         count = min(self.max_num_reqs, MOST_TREES) * self.num_speculative_steps
         self.predicting = torch.zeros(count, self.draft_model_config.get_hidden_size(), dtype=self.dtype, device=device)
@@ -40,6 +47,21 @@ class BlockForward(DFlashSpeculator):
             return
         kept = self.predicting[: num_reqs * self.num_speculative_steps]
         kept.copy_(self._run_model(*rest, **options)[self.sample_indices[: len(kept)]])
+
+    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
+        """Create vLLM's manager for the numbers of requests that the trees' graphs have: by the sizes of the target's
+        rows the fullest batch may have none."""
+        given, most = self.vllm_config, min(self.max_num_reqs, MOST_TREES)
+        self.vllm_config = copy.copy(given)
+        compilation = self.vllm_config.compilation_config = copy.copy(given.compilation_config)
+        compilation.cudagraph_capture_sizes = [self.num_query_per_req * requests for requests in ladder(most)]
+        compilation.max_cudagraph_capture_size = compilation.cudagraph_capture_sizes[-1]
+        super().init_cudagraph_manager(cudagraph_mode)
+        self.vllm_config = given
+
+    def _num_graph_context_tokens(self, num_reqs: int) -> int:
+        """Rows whose K/V a whole graph writes, of vLLM's chain or of a tree."""
+        return min(num_reqs * self.rows, self.max_num_tokens)
 
     @property
     def tokens(self) -> Tensor:
@@ -73,7 +95,8 @@ class BlockSpeculator(TreeDrafting, DraftModelSpeculator):
         kind, levels = kind_in(runner.options), runner.options.levels
         assert isinstance(kind, BlockHead)
         self.kind, forward = kind, imported(kind.forward)
-        self.block: BlockForward = forward(as_vllm_drafts(vllm_config, kind.method, levels), device)
+        rows = 1 + runner.options.num_speculative_tokens
+        self.block: BlockForward = forward(as_vllm_drafts(vllm_config, kind.method, levels), device, rows)
         TreeDrafting.__init__(self, runner, req_states)
         self.block_levels, self.vocabulary = levels, vllm_config.model_config.get_vocab_size()
         self.limit = min(self.block.draft_model_config.max_model_len, self.block.max_model_len)
@@ -108,9 +131,18 @@ class BlockSpeculator(TreeDrafting, DraftModelSpeculator):
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
         self.block.set_attn(*args, **kwargs)
 
-    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         super().init_cudagraph_manager(cudagraph_mode)
-        self.block.init_cudagraph_manager(cudagraph_mode)
+        self.block.init_cudagraph_manager(cudagraph_mode if compiles(self.device) else CUDAGraphMode.NONE)
+        # vLLM's profile frees the managers that are a speculator's own attributes, so this holds the only reference.
+        self.block_graphs: Any = self.block.query_cudagraph_manager
+        self.block.query_cudagraph_manager = weakref.proxy(self.block_graphs)
+
+    def capture(self) -> None:
+        """Record vLLM's graphs of the block, the K/V of its context with it, and those of the trees."""
+        if self.block_graphs.needs_capture():
+            self.block.capture()
+        super().capture()
 
     def observe_verification(self, *args: Any, **kwargs: Any) -> None:
         """Ignore vLLM's estimate of acceptance, which only adaptive verification reads."""
@@ -121,8 +153,10 @@ class BlockSpeculator(TreeDrafting, DraftModelSpeculator):
             step, (_, nodes) = self.accepted
             step.write_linear(batch.positions)
             path = step.path_rows(nodes, batch.num_tokens_after_padding)
-            auxiliary = [state[path] for state in auxiliary or ()]
-        self._propose(target, auxiliary)
+            auxiliary = [torch.cat(auxiliary, -1)[path]] if auxiliary else None
+        # The graphs hold the block too. vLLM 0.33 leaves the block out by itself if no drafts are asked for.
+        rests = {"is_profile": True, "num_speculative_tokens": 0} if self.block.resting else {}
+        self._propose(target, auxiliary, **rests)
 
     def rest(self, target: TargetOutput) -> None:
         self.block.resting = True
@@ -130,7 +164,15 @@ class BlockSpeculator(TreeDrafting, DraftModelSpeculator):
         self.block.resting = False
 
     def dummy_run(self, target: TargetOutput, *, without_attention: bool) -> None:
-        self._propose(target, target.auxiliary, dummy_run=True, skip_attn_for_dummy_run=without_attention)
+        """While vLLM measures memory the lattice of the largest batch is there too. A dummy batch may have more
+        requests than ever run at once."""
+        most = self.block.max_num_tokens // self.num_query_per_req
+        batch = copy.copy(target.batch)
+        batch.num_reqs = min(batch.num_reqs, most)
+        shown = target._replace(batch=batch)
+        self._propose(shown, target.auxiliary, dummy_run=True, skip_attn_for_dummy_run=without_attention)
+        if without_attention:
+            self.roots(min(most, self.most_trees))
 
     def _propose(self, target: TargetOutput, auxiliary: list[Tensor] | None, **options: Any) -> None:
         batch = target.batch
