@@ -6,8 +6,9 @@
 The client is vLLM's own (`vllm bench serve`, dataset `custom`, streamed), a server is `vllm serve` as a user starts it,
 in bfloat16 and compiled. Questions are HumanEval's and those that `examples/chat_texts.py` has held out, in the model's
 chat template, each for as long as the model answers, at most `--tokens`, at T = 0. All servers live side by side, and
-the client goes from one to the next with the same questions, so that a machine that drifts drifts for all of them. The
-first round of each number of clients is a warm-up and does not count. Run nothing beside it.
+the client goes from one to the next with the same questions, so that a machine that drifts drifts for all of them. No
+question comes twice: with an EAGLE head vLLM finds a block less of it in its prefix cache than without. The first round
+of each number of clients is a warm-up and does not count. Run nothing beside it.
 """
 
 import argparse
@@ -24,6 +25,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -144,8 +146,9 @@ def main() -> None:
     from vllm_adaptive_tree.models.fetch import fetch
 
     model = str(options.model or fetch("smollm2", cache_folder() / "models", say=print).folder)
-    texts = list(chat_prompts(Path(model), humaneval(options.humaneval, 48) + held_out(options.chat, 48)))
-    found = list[dict[str, Any]]()
+    texts = list(chat_prompts(Path(model), humaneval(options.humaneval, 164) + held_out(options.chat, 48)))
+    random.Random(0).shuffle(texts)
+    questions, found = iter(texts), list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         urls = {
             name: stack.enter_context(serving(model, spec, Path(folder, name)))
@@ -156,7 +159,7 @@ def main() -> None:
             rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in urls}
             for number in range(ROUNDS):
                 dataset = Path(folder, f"{number}.jsonl")
-                chosen = random.Random(number).sample(texts, REQUESTS[clients])
+                chosen = islice(questions, REQUESTS[clients])
                 dataset.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in chosen))
                 for name, url in urls.items():
                     rounds[name].append(bench(url, model, dataset, clients, options.tokens))
