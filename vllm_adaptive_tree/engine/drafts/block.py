@@ -135,12 +135,12 @@ class BlockHead(OneForward):
         if running * rows > room:
             scheduler.max_num_active_seqs = room // rows
             logger.warning(
-                "%s reads %d tokens of every request in one forward: of %d requests %d run at once "
-                "(max_num_active_seqs), as many as fit max_num_batched_tokens=%d; raise that to %d to run all",
-                self.title.capitalize(),
-                rows,
+                "of %d requests %d run at once (max_num_active_seqs): %s reads %d tokens of each in one forward, and "
+                "max_num_batched_tokens=%d; raise that to %d to run all",
                 running,
                 room // rows,
+                self.title,
+                rows,
                 room,
                 running * rows,
             )
