@@ -12,9 +12,10 @@ from vllm_adaptive_tree.engine.v1.budget import HostBudget
 from vllm_adaptive_tree.engine.v1.clock import PhaseClock
 
 
-def test_planning_is_no_time_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trial plans in each step, and a draft that pays in few: it would count against the draft."""
-    now, told = [0.0], list[float]()
+def test_the_times_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What grows with the rows is verification: without acceptance, rows of 49,152 logits would look too cheap.
+    Planning is no time of a step: a trial plans in each, and a draft that pays in few."""
+    now, told = [0.0], list[tuple[float, float]]()
 
     class Slow(Budget):
         def begin(self, greedy: Any) -> Plan:
@@ -22,7 +23,7 @@ def test_planning_is_no_time_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
             return self.plan
 
         def observe_step(self, rows: int, context: int, forward: float, rest: float, **_: Any) -> None:
-            told.append(rest)
+            told.append((forward, rest))
 
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(module, "number_from_rank_0", lambda number: number)
@@ -30,8 +31,8 @@ def test_planning_is_no_time_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     step: Any = SimpleNamespace(row_count=[1, 1], computed=[3, 4])
     for _ in range(2):
         budget.begin_step()
-        budget.clock.seconds["verify"] = 2.0
+        budget.clock.seconds.update(verify=2.0, accept=0.5, commit=0.25)
         now[0] += 3.0
         budget.begin_levels([True, True])
         budget.end_step(step)
-    assert told == [1.0, 1.0]
+    assert told == [(2.75, 0.25)] * 2

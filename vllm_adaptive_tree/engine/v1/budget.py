@@ -175,7 +175,8 @@ class HostBudget(BatchBudget):
         plain = self.has_lookup_trees or rows == len(step.row_count)
         drafted = True if seconds["tree"] and not self.has_lookup_trees else False if plain else None
         drafting = self.draft_seconds if drafted else seconds["draft"]
-        rest = time.perf_counter() - self.started - seconds["verify"] - drafting - self.planning_seconds
+        verifying = seconds["verify"] + seconds["accept"] + seconds["commit"]  # each grows with the rows
+        rest = time.perf_counter() - self.started - verifying - drafting - self.planning_seconds
         self.budget.observe_step(
-            rows, sum(step.computed), seconds["verify"], rest, drafted=drafted, reading=self.prompt_seconds
+            rows, sum(step.computed), verifying, rest, drafted=drafted, reading=self.prompt_seconds
         )
