@@ -134,7 +134,7 @@ def main() -> None:
                 options.plain.write_text(json.dumps(plain))
                 continue
             row = compared(plain[f"{temperature}"], answers, None if temperature else margins)
-            rows.append({"configuration": name, "temperature": temperature, **row})
+            rows.append({"configuration": name, "temperature": temperature, "tokens": options.tokens, **row})
             print(rows[-1], flush=True)
             save(options.out, rows)
         llm.llm_engine.engine_core.shutdown()

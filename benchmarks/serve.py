@@ -4,11 +4,12 @@
         --out benchmarks/results/serve.json
 
 The client is vLLM's own (`vllm bench serve`, dataset `custom`, streamed), a server is `vllm serve` as a user starts it,
-in bfloat16 and compiled. Questions are HumanEval's and those that `examples/chat_texts.py` has held out, in the model's
-chat template, each for as long as the model answers, at most `--tokens`, at T = 0. All servers live side by side, and
-the client goes from one to the next with the same questions, so that a machine that drifts drifts for all of them. No
-question comes twice: with an EAGLE head vLLM finds a block less of it in its prefix cache than without. The first round
-of each number of clients is a warm-up and does not count. Run nothing beside it.
+in bfloat16 and compiled; without AVX-512 ask for float32. Questions are HumanEval's and those that
+`examples/chat_texts.py` has held out, in the model's chat template, each for as long as the model answers, at most
+`--tokens`, at T = 0. All servers live side by side, and the client goes from one to the next with the same questions,
+so that a machine that drifts drifts for all of them. No question comes twice: with an EAGLE head vLLM finds a block
+less of it in its prefix cache than without. The first round of each number of clients is a warm-up and does not count.
+Run nothing beside it.
 """
 
 import argparse
@@ -57,13 +58,13 @@ def configurations(head: str) -> dict[str, dict[str, Any] | None]:
 
 
 @contextlib.contextmanager
-def serving(target: str, spec: dict[str, Any] | None, log: Path) -> Iterator[str]:
+def serving(target: str, spec: dict[str, Any] | None, dtype: str, log: Path) -> Iterator[str]:
     """Address of a healthy server."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", target, "--port", str(port)]
-    command += ["--host", "127.0.0.1", "--dtype", "bfloat16", "--max-model-len", "1024", "--served-model-name", "demo"]
+    command += ["--host", "127.0.0.1", "--dtype", dtype, "--max-model-len", "1024", "--served-model-name", "demo"]
     command += ["--max-num-seqs", str(SEATS)]
     if spec is not None:
         command += ["--speculative-config", json.dumps(spec), "--per-request-spec-decode-metrics", "summary"]
@@ -134,9 +135,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="folder of the model (default: fetched, or as fetched before)")
     parser.add_argument("--humaneval", type=Path, required=True, help="HumanEval.jsonl.gz")
-    parser.add_argument("--chat", type=Path, required=True, help="held_out.json of examples/chat_texts.py")
+    parser.add_argument("--chat", type=Path, help="held_out.json of examples/chat_texts.py (default: HumanEval alone)")
     parser.add_argument("--clients", type=int, nargs="+", choices=REQUESTS, default=[*REQUESTS])
     parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--only", nargs="+", default=[""], help="rows whose names contain one of these")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -146,12 +148,13 @@ def main() -> None:
     from vllm_adaptive_tree.models.fetch import fetch
 
     model = str(options.model or fetch("smollm2", cache_folder() / "models", say=print).folder)
-    texts = list(chat_prompts(Path(model), humaneval(options.humaneval, 164) + held_out(options.chat, 48)))
+    chat = held_out(options.chat, 48) if options.chat else []
+    texts = list(chat_prompts(Path(model), humaneval(options.humaneval, 164) + chat))
     random.Random(0).shuffle(texts)
     questions, found = iter(texts), list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         urls = {
-            name: stack.enter_context(serving(model, spec, Path(folder, name)))
+            name: stack.enter_context(serving(model, spec, options.dtype, Path(folder, name)))
             for name, spec in configurations(SMOLLM2_HEAD).items()
             if name == PLAIN or any(part in name for part in options.only)
         }

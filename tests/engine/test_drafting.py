@@ -59,9 +59,13 @@ def test_path_probabilities_are_the_draft_s(engines: Engines, monkeypatch: pytes
         return rows, state
 
     monkeypatch.setattr(runner.drafter, "grow", checked)
+    asked: list[bool] = []  # draft tokens come with the output of a step: no second call to the worker
+    executor = llm.llm_engine.engine_core.engine_core.model_executor
+    monkeypatch.setattr(executor, "take_draft_token_ids", lambda: asked.append(True))
     prompts = [PROMPTS[0], PROMPTS[2], PROMPTS[9]]  # of unequal lengths, so that a context tells its request
     generate(llm, prompts, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
     assert len(seen) > 15
+    assert not asked
 
     draft = AutoModelForCausalLM.from_pretrained(DRAFT, dtype=torch.float32)
     deepest = 0

@@ -8,6 +8,9 @@ CONFIG_KEY = "adaptive_tree"
 MARK = "_adaptive_tree"
 """Attribute of a wrapped function (True), and of the SpeculativeConfig of a tree method (a `mark.Mark`)."""
 
+DRAFTS = "_adaptive_tree_drafts"
+"""Attribute of a ModelRunnerOutput, and of the scheduler that has read it: the next step's draft tokens."""
+
 STREAMS = "_adaptive_tree_streams"
 """Attribute of the ModelConfig of a tree method's target, where parsers get one token per delta: the server's default
 sampling parameters."""

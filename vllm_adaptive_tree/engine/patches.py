@@ -6,7 +6,7 @@ from functools import wraps
 from types import ModuleType
 from typing import Any
 
-from vllm_adaptive_tree.engine.names import CONFIG_KEY, MARK, STREAMS
+from vllm_adaptive_tree.engine.names import CONFIG_KEY, DRAFTS, MARK, STREAMS
 from vllm_adaptive_tree.version import pip_install
 from vllm_adaptive_tree.versions import is_supported, window
 
@@ -23,6 +23,7 @@ PATCHES = {
         "a path ends where its request stops, and vLLM's own figures count verified nodes, not the places that are "
         "reserved"
     ),
+    "EngineCore.post_step": "draft tokens come with a step's output, and need no second call to the worker",
     "StructuredOutputManager.validate_tokens": (
         "a mask for each node, and nothing is cut as if a tree were a chain (also grammar_bitmask, accept_tokens and "
         "Scheduler.get_grammar_bitmask)"
@@ -51,6 +52,7 @@ def install() -> None:
         patch_context_limit()
         patch_prometheus_logger()
         patch_scheduler()
+        patch_engine_core()
         patch_structured_outputs()
         patch_parsers()
 
@@ -142,10 +144,33 @@ def patch_scheduler() -> None:
         outputs = original(self, scheduler_output, model_runner_output)
         if steps is not None:
             steps.correct(outputs)
+        setattr(self, DRAFTS, getattr(model_runner_output, DRAFTS, None))
         return outputs
 
     setattr(update_from_output, MARK, True)
     Scheduler.update_from_output = update_from_output
+
+
+def patch_engine_core() -> None:
+    """Wrap `EngineCore.post_step`: draft tokens that came with the output of a step go to the scheduler from there. The
+    call that asks a worker in another process for them takes milliseconds on a busy host."""
+    from vllm.v1.engine.core import EngineCore
+
+    original = EngineCore.post_step
+    if getattr(original, MARK, False):
+        return
+
+    @wraps(original)
+    def post_step(self: Any, model_executed: bool) -> None:
+        drafts = getattr(self.scheduler, DRAFTS, None)
+        if drafts is None:
+            original(self, model_executed)
+            return
+        setattr(self.scheduler, DRAFTS, None)
+        self.scheduler.update_draft_token_ids(drafts)
+
+    setattr(post_step, MARK, True)
+    EngineCore.post_step = post_step
 
 
 def patch_structured_outputs() -> None:

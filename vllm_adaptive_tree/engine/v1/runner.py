@@ -18,6 +18,7 @@ from vllm_adaptive_tree.engine.grammar.copies import Grammars
 from vllm_adaptive_tree.engine.grammar.structured_outputs import acceptable_of, masks_of
 from vllm_adaptive_tree.engine.grammar.walk import TreeTokens
 from vllm_adaptive_tree.engine.metrics.step_record import step_record
+from vllm_adaptive_tree.engine.names import DRAFTS
 from vllm_adaptive_tree.engine.patches import swapped
 from vllm_adaptive_tree.engine.startup.cost_profile import CostProfile
 from vllm_adaptive_tree.engine.startup.finish import check_ranks, draft_memory, tree_options
@@ -151,6 +152,7 @@ class TreeModelRunner(CPUModelRunner):
         self.engine.end()
         if verification is not None:
             output.cudagraph_stats = self.engine.figures(verification).stat()
+            setattr(output, DRAFTS, self.take_draft_token_ids())
         if self.profile is not None:
             self.profile.tick()
         return output
