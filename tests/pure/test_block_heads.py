@@ -169,6 +169,35 @@ def test_the_checkpoint(tmp_path: Path) -> None:
         checkpoint.read_block(tmp_path / "head", len(LAYERS))
 
 
+def test_a_head_with_a_vocabulary_of_its_own(tmp_path: Path) -> None:
+    ids = torch.tensor([1, 4, 5, 9, 20])
+    teacher = BlockTeacher(target_of(), LAYERS, BLOCK.depth, BLOCK.mask, ids)
+    size = Dimensions.of(config_of().to_dict())
+    head = BlockHead(size, len(LAYERS), BLOCK, len(ids))
+    tokens = torch.randint(VOCABULARY, (3, 12), generator=torch.Generator().manual_seed(2))
+    teacher.initialise(head, tokens.flatten())
+    assert head.lm_head is not None
+    assert head.lm_head.weight.equal(teacher.target.lm_head.weight[ids])
+    whole = BlockHead(size, len(LAYERS), BLOCK)
+    BlockTeacher(teacher.target, LAYERS, BLOCK.depth, BLOCK.mask).initialise(whole, tokens.flatten())
+    assert head.markov_head.markov_w2.weight.equal(whole.markov_head.markov_w2.weight[ids])
+    lesson = teacher(tokens)
+    loss, agreement = teacher.loss(head, lesson, BLOCK.depth)
+    logits = F.linear(head(lesson.auxiliary, lesson.embedded, lesson.roots), head.lm_head.weight)
+    biased = logits + head.markov_head(lesson.before)
+    hits = (ids[biased.argmax(-1)] == lesson.law.best).float().mean((0, 1))
+    torch.testing.assert_close(agreement, hits)
+    assert loss.isfinite()
+    checkpoint.write_block(tmp_path / "head", head, config_of().to_dict(), LAYERS, ids)
+    weights = load_file(tmp_path / "head" / "model.safetensors")
+    assert (weights["d2t"] + torch.arange(len(ids))).equal(ids)
+    assert weights["t2d"].nonzero().flatten().equal(ids)
+    assert weights["lm_head.weight"].shape == (len(ids), 32)
+    assert json.loads((tmp_path / "head" / "config.json").read_text())["draft_vocab_size"] == len(ids)
+    read = checkpoint.read_block(tmp_path / "head", len(LAYERS))
+    assert read.markov_head.markov_w2.weight.shape == (len(ids), BLOCK.rank)
+
+
 def test_a_head_learns(monkeypatch: pytest.MonkeyPatch) -> None:
     """A target without context: its next token depends on the last one, which the bias can know."""
     monkeypatch.setattr(block_training, "SPACING", 4)

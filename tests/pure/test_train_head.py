@@ -287,7 +287,7 @@ def test_the_token_of_places_that_are_predicted() -> None:
     [
         ["--layers", "2"],
         ["--markov-rank", "8"],
-        ["--kind", "dspark", "--draft-vocab", "20"],
+        ["--kind", "layers", "--draft-vocab", "20"],
         ["--kind", "layers", "--steps-unrolled", "2"],
     ],
 )

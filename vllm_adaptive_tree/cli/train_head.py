@@ -156,7 +156,7 @@ def _train(options: argparse.Namespace) -> None:
     if options.kind == "eagle3":
         draft = eagle3_head(target, config, layers, ids)
     elif options.kind == "dspark":
-        draft = block_head(target, config, layers, block, tokens)
+        draft = block_head(target, config, layers, ids, block, tokens)
     else:
         draft = target_layers(target, config, count)
     training, saved = Training(draft.module, draft.teacher, tokens, held_out, recipe, state), state / "state.pt"
@@ -183,7 +183,7 @@ def _of_its_kind(options: argparse.Namespace) -> None:
     """Check for options of the other kind; raises ValueError for one."""
     wrong = {
         "eagle3": ("layers", "markov_rank"),
-        "dspark": ("draft_vocab",),
+        "dspark": (),
         "layers": ("steps_unrolled", "markov_rank", "draft_vocab", "auxiliary_layers"),
     }[options.kind]
     for name in wrong:

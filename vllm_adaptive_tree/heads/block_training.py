@@ -33,11 +33,12 @@ class BlockTeacher:
     Args:
         layers: the target's layers whose inputs the head reads.
         depth, mask: as in `Block`.
+        draft_ids: [D] int64, the ids of the head's own vocabulary; None: it is the target's.
     """
 
-    def __init__(self, target: Any, layers: Sequence[int], depth: int, mask: int):
-        self.observe = Observer(target, layers)
-        self.target, self.depth, self.mask = self.observe.target, depth, mask
+    def __init__(self, target: Any, layers: Sequence[int], depth: int, mask: int, draft_ids: Tensor | None = None):
+        self.observe = Observer(target, layers, draft_ids)
+        self.target, self.depth, self.mask, self.draft_ids = self.observe.target, depth, mask, draft_ids
 
     def __call__(self, tokens: Tensor, seen: Observation | None = None, roots: Tensor | None = None) -> BlockLesson:
         """Lesson of `tokens` [B, T], by default at every eighth token with K more after it.
@@ -64,13 +65,15 @@ class BlockTeacher:
             head.norm.weight.copy_(self.target.model.norm.weight)
             head.fc.weight.zero_()
             head.fc.weight[:, -width:].copy_(torch.eye(width))
+            if head.lm_head is not None:
+                head.lm_head.weight.copy_(self.target.lm_head.weight[self.draft_ids])
             vocabulary = self.target.config.vocab_size
             if vocabulary > MOST_COUNTED:
                 head.markov_head.markov_w2.weight.zero_()
                 return
             left, right = low_rank(pointwise(tokens, vocabulary), head.block.rank)
             head.markov_head.markov_w1.weight.copy_(left)
-            head.markov_head.markov_w2.weight.copy_(right)
+            head.markov_head.markov_w2.weight.copy_(right if self.draft_ids is None else right[self.draft_ids])
 
     def loss(self, head: BlockHead, lesson: BlockLesson, steps: int) -> tuple[Tensor, Tensor]:
         """Cross-entropy with the target's distributions, with the bias and without; and agreement by depth [K].
@@ -78,14 +81,18 @@ class BlockTeacher:
         Agreement is of the most probable token, with the bias, after the text's own tokens.
         """
         normed = head(lesson.auxiliary, lesson.embedded, lesson.roots)
-        marginal = F.linear(normed, self.target.lm_head.weight).float()
+        output = self.target.lm_head.weight if head.lm_head is None else head.lm_head.weight
+        marginal = F.linear(normed, output).float()
         total, agreement = torch.zeros(()), []
         for depth in range(steps):
             law, alone = Law(*(part[:, :, depth] for part in lesson.law)), marginal[:, :, depth]
             biased = alone + head.markov_head(lesson.before[:, :, depth]).float()
             loss = law.cross_entropy(biased) + MARGINAL * law.cross_entropy(alone)
             total = total + DEPTH_WEIGHT**depth * loss / (1 + MARGINAL)
-            agreement.append((biased.argmax(-1) == law.best).float().mean())
+            best = biased.argmax(-1)
+            if self.draft_ids is not None:
+                best = self.draft_ids[best]
+            agreement.append((best == law.best).float().mean())
         return total / sum(DEPTH_WEIGHT**depth for depth in range(steps)), torch.stack(agreement)
 
 

@@ -14,6 +14,7 @@ from vllm_adaptive_tree.heads.dspark import Block, BlockHead
 from vllm_adaptive_tree.heads.eagle3 import Dimensions, Head
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
+MAP = "d2t", "t2d"  # as `tables` gives them
 LAYERED = ("num_hidden_layers", "layer_types")  # keys of a configuration that speak of layers
 
 
@@ -25,29 +26,28 @@ def write(folder: Path, head: Head, target: Mapping[str, Any], layers: Sequence[
         layers: of the target, whose inputs the head reads.
         draft_ids: [D] int64, ascending: the target's ids of the head's own vocabulary.
     """
-    size = Dimensions.of(target)
-    tensors = _tensors(head)
-    if draft_ids is not None:
-        offsets, member = tables(draft_ids, size.vocabulary)
-        tensors |= {"d2t": offsets, "t2d": member}
+    vocabulary = Dimensions.of(target).vocabulary
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         "dtype": "bfloat16",
         "num_hidden_layers": 1,
         **_shape(target),
-        "draft_vocab_size": size.vocabulary if draft_ids is None else len(draft_ids),
+        "draft_vocab_size": vocabulary if draft_ids is None else len(draft_ids),
         "tie_word_embeddings": False,
         # Model Runner V2 reads the first, the head's class the second
         "eagle_aux_hidden_state_layer_ids": list(layers),
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(layers)},
         **_special(target),
     }
-    _save(folder, tensors, config)
+    _save(folder, _tensors(head) | _map(draft_ids, vocabulary), config)
 
 
-def write_block(folder: Path, head: BlockHead, target: Mapping[str, Any], layers: Sequence[int]) -> None:
-    """Write the files of a one-forward head. vLLM's DFlash reads them too, without `markov_head`.
+def write_block(
+    folder: Path, head: BlockHead, target: Mapping[str, Any], layers: Sequence[int], draft_ids: Tensor | None = None
+) -> None:
+    """Write the files of a one-forward head; arguments as for `write`. vLLM's DFlash reads them too, without
+    `markov_head`.
 
     The block begins with the root, which predicts nothing (`sample_from_anchor` false), so `block_size` is 1 + K.
     """
@@ -58,7 +58,7 @@ def write_block(folder: Path, head: BlockHead, target: Mapping[str, Any], layers
         "dtype": "bfloat16",
         "num_hidden_layers": block.layers,
         **_shape(target),
-        "draft_vocab_size": target["vocab_size"],
+        "draft_vocab_size": target["vocab_size"] if draft_ids is None else len(draft_ids),
         "tie_word_embeddings": False,
         "attention_bias": False,
         "block_size": 1 + block.depth,
@@ -71,7 +71,7 @@ def write_block(folder: Path, head: BlockHead, target: Mapping[str, Any], layers
         "dflash_config": {"mask_token_id": block.mask, "target_layer_ids": [layer - 1 for layer in layers]},
         **_special(target),
     }
-    _save(folder, _tensors(head), config)
+    _save(folder, _tensors(head) | _map(draft_ids, target["vocab_size"]), config)
 
 
 def write_layers(folder: Path, draft: Any, target: Mapping[str, Any]) -> None:
@@ -98,8 +98,10 @@ def read_block(folder: Path, auxiliary: int) -> BlockHead:
     if config["architectures"] != ["Qwen3DSparkModel"] or config.get("sample_from_anchor", True):
         raise ValueError(f"{folder} holds no head that `train-head --kind dspark` has written")
     block = Block(config["num_hidden_layers"], config["block_size"] - 1, config["markov_rank"], config["mask_token_id"])
-    head = BlockHead(Dimensions.of(config), auxiliary, block)
-    head.load_state_dict({name: tensor.float() for name, tensor in load_file(folder / WEIGHTS).items()})
+    drafted = None if config["draft_vocab_size"] == config["vocab_size"] else config["draft_vocab_size"]
+    head = BlockHead(Dimensions.of(config), auxiliary, block, drafted)
+    tensors = load_file(folder / WEIGHTS)
+    head.load_state_dict({name: tensor.float() for name, tensor in tensors.items() if name not in MAP})
     return head
 
 
@@ -125,6 +127,11 @@ def _special(target: Mapping[str, Any]) -> dict[str, Any]:
 
 def _tensors(head: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in head.state_dict().items()}
+
+
+def _map(draft_ids: Tensor | None, vocabulary: int) -> dict[str, Tensor]:
+    """Tensors that say which tokens a draft knows; none if it knows all."""
+    return {} if draft_ids is None else dict(zip(MAP, tables(draft_ids, vocabulary), strict=True))
 
 
 def _save(folder: Path, tensors: dict[str, Tensor], config: Mapping[str, Any]) -> None:

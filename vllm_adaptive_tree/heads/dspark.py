@@ -76,21 +76,22 @@ class BlockLayer(nn.Module):
 
 
 class MarkovHead(nn.Module):
-    """Bias [.., V] by the token before: W2 W1[token]."""
+    """Bias [.., V or D] by the token before: W2 W1[token]."""
 
-    def __init__(self, vocabulary: int, rank: int):
+    def __init__(self, vocabulary: int, drafted: int, rank: int):
         super().__init__()
         self.markov_w1 = nn.Embedding(vocabulary, rank)
-        self.markov_w2 = nn.Linear(rank, vocabulary, bias=False)
+        self.markov_w2 = nn.Linear(rank, drafted, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.markov_w2(self.markov_w1(tokens))
 
 
 class BlockHead(nn.Module):
-    """One-forward head. Parameters have the names of vLLM's checkpoints; embedding and output are the target's."""
+    """One-forward head. Parameters have the names of vLLM's checkpoints; the embedding is the target's.
+    `draft_vocabulary`: as in `eagle3.Head`."""
 
-    def __init__(self, size: Dimensions, auxiliary: int, block: Block):
+    def __init__(self, size: Dimensions, auxiliary: int, block: Block, draft_vocabulary: int | None = None):
         super().__init__()
         self.block = block
         self.fc = nn.Linear(auxiliary * size.hidden, size.hidden, bias=False)
@@ -100,7 +101,8 @@ class BlockHead(nn.Module):
             layer.self_attn.k_norm = layers[0].self_attn.k_norm
         self.layers = nn.ModuleList(layers)
         self.norm = Norm(size.hidden, size.eps)
-        self.markov_head = MarkovHead(size.vocabulary, block.rank)
+        self.lm_head = None if draft_vocabulary is None else nn.Linear(size.hidden, draft_vocabulary, bias=False)
+        self.markov_head = MarkovHead(size.vocabulary, draft_vocabulary or size.vocabulary, block.rank)
 
     def forward(self, auxiliary: Tensor, embedded: Tensor, roots: Tensor) -> Tensor:
         """Normed states, for the output matrix: row j - 1 predicts the j-th token after the root.

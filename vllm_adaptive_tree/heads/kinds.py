@@ -35,12 +35,20 @@ def eagle3_head(target: Any, config: Mapping[str, Any], layers: Sequence[int], d
     return Draft(head, teacher, lambda folder: checkpoint.write(folder, head, config, layers, draft_ids))
 
 
-def block_head(target: Any, config: Mapping[str, Any], layers: Sequence[int], block: Block, tokens: Tensor) -> Draft:
-    """One-forward head of `target`; its bias begins with the pairs of `tokens`, a flat text."""
-    teacher = BlockTeacher(target, layers, block.depth, block.mask)
-    head = BlockHead(Dimensions.of(config), len(layers), block)
+def block_head(
+    target: Any,
+    config: Mapping[str, Any],
+    layers: Sequence[int],
+    draft_ids: Tensor | None,
+    block: Block,
+    tokens: Tensor,
+) -> Draft:
+    """One-forward head of `target`, arguments as for `eagle3_head`; its bias begins with the pairs of `tokens`, a flat
+    text."""
+    teacher = BlockTeacher(target, layers, block.depth, block.mask, draft_ids)
+    head = BlockHead(Dimensions.of(config), len(layers), block, None if draft_ids is None else len(draft_ids))
     teacher.initialise(head, tokens)
-    return Draft(head, teacher, lambda folder: checkpoint.write_block(folder, head, config, layers))
+    return Draft(head, teacher, lambda folder: checkpoint.write_block(folder, head, config, layers, draft_ids))
 
 
 def target_layers(target: Any, config: Mapping[str, Any], count: int) -> Draft:
