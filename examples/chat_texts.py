@@ -111,7 +111,14 @@ def main() -> None:
     questions = options.out / "held_out.json"
     held_out: dict[str, list[str]] = json.loads(questions.read_text()) if questions.exists() else {}
     known = functions()
-    model = LLM(options.model, dtype="float32", max_model_len=2048, max_num_seqs=options.requests, enforce_eager=True)
+    model = LLM(
+        options.model,
+        dtype="float32",
+        max_model_len=2048,
+        max_num_seqs=options.requests,
+        enforce_eager=True,
+        gpu_memory_utilization=0.4,  # leaves room for another engine beside it
+    )
     for number in range(options.chats // CHUNK):
         if f"{number:04}" in held_out:
             continue
