@@ -1,6 +1,6 @@
 """Resolution of options to a pair of proposer and acceptance rule, and to a verdict if that pair is lossless."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 from vllm_adaptive_tree.acceptance import RULES, Kind, Rule, TargetOnly
@@ -18,6 +18,11 @@ class Pair(NamedTuple):
     most: int  # the most children of a node
     init_width: int = 1  # first-layer tokens that the target samples itself; they are emitted in the next step
     looks_up: bool = False  # the draft is a look-up, and the best of its continuations are the tree: nothing grows
+
+    @property
+    def chains(self) -> bool:
+        """True if no tree branches."""
+        return self.most == 1 and self.init_width == 1
 
     @property
     def lossless(self) -> bool:
@@ -87,6 +92,22 @@ def resolve(options: TreeOptions) -> Pair:
         loss = f"{name} with {proposer.kind} children changes the target's distribution"
     most = min(proposer.max_children, options.num_speculative_tokens)
     return Pair(proposer, name, rule, loss, most, init_width, looks_up and rule is TargetOnly)
+
+
+def as_chains(options: TreeOptions) -> TreeOptions:
+    """Return options with which no tree branches.
+
+    Raises:
+        ValueError: the method cannot be told to.
+    """
+    narrow: Any = {field.name: 1 for field in fields(options.tree) if field.name == "max_children"}
+    options = replace(options, tree=replace(options.tree, **narrow))
+    if not resolve(options).chains:
+        raise ValueError(
+            f"speculative_config['method']: {options.method!r} drafts branches, and the target keeps a recurrent state "
+            "of one sequence a request; use 'adaptive_tree', which then drafts chains, or a 'shape' such as [1, 1, 1]"
+        )
+    return options
 
 
 def verifiable_lookup(draft: Any, pair: Pair) -> Lookup | None:

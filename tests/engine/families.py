@@ -37,11 +37,13 @@ class Family:
     fields: dict[str, Any] = field(default_factory=dict)
     arguments: dict[str, Any] = field(default_factory=dict)  # of the engine
     quantise: Callable[[Path], None] | None = None  # the checkpoint
+    hybrid: bool = False  # its trees are chains, on Model Runner V1
 
     @property
     def groups(self) -> int:
-        """Number of groups of layers that share a block table."""
-        return len(set(self.fields.get("layer_types", [""])))
+        """Number of groups of layers that share a block table; those of a hybrid have one layer each."""
+        layers: list[str] = self.fields.get("layer_types", [""])
+        return len(layers) if self.hybrid else len(set(layers))
 
     def built(self) -> PreTrainedConfig:
         return getattr(transformers, self.config)(**{**COMMON, **self.fields})
@@ -229,6 +231,26 @@ FAMILIES: dict[str, Family] = {
             "tie_word_embeddings": True,
             "logit_scale": 4.0,
         },
+    ),
+    "qwen3-next": Family(
+        "Qwen3NextConfig",
+        "gated delta nets but for the last layer, gated attention, 4 experts, 2 per token",
+        {
+            "head_dim": 64,
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 64,
+        },
+        # Rounded states would tell a step of several tokens from as many steps. A CPU keeps no states of prefixes.
+        {"dtype": "bfloat16", "mamba_ssm_cache_dtype": "float32", "enable_prefix_caching": False},
+        hybrid=True,
     ),
     "llama-fp8-kv": Family("LlamaConfig", "K/V in 8 bits", {"head_dim": 64}, {"kv_cache_dtype": "fp8"}),
     "llama-e5m2-kv": Family("LlamaConfig", "K/V in 8 bits", {"head_dim": 64}, {"kv_cache_dtype": "fp8_e5m2"}),

@@ -55,10 +55,13 @@ class Known(Lookup):
         return Continuations(found, weight)
 
 
-def known(texts: list[list[int]], folder: Path, nodes: int) -> dict[str, object]:
-    """A speculative_config with this draft."""
+def known(texts: list[list[int]], folder: Path, nodes: int, *, chains: bool = False) -> dict[str, object]:
+    """A speculative_config with this draft; `chains`: for a target whose trees are chains."""
     register("known", "tests.engine.known:Known")
     file = folder / "texts.json"
     file.write_text(json.dumps(texts))
-    options = {"budget": None, "texts": str(file), "threshold": 0, "draft_temperature": 1.0}
-    return {"method": "opt_tree", "model": "known", "num_speculative_tokens": nodes, "tree": options}
+    options: dict[str, object] = {"budget": None, "texts": str(file)}
+    if not chains:
+        options |= {"threshold": 0, "draft_temperature": 1.0}
+    method = "adaptive_tree" if chains else "opt_tree"
+    return {"method": method, "model": "known", "num_speculative_tokens": nodes, "tree": options}

@@ -27,6 +27,7 @@ LENGTHS = [29, 62, 97] if V2 else [29, 62, 40, 97]
 """Of the prompts; blocks have 32 tokens."""
 TOKENS, NODES = (16, 8) if V2 else (40, 12)
 PARAMS = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=2, detokenize=False)
+WITH_TREES = [name for name, one in FAMILIES.items() if not one.hybrid]
 CLOSE = 2
 """Units in the last place of a logit in bfloat16: tokens that are so close may change places."""
 
@@ -54,7 +55,7 @@ class Run:
         seed: int = 0,
         **arguments: Any,
     ):
-        self.engines, self.folder = engines, folder
+        self.engines, self.folder, self.family = engines, folder, family
         self.asked = prompts(lengths, family.built().vocab_size, seed)
         self.arguments: dict[str, Any] = {
             "model": family.saved(folder / "model", seed),
@@ -73,7 +74,8 @@ class Run:
         return [[*prompt, *output.token_ids] for prompt, output in zip(ids, self.plain, strict=True)]
 
     def trees(self, nodes: int = NODES) -> list[Any]:
-        llm = self.engines.start(known(self.texts(), self.folder, nodes), **self.arguments)
+        draft = known(self.texts(), self.folder, nodes, chains=self.family.hybrid)
+        llm = self.engines.start(draft, **self.arguments)
         return self.again(llm)
 
     def again(self, llm: Any) -> list[Any]:
@@ -84,7 +86,7 @@ class Run:
         return found
 
 
-@pytest.mark.parametrize("name", [n if n in SHORT else pytest.param(n, marks=pytest.mark.slow) for n in FAMILIES])
+@pytest.mark.parametrize("name", [n if n in SHORT else pytest.param(n, marks=pytest.mark.slow) for n in WITH_TREES])
 def test_identity(engines: Engines, name: str, tmp_path: Path) -> None:
     if V2 and "kv_cache_dtype" in FAMILIES[name].arguments:
         pytest.skip("refused on Model Runner V2")
@@ -101,7 +103,7 @@ def test_identity(engines: Engines, name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name, one in FAMILIES.items() if "dtype" not in one.arguments])
+@pytest.mark.parametrize("name", [name for name in WITH_TREES if "dtype" not in FAMILIES[name].arguments])
 def test_bfloat16(engines: Engines, name: str, tmp_path: Path) -> None:
     """A row's logits depend on the rows beside it: without trees, too, a text may differ alone and in a batch."""
     if V2 and "kv_cache_dtype" in FAMILIES[name].arguments:
@@ -229,8 +231,7 @@ def without_weights(family: str, folder: Path, **fields: Any) -> str:
     [
         ("DeepseekV2ForCausalLM", "DeepseekV2Config", "multi-head latent attention (MLA)"),
         pytest.param("DeepseekV3ForCausalLM", "DeepseekV3Config", "latent attention (MLA)", marks=pytest.mark.slow),
-        ("Qwen3NextForCausalLM", "Qwen3NextConfig", "hybrid models"),
-        pytest.param("JambaForCausalLM", "JambaConfig", "hybrid models", marks=pytest.mark.slow),
+        ("JambaForCausalLM", "JambaConfig", "state-space or linear layers of this class"),
     ],
 )
 def test_what_is_refused_by_its_config(architecture: str, config: str, words: str, tmp_path: Path) -> None:

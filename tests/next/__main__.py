@@ -1,7 +1,7 @@
 """The tests on the newest supported vLLM release, where it is not the installed one (`overlay.py`).
 
 python -m tests.next            all engine tests, the laws too, on both model runners
-python -m tests.next --short    identity, a law, scheduling, sessions, the server, both model runners
+python -m tests.next --short    identity, a law, hybrids, scheduling, sessions, the server, both model runners
 python -m tests.next v2 SET     a set of `tests.v2`
 python -m tests.next ARGUMENT.. what pytest makes of the arguments
 """
@@ -18,6 +18,7 @@ SHORT = [
     "tests/engine/test_release.py",
     "tests/engine/test_identity.py",
     "tests/engine/test_law.py::test_tokens_follow_the_target_s_law[dyspec, rrsw]",
+    "tests/engine/test_hybrids.py",
     "tests/engine/test_scheduling.py",
     "tests/engine/test_sessions.py::test_answers[head]",
     "tests/engine/test_server.py",

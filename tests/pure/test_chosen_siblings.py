@@ -43,7 +43,7 @@ class Text:
             drawn = grown(growth)
             requests = len(drawn.tree.tokens)
             each = Continuations(*(part.expand(requests, *part.shape[1:]) for part in found))
-            merged = merge(drawn, each, nodes=growth.nodes, max_depth=proposer.max_depth)
+            merged = merge(drawn, each, nodes=growth.nodes, most=growth.nodes, max_depth=proposer.max_depth)
             return self.change(merged, drawn)
 
         proposer.finish = finish  # type: ignore[method-assign]

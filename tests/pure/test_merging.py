@@ -15,15 +15,20 @@ from vllm_adaptive_tree.trees import TreeBatch
 from vllm_adaptive_tree.trees.tree_batch import EMPTY_SLOT
 
 VOCABULARY, NODES, DEPTH, LENGTH, CHAINS = 3, 6, 3, 4, 3
+ANY = 99  # number of children
 
 Path = tuple[int, ...]
 
 
-def in_tensors(proposal: Proposal, continuations: Continuations, *, nodes: int) -> Proposal:
-    return merging.merge(proposal, continuations, nodes=nodes, max_depth=DEPTH)
+def in_tensors(proposal: Proposal, continuations: Continuations, *, nodes: int, most: int = ANY) -> Proposal:
+    return merging.merge(proposal, continuations, nodes=nodes, most=most, max_depth=DEPTH)
 
 
-BOTH = pytest.mark.parametrize("merge", [in_tensors, merging_cpu.merge])
+def compiled(proposal: Proposal, continuations: Continuations, *, nodes: int, most: int = ANY) -> Proposal:
+    return merging_cpu.merge(proposal, continuations, nodes=nodes, most=most)
+
+
+BOTH = pytest.mark.parametrize("merge", [in_tensors, compiled])
 
 
 def random_tree() -> dict[Path, float]:
@@ -125,6 +130,37 @@ def test_all_at_once_as_one_token_after_another(seed: int, length: int, merge: A
         one, other = merge(given, found, nodes=nodes), oracle.merge(given, found, nodes=nodes, max_depth=DEPTH)
         for got, expected in zip((*one.tree, *one[1:3]), (*other.tree, *other[1:3]), strict=True):
             torch.testing.assert_close(got, expected)
+
+
+@BOTH
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("most", [1, 2, 3])
+def test_a_node_keeps_its_best_children(seed: int, most: int, merge: Any) -> None:
+    """Of the children of a node the best stay, and what is below the others goes: at most one makes chains."""
+    random.seed(seed)
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(-1, VOCABULARY, (4, CHAINS, LENGTH), generator=generator)
+    found = Continuations(tokens, torch.randint(0, 3, (4, CHAINS), generator=generator) / 16)
+    given = as_tensors([random_tree() for _ in range(4)])
+    given = given._replace(cell=torch.where(given.read >= 0, 20 + given.read, -1))
+    whole, cut = merge(given, found, nodes=20), merge(given, found, nodes=5, most=most)
+    assert whole.cell is not None
+    assert cut.cell is not None
+    for row in range(4):
+        kept = list[Path]()
+        paths = as_paths(whole.tree, row)
+        for path in paths:
+            siblings = sum(other[:-1] == path[:-1] for other in kept)
+            if siblings < most and (len(path) == 1 or path[:-1] in kept):
+                kept.append(path)
+        kept = kept[:5]
+        assert as_paths(cut.tree, row) == kept
+        at = [paths.index(path) for path in kept]
+        for part, of_cut in ((whole.read, cut.read), (whole.cell, cut.cell), (whole.tree.log_weight, None)):
+            got = (cut.tree.log_weight if of_cut is None else of_cut)[row, : len(kept)]
+            assert got.tolist() == part[row, at].tolist()
+        assert (cut.tree.tokens[row, len(kept) :] == -1).all()
+        assert (cut.read[row, len(kept) :] == -1).all()
 
 
 def test_a_table_learns_nothing_from_chosen_nodes_and_their_later_siblings() -> None:

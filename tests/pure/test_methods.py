@@ -7,7 +7,7 @@ import pytest
 from safetensors.torch import save_file
 
 from vllm_adaptive_tree.acceptance import RULES
-from vllm_adaptive_tree.methods import clamp_budget, resolve
+from vllm_adaptive_tree.methods import as_chains, clamp_budget, resolve
 from vllm_adaptive_tree.proposers import METHODS, StaticTree
 from vllm_adaptive_tree.proposers.adaptive_tree import AdaptiveTree
 from vllm_adaptive_tree.proposers.c2t import C2T
@@ -32,6 +32,38 @@ def files(tmp_path):
         "mcsd": {"gate": str(tmp_path / "mcsd.safetensors"), "stop": "type2"},
         "sequoia": {"vector": str(tmp_path / "vector.json")},
     }
+
+
+# -- chains
+
+CHAINS = {
+    "adaptive_tree": {},
+    "dyspec": {},
+    "c2t": {"mode": "chain"},
+    "static_tree": {"shape": [1, 1, 1]},
+    "mcsd": {"shape": [1, 1, 1]},
+}
+
+
+@pytest.mark.parametrize("method", CHAINS)
+def test_methods_that_can_draft_chains(method):
+    options = parsed(method, CHAINS[method])
+    chains = as_chains(options)
+    assert resolve(chains).chains
+    assert resolve(chains).most == 1
+    assert as_chains(chains) == chains
+    assert chains.to_json() == {**options.to_json(), "tree": chains.to_json()["tree"]}
+
+
+@pytest.mark.parametrize("method", [method for method in METHODS if method not in ("adaptive_tree", "dyspec")])
+def test_methods_that_branch_say_what_does_not(method):
+    with pytest.raises(ValueError, match=f"'{method}' drafts branches, .* use 'adaptive_tree'"):
+        as_chains(parsed(method))
+
+
+def test_a_second_candidate_for_the_first_token_is_a_branch():
+    with pytest.raises(ValueError, match="drafts branches"):
+        as_chains(parsed("mcsd", {"shape": [1, 1], "init_width": 2, "allow_lossy": True}))
 
 
 # -- pairs

@@ -18,7 +18,7 @@ from vllm_adaptive_tree.engine.names import CONFIG_KEY, MARK, STREAMS
 from vllm_adaptive_tree.engine.patches import install
 from vllm_adaptive_tree.engine.startup.cost_profile import check_folder
 from vllm_adaptive_tree.engine.targets import checks, gpu_arguments
-from vllm_adaptive_tree.methods import clamp_budget, resolve
+from vllm_adaptive_tree.methods import as_chains, clamp_budget, resolve
 from vllm_adaptive_tree.options import is_count
 
 logger = init_logger(f"vllm.{__name__}")
@@ -71,7 +71,15 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
             # resumed or cached request with draft tokens -1.
             "num_speculative_tokens_per_batch_size": [(1, 1, options.num_speculative_tokens)],
         }
+        asked = args.enable_prefix_caching  # vLLM writes its default here
         config = original(args, *rest, **kwargs)
+        if asked is None and checks.no_prefixes(config):
+            args.enable_prefix_caching = False
+            config = original(args, *rest, **kwargs)
+    if config.model_config.is_hybrid:
+        options = as_chains(options)
+        pair = resolve(options)
+        config.additional_config[CONFIG_KEY] = options.to_json()
     kind.restore(config, vllm_keys["model"])
     requests, (limit, room) = config.scheduler_config.max_num_seqs, checks.step_limit(config.scheduler_config)
     why = varying(pair, options, requests=requests, room=room)

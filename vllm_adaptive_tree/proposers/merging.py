@@ -21,9 +21,9 @@ GOES_ON = 0.9
 """Probability that a text that has repeated one more token also repeats the next."""
 
 
-def merge(proposal: Proposal, continuations: Continuations, *, nodes: int, max_depth: int) -> Proposal:
+def merge(proposal: Proposal, continuations: Continuations, *, nodes: int, most: int, max_depth: int) -> Proposal:
     """Best `nodes` of R trees of at most `max_depth` levels, and of the continuations found for the same requests,
-    which may be deeper.
+    which may be deeper. A node keeps its `most` best children.
 
     The value of a continuation's node is the weight of all continuations through it; of a node that is in the tree
     already, the larger of both values. Weights are probabilities: those of a request add up to at most 1. A node that a
@@ -53,13 +53,41 @@ def merge(proposal: Proposal, continuations: Continuations, *, nodes: int, max_d
     added = (torch.where(new, column, fill).flatten(1) for column, fill in zip(columns, EMPTY_SLOT, strict=True))
     drafted = *tree[:3], torch.maximum(tree.log_weight, shared)
     both = TreeBatch(*(torch.cat(pair, 1) for pair in zip(drafted, added, strict=True)))
-    value, above = both.log_weight, both.parent
-    for _ in range(max(max_depth, length).bit_length()):  # no value above the parent's: a sort keeps parents first
+    levels = max(max_depth, length)
+    value = _below_parents(both.log_weight, both.parent, levels)
+    drawn = pad(tree.log_weight, (0, chains * length), value=-torch.inf)
+    if most < size + chains:
+        value = value.masked_fill(_earlier_siblings(value, both.parent) >= most, -torch.inf)
+        value = _below_parents(value, both.parent, levels)
+        gone = value == -torch.inf
+        both = TreeBatch(*(column.masked_fill(gone, fill) for column, fill in zip(both, EMPTY_SLOT, strict=True)))
+        proposal = _without(proposal, gone[:, :size])
+    return _best(proposal, both._replace(log_weight=value), value > drawn, nodes)
+
+
+def _below_parents(value: Tensor, parent: Tensor, levels: int) -> Tensor:
+    """Log values [R, M] that exceed none of their ancestors', so that a sort keeps parents first."""
+    above = parent
+    for _ in range(levels.bit_length()):  # twice as far up each time
         before = above.clamp(min=0)
         value = torch.minimum(value, torch.where(above >= 0, value.gather(1, before), torch.inf))
         above = torch.where(above >= 0, above.gather(1, before), -1)
-    drawn = pad(tree.log_weight, (0, chains * length), value=-torch.inf)
-    return _best(proposal, both._replace(log_weight=value), value > drawn, nodes)
+    return value
+
+
+def _earlier_siblings(value: Tensor, parent: Tensor) -> Tensor:
+    """Number of siblings [R, M] that are worth more, or as much and come first."""
+    earlier = torch.ones(value.shape[1], value.shape[1], dtype=torch.bool, device=value.device).tril(-1)
+    more = value[:, None] > value[:, :, None]
+    before = more | ((value[:, None] == value[:, :, None]) & earlier)
+    return (before & (parent[:, :, None] == parent[:, None])).sum(2)
+
+
+def _without(proposal: Proposal, gone: Tensor) -> Proposal:
+    """Proposal that has read and counts no node that is `gone` [R, N]."""
+    read, cell = proposal.read.masked_fill(gone, -1), proposal.cell
+    planned = proposal.num_planned.masked_fill(pad(gone, (1, 0)), 0)
+    return proposal._replace(read=read, num_planned=planned, cell=None if cell is None else cell.masked_fill(gone, -1))
 
 
 def counted(proposal: Proposal, among: Tensor) -> Proposal:

@@ -19,7 +19,7 @@ from vllm_adaptive_tree.trees import TreeBatch
 LOG_GOES_ON = np.float32(math.log(GOES_ON))
 
 
-def merge(proposal: Proposal, continuations: Continuations, *, nodes: int) -> Proposal:
+def merge(proposal: Proposal, continuations: Continuations, *, nodes: int, most: int) -> Proposal:
     """As `merging.merge`."""
     tree, cell = proposal.tree, proposal.cell
     given = [part.numpy() for part in (*tree[:3], proposal.read, proposal.num_planned)]
@@ -31,7 +31,7 @@ def merge(proposal: Proposal, continuations: Continuations, *, nodes: int) -> Pr
     columns = np.full((6, requests, nodes), -1, np.int64)
     best = np.full((requests, nodes), -np.inf, np.float32)
     planned = np.zeros((requests, 1 + nodes), np.int64)
-    _merge(*map(np.ascontiguousarray, (*given, value)), tokens, weight, columns, best, planned)
+    _merge(*map(np.ascontiguousarray, (*given, value)), tokens, weight, most, columns, best, planned)
     token, parent, depth, read, cells, chosen = torch.from_numpy(columns).unbind(0)
     merged = TreeBatch(token, parent, depth.clamp_(min=0), torch.from_numpy(best))
     return Proposal(merged, read, torch.from_numpy(planned), None if cell is None else cells, chosen > 0)
@@ -47,9 +47,9 @@ def draft_levels(tree: TreeBatch, continuations: Continuations) -> Tensor:
 
 @njit(
     "(int64[:, ::1], int64[:, ::1], int64[:, ::1], int64[:, ::1], int64[:, ::1], int64[:, ::1], float32[:, ::1],"
-    " int64[:, :, ::1], float32[:, ::1], int64[:, :, ::1], float32[:, ::1], int64[:, ::1])"
+    " int64[:, :, ::1], float32[:, ::1], int64, int64[:, :, ::1], float32[:, ::1], int64[:, ::1])"
 )
-def _merge(tokens, parent, depth, read, planned, cell, value, chains, weight, columns, best, counts):  # type: ignore[no-untyped-def]
+def _merge(tokens, parent, depth, read, planned, cell, value, chains, weight, most, columns, best, counts):  # type: ignore[no-untyped-def]
     """Fill `columns` (token, parent, depth, read, cell, chosen), `best` values and planned `counts` of the trees."""
     size, more = read.shape[1], chains.shape[1] * chains.shape[2]
     token, above, deep = (
@@ -58,11 +58,8 @@ def _merge(tokens, parent, depth, read, planned, cell, value, chains, weight, co
         np.empty(size + more, np.int64),
     )
     mass, worth = np.empty(size + more, np.float32), np.empty(size + more, np.float32)
-    child, sibling, place = (
-        np.empty(1 + size + more, np.int64),
-        np.empty(size + more, np.int64),
-        np.empty(size + more, np.int64),
-    )
+    child, sibling = np.empty(1 + size + more, np.int64), np.empty(size + more, np.int64)
+    place, children = np.empty(1 + size + more, np.int64), np.empty(1 + size + more, np.int64)  # the root's first
     for r in range(len(chains)):
         used = 0
         child[0] = -1
@@ -99,18 +96,24 @@ def _merge(tokens, parent, depth, read, planned, cell, value, chains, weight, co
             if above[i] >= 0:
                 worth[i] = min(worth[i], worth[above[i]])
         order = np.argsort(-worth[:used], kind="mergesort")  # stable
-        count = min(len(best[r]), used)
-        for new in range(count):
-            place[order[new]] = new
+        place[: 1 + used], children[: 1 + used] = -2, 0  # -2: not in the tree
+        place[0] = -1
         counts[r, 0] = planned[r, 0]
-        for new in range(count):
-            old = order[new]
+        new = 0
+        for old in order:
+            if new == len(best[r]):
+                break
+            if place[1 + above[old]] == -2 or children[1 + above[old]] == most:
+                continue
+            children[1 + above[old]] += 1
+            place[1 + old] = new
             columns[0, r, new], columns[2, r, new], best[r, new] = token[old], deep[old], worth[old]
-            columns[1, r, new] = -1 if above[old] < 0 else place[above[old]]
+            columns[1, r, new] = place[1 + above[old]]
             columns[5, r, new] = old >= drafted or worth[old] > value[r, old]
             if old < drafted:
                 columns[3, r, new], columns[4, r, new] = read[r, old], cell[r, old]
                 counts[r, 1 + new] = planned[r, 1 + old]
+            new += 1
 
 
 @njit("(int64[:, ::1], int64[:, ::1], int64[:, ::1], int64[:, :, ::1], float32[:, ::1], int64[:, ::1])")

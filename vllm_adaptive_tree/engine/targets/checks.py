@@ -7,6 +7,7 @@ from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.engine.cpu_cache import PACKINGS
 from vllm_adaptive_tree.engine.targets.families import ALLOWED
 from vllm_adaptive_tree.proposers import Proposer
+from vllm_adaptive_tree.versions import minor
 
 FP8 = "fp8", "fp8_e4m3", "fp8_e5m2"
 """Types of 8-bit K/V that vLLM's CPU kernel reads."""
@@ -57,6 +58,7 @@ def _connector(args: Any) -> str | None:
 
 def check_config(config: Any, options: TreeOptions) -> None:
     """Refuse a built VllmConfig that a tree cannot serve."""
+    import vllm
     from vllm.platforms import current_platform
     from vllm.triton_utils import HAS_TRITON
 
@@ -76,7 +78,8 @@ def check_config(config: Any, options: TreeOptions) -> None:
         (target.is_multimodal_model, "multimodal models"),
         (target.uses_mrope, "M-RoPE"),
         (target.use_mla, "multi-head latent attention (MLA)"),
-        (target.is_hybrid, "hybrid models with state-space or linear layers"),
+        (target.is_hybrid and not is_named(target), "state-space or linear layers of this class"),
+        (target.is_hybrid and config.use_v2_model_runner, "linear layers on Model Runner V2"),
         (target.is_attention_free, "attention-free models"),
     ):
         if refused:
@@ -84,6 +87,16 @@ def check_config(config: Any, options: TreeOptions) -> None:
                 f"model: {target.model!r} cannot be served with a tree method: {what} are not supported; "
                 "use a decoder-only target with full causal attention"
             )
+    if target.is_hybrid and minor(vllm.__version__) == "0.32":
+        raise ValueError(
+            f"model: {target.model!r} has linear layers, and on a CPU vLLM 0.32 loses the inputs of their convolutions "
+            "after a chain that is shorter than num_speculative_tokens, with its own chains too; install vLLM 0.33"
+        )
+    if no_prefixes(config):
+        raise ValueError(
+            "enable_prefix_caching is not supported with a tree method and a target with linear layers on a CPU: vLLM "
+            "moves their states by a Triton kernel once it speculates; set it to False"
+        )
     for name, dtype in (
         ("kv_cache_dtype", config.cache_config.cache_dtype),
         ("speculative_config['kv_cache_dtype']", spec.kv_cache_dtype or "auto"),
@@ -135,6 +148,13 @@ def check_config(config: Any, options: TreeOptions) -> None:
         )
 
 
+def no_prefixes(config: Any) -> bool:
+    """Return whether vLLM would keep recurrent states by prefix where it cannot, with speculation on a CPU."""
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cpu() and config.cache_config.mamba_cache_mode != "none"
+
+
 def step_limit(scheduler: Any) -> tuple[str, int]:
     """vLLM's argument that limits the tokens of a step, and its value; `scheduler`: its SchedulerConfig."""
     name = min("max_num_batched_tokens", "max_num_scheduled_tokens", key=lambda one: getattr(scheduler, one))
@@ -177,12 +197,14 @@ def check_hidden_size(proposer: Proposer, hidden_size: int | None) -> None:
 
 
 def attention_layers(config: Any) -> dict[str, Any]:
-    """Attention layers of the models loaded for a VllmConfig, by name. The other layers of vLLM's forward context, such
-    as the experts of a mixture, read every row alone."""
+    """Attention layers of the models loaded for a VllmConfig, by name. Of the other layers of vLLM's forward context,
+    those with a recurrent state read the chains of hybrids as vLLM's own, and experts read every row alone."""
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+    from vllm.model_executor.layers.mamba.abstract import MambaBase
 
-    return get_layers_from_vllm_config(config, AttentionLayerBase)
+    layers = get_layers_from_vllm_config(config, AttentionLayerBase)
+    return {name: layer for name, layer in layers.items() if not isinstance(layer, MambaBase)}
 
 
 def is_named(model: Any) -> bool:

@@ -57,6 +57,12 @@ FAMILIES = (
         ("gemma4", "gemma4-moe"),
     ),
     Family("MinistralForCausalLM", "Ministral", "windows in every other layer", ("ministral",)),
+    Family(
+        "Qwen3NextForCausalLM",
+        "Qwen3-Next",
+        "gated delta nets, gated attention, experts; chains of adaptive length, on Model Runner V1",
+        ("qwen3-next",),
+    ),
     Family("Cohere2ForCausalLM", "Command R7B, Command A", "windows with RoPE, full layers without", ("cohere2",)),
 )
 BY_CONFIG, BY_LAYER = "`test_what_is_refused_by_its_config`", "`test_what_is_refused_by_its_layer`"
@@ -68,7 +74,7 @@ REFUSALS = (
         "placeholders, three positions a token",
         "`test_models_of_more_than_text_are_refused`",
     ),
-    Refusal("hybrids with linear or state-space layers", "Qwen3-Next, Jamba", "a state for every branch", BY_CONFIG),
+    Refusal("other hybrids; hybrids on Model Runner V2", "Jamba, LFM2", "a state for every sequence", BY_CONFIG),
     Refusal(
         "chunked attention; K/V of another layer; ALiBi; windows, soft-caps or sinks in classes that are not above",
         "Llama 4; Gemma 4 E2B and E4B; Bloom; EXAONE 4",

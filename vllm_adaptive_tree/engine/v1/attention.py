@@ -59,7 +59,9 @@ class VerifyMetadata(TreeMetadata):
         return out
 
 
-def native_metadata(builder: Any, lengths: list[int], seq_lens: list[int], block_table: Tensor, slots: Tensor) -> Any:
+def native_metadata(
+    builder: Any, lengths: list[int], seq_lens: list[int], block_table: Tensor, slots: Tensor, **more: Tensor
+) -> Any:
     """vLLM's own metadata for some requests, their rows packed.
 
     Args:
@@ -67,12 +69,15 @@ def native_metadata(builder: Any, lengths: list[int], seq_lens: list[int], block
         lengths, seq_lens: rows of each request, and its tokens in the cache with them.
         block_table: [R, blocks].
         slots: [rows] int64.
+        more: arguments of a builder for recurrent states.
     """
     starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    ends = torch.tensor(seq_lens, dtype=torch.int32)
     common = CommonAttentionMetadata(
         query_start_loc=starts,
         query_start_loc_cpu=starts,
-        seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+        seq_lens=ends,
+        seq_lens_cpu_upper_bound=ends,
         num_reqs=len(lengths),
         num_actual_tokens=len(slots),
         max_query_len=max(lengths),
@@ -81,4 +86,4 @@ def native_metadata(builder: Any, lengths: list[int], seq_lens: list[int], block
         slot_mapping=slots,
         causal=True,
     )
-    return builder.build(0, common)
+    return builder.build(0, common, **more)

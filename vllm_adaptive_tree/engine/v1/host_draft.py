@@ -147,10 +147,10 @@ class HostDraft:
         return found
 
     def merge(self, proposal: Proposal, continuations: Continuations) -> Proposal:
+        pair, chosen = self.runner.pair, self.request.chosen
         with self.runner.clock.phase("tree"):
-            merged = merge(proposal, continuations, nodes=self.nodes)
-            chosen = self.request.chosen
-            return merged if chosen is None or not self.runner.pair.mixes else counted(merged, among=~chosen)
+            merged = merge(proposal, continuations, nodes=self.nodes, most=pair.most)
+            return merged if chosen is None or not pair.mixes else counted(merged, among=~chosen)
 
     def keep(self, proposal: Proposal, merged: Continuations | None) -> None:
         runner, engine = self.runner, self.engine

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.forward_context import set_forward_context
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from vllm_adaptive_tree.budget import Costs, Curve
 from vllm_adaptive_tree.budget.cost import profiled_rows
@@ -78,16 +79,23 @@ def draft_level(drafter: Any, nodes: int) -> Callable[[], Tensor]:
 
 
 def target_forward(runner: Any, rows: int, context: int = 0) -> Callable[[], Tensor]:
-    """Forward that verifies a chain after `context` tokens, all in the null block. The cost of branches is learnt from
-    live steps, which an estimate that is too high would prevent."""
+    """Forward that verifies a chain after `context` tokens, all in the null block; with a recurrent state, which has
+    room for so many drafts, as many chains as it takes. The cost of branches is learnt from live steps, which an
+    estimate that is too high would prevent."""
     slots, start = torch.full((rows,), NO_SLOT), torch.zeros(rows, dtype=torch.int64)
     # Equal tokens would be routed to the same experts, and a mixture of experts would look as cheap as one row.
     tokens = torch.arange(rows, dtype=torch.int32) * STRIDE % runner.model_config.get_vocab_size()
+    longest = 1 + runner.num_spec_tokens if runner.model_config.is_hybrid else rows
+    lengths = [min(longest, rows - first) for first in range(0, rows, longest)]
+    ends = [context + lengths[0], *lengths[1:]]
     metadata: dict[str, Any] = {}
     for group, layers in runner.attention.groups():
-        table = torch.zeros(1, context + rows, dtype=torch.int32)
-        builder = group.get_metadata_builder(0)
-        native = native_metadata(builder, [rows], [context + rows], table, slots)
+        table = torch.zeros(len(lengths), context + longest, dtype=torch.int32)
+        builder, more = group.get_metadata_builder(0), {}
+        if isinstance(group.kv_cache_spec, MambaSpec):  # decodes whose last step accepted nothing
+            drafts = torch.tensor(lengths, dtype=torch.int32) - 1
+            more = {"num_accepted_tokens": torch.ones_like(drafts), "num_decode_draft_tokens_cpu": drafts}
+        native = native_metadata(builder, lengths, ends, table, slots, **more)
         metadata.update(dict.fromkeys(layers, native))
 
     if runner.lora_config is not None:

@@ -14,6 +14,8 @@ class TargetAttention:
 
     def extended(self, kv_cache_config: Any) -> Any:
         """vLLM's KVCacheConfig with room for the branches."""
+        if self.runner.pair.chains:
+            return kv_cache_config
         longest = self.runner.num_spec_tokens // self.runner.cache_config.block_size + 1  # blocks of a branch
         self.scratch = ScratchBlocks(scratch.COUNT + longest)
         return self.scratch.extended(kv_cache_config)

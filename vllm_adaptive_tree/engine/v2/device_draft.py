@@ -96,7 +96,7 @@ class DeviceDraft:
 
     def merge(self, proposal: Proposal, continuations: Continuations) -> Proposal:
         pair = self.speculator.pair
-        merged = merge(proposal, continuations, nodes=self.nodes, max_depth=pair.proposer.max_depth)
+        merged = merge(proposal, continuations, nodes=self.nodes, most=pair.most, max_depth=pair.proposer.max_depth)
         return counted(merged, among=~self.chosen) if pair.mixes and self.chosen is not None else merged
 
     def keep(self, proposal: Proposal, merged: Continuations | None) -> None:

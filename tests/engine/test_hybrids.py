@@ -1,0 +1,108 @@
+"""Targets with recurrent states: their trees are chains of adaptive length, with the texts of vLLM's own chains."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import vllm
+from vllm.engine.arg_utils import EngineArgs
+
+from tests.engine.engines import V2, Engines, assert_identical, generate, metric, runner_of
+from tests.engine.families import FAMILIES
+from tests.engine.known import known
+from tests.engine.test_families import NODES, PARAMS, TOKENS, Run, prompts, without_weights
+from tests.engine.ties import first_difference, gap
+from vllm_adaptive_tree.engine.v1.startup_costs import target_forward
+from vllm_adaptive_tree.versions import minor
+
+HYBRID = FAMILIES["qwen3-next"]
+CHAIN = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+OLD = minor(vllm.__version__) == "0.32"
+CLOSE = 4
+"""As in `test_families.py`. vLLM reads prompts and single tokens by other kernels than chains, its own too."""
+
+served = pytest.mark.skipif(OLD or V2, reason="served on vLLM 0.33 and Model Runner V1: `python -m tests.next`")
+
+
+def config(tmp_path: Path, speculation: dict[str, Any], **arguments: Any) -> Any:
+    model = without_weights(HYBRID.config, tmp_path, **{**HYBRID.fields, "architectures": ["Qwen3NextForCausalLM"]})
+    given = {"skip_tokenizer_init": True, "max_model_len": 256, "dtype": "bfloat16", **arguments}
+    return EngineArgs(model=model, speculative_config=speculation, **given).create_engine_config()
+
+
+@pytest.mark.skipif(not OLD or V2, reason="a fault of vLLM 0.32 on CPUs")
+def test_the_release_that_loses_states_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"after a chain that is shorter .* install vLLM 0\.33"):
+        config(tmp_path, known([], tmp_path, NODES, chains=True))
+
+
+def test_methods_that_branch_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="'opt_tree' drafts branches, .* use 'adaptive_tree'"):
+        config(tmp_path, known([], tmp_path, NODES))
+
+
+@served
+def test_prefixes_are_cached_only_if_asked_for_and_then_refused(tmp_path: Path) -> None:
+    draft = known([], tmp_path, NODES, chains=True)
+    assert not config(tmp_path, draft).cache_config.enable_prefix_caching
+    with pytest.raises(ValueError, match="enable_prefix_caching .* set it to False"):
+        config(tmp_path, draft, enable_prefix_caching=True)
+
+
+@pytest.fixture(scope="module")
+def run(engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return Run(engines, HYBRID, tmp_path_factory.mktemp("hybrid"), logprobs_mode="raw_logits")
+
+
+@pytest.fixture(scope="module")
+def chain(run: Run) -> list[Any]:
+    """Outputs with vLLM's own chain."""
+    return generate(run.engines.start(CHAIN, **run.arguments), run.asked, PARAMS)
+
+
+@served
+def test_texts_are_those_of_a_chain(run: Run, chain: list[Any]) -> None:
+    known_texts = [[*one["prompt_token_ids"], *other.token_ids] for one, other in zip(run.asked, chain, strict=True)]
+    llm = run.engines.start(known(known_texts, run.folder, NODES, chains=True), **run.arguments)
+    names = "spec_decode_num_drafts", "spec_decode_num_draft_tokens"
+    before = [metric(llm, name) for name in names]
+    assert_identical(chain, run.again(llm))
+    steps, drafted = (metric(llm, name) - start for name, start in zip(names, before, strict=True))
+    assert 0 < drafted < steps * NODES, "chains of one length prove nothing"
+    assert_identical(chain, [generate(llm, [prompt], PARAMS)[0] for prompt in run.asked])
+    for one, plain in zip(chain, run.plain, strict=True):
+        at = first_difference(one, plain)
+        assert at is None or gap(plain, at, "bfloat16") <= CLOSE
+    with torch.no_grad():
+        logits = target_forward(runner_of(llm), 20)()  # of two chains
+    assert len(logits.unique(dim=0)) == 20
+
+
+@served
+def test_an_accepted_token_too_many_shows(run: Run, chain: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: the state after the last accepted token is the one that the next step goes on from."""
+    llm = run.engines.start(known(run.texts(), run.folder, NODES, chains=True), **run.arguments)
+    runner = runner_of(llm)
+    update = runner._update_states_after_model_execute
+
+    def late(tokens: Any, scheduled: Any) -> None:
+        update(tokens, scheduled)
+        runner.input_batch.num_accepted_tokens_cpu_tensor[: len(tokens)] = 1
+
+    monkeypatch.setattr(runner, "_update_states_after_model_execute", late)
+    with pytest.raises(AssertionError, match="differs at token"):
+        assert_identical(chain, generate(llm, run.asked, PARAMS))
+
+
+@served
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", ["auto", None])
+def test_a_draft_with_a_look_up(run: Run, chain: list[Any], budget: str | None) -> None:
+    draft = replace(FAMILIES["llama"], fields={"head_dim": 64, "num_hidden_layers": 1}).saved(run.folder / "draft")
+    speculation = {"method": "adaptive_tree", "model": draft, "num_speculative_tokens": 6, "tree": {"budget": budget}}
+    llm = run.engines.start(speculation, **run.arguments)
+    assert_identical(chain, generate(llm, run.asked, PARAMS))
+    more = prompts([150, 17, 3, 60, 61, 62, 63, 64, 65], HYBRID.built().vocab_size, seed=1)
+    assert len(generate(llm, more, PARAMS)[0].token_ids) == TOKENS
