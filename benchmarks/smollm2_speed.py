@@ -148,13 +148,14 @@ def serve(options: argparse.Namespace) -> None:
 
 
 class Process:
-    """A process of one configuration."""
+    """A process of one configuration; `module`: the script that it runs, with the same `options`."""
 
-    def __init__(self, options: argparse.Namespace, name: str):
-        same = [f"--{name}={getattr(options, name)}" for name in ("model", "head", "humaneval", "chat", "dtype")]
-        command = [sys.executable, "-m", "benchmarks.smollm2_speed", *same, f"--cell={name}"]
+    def __init__(self, options: argparse.Namespace, name: str, module: str, passed: tuple[str, ...] = ()):
+        same = ("model", "head", "humaneval", "chat", "dtype", *passed)
+        command = [sys.executable, "-m", module, *(f"--{key}={getattr(options, key)}" for key in same)]
+        command.append(f"--cell={name}")
         clock = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-        command += ["--eager"] * options.eager
+        command += ["--eager"] * getattr(options, "eager", False)
         self.name, pipe = name, subprocess.PIPE
         self.run = subprocess.Popen(command, env={**os.environ, **clock}, stdin=pipe, stdout=pipe, text=True)
 
@@ -226,7 +227,7 @@ def main() -> None:
     names = [name for name in CONFIGURATIONS if name == PLAIN or any(part in name for part in options.only)]
     processes, rows = list[Process](), list[dict[str, Any]]()
     for name in names:
-        processes.append(Process(options, name))
+        processes.append(Process(options, name, "benchmarks.smollm2_speed"))
         processes[-1].answer()  # it has started
     for row in starmap(Row, product(options.requests, options.temperatures)):
         found = measured(processes, row)

@@ -104,6 +104,14 @@ def test_notes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "bundled pair's" in check(capsys, asked(method="c2t"))["notes"][0]
 
 
+def test_a_hybrid_target_has_chains(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    target = changed(TARGET, tmp_path, architectures=["Qwen3NextForCausalLM"])
+    found = check(capsys, asked("ngram"), target=target)
+    assert found["notes"] == ["its trees are chains; on CPUs with vLLM 0.33"]
+    refused = check(capsys, asked("ngram", method="opt_tree"), target=target)["refused"]
+    assert "'opt_tree' drafts branches" in refused
+
+
 def test_vllms_own_configuration(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")  # which the command sets
     found = check(capsys, asked(), "--vllm", "--max-model-len", "512", "--dtype", "float32")

@@ -17,7 +17,7 @@ from vllm_adaptive_tree.engine.drafts.base import DraftKind, check_ranks, check_
 from vllm_adaptive_tree.engine.drafts.registry import kind_in, kind_of, refuse_head
 from vllm_adaptive_tree.engine.startup.draft_memory import LevelBuffers
 from vllm_adaptive_tree.engine.targets.families import ALLOWED
-from vllm_adaptive_tree.methods import Pair, clamp_budget, resolve
+from vllm_adaptive_tree.methods import Pair, as_chains, clamp_budget, resolve
 
 
 class Arguments(NamedTuple):
@@ -38,10 +38,13 @@ def preview(speculation: Mapping[str, Any], given: Arguments) -> dict[str, Any]:
         ValueError: it would be refused; the message names the key and the remedy.
     """
     options, keys = TreeOptions.parse(speculation)
-    pair = resolve(options)
-    options = clamp_budget(options, pair.proposer)
     target = _read(given.model, "model")
     refuse_head(target.model, target.config, target.tensors)
+    architectures = target.config.get("architectures") or ["none"]
+    hybrid = any(name in ALLOWED and ALLOWED[name].chains for name in architectures)
+    options = as_chains(options) if hybrid else options
+    pair = resolve(options)
+    options = clamp_budget(options, pair.proposer)
     text = _text(target)
     kind, draft = _draft(options, keys, target)
     levels = kind.levels(draft)
@@ -54,13 +57,13 @@ def preview(speculation: Mapping[str, Any], given: Arguments) -> dict[str, Any]:
     options = replace(options, levels=levels)
     nodes, room = options.num_speculative_tokens, given.max_num_batched_tokens
     longest = given.max_model_len or text.get("max_position_embeddings") or room
-    architectures = target.config.get("architectures") or ["none"]
     depth = min(pair.proposer.max_depth, levels or nodes, nodes)
     notes = [
         f"{', '.join(architectures)}: no target of this class is tested with trees, and its layers are checked when it "
         "is loaded"
     ]
     notes = [] if set(architectures) & set(ALLOWED) else notes
+    notes += ["its trees are chains; on CPUs with vLLM 0.33"] if hybrid else []
     notes += [f"allow_lossy: {pair.loss}"] if pair.loss is not None else []
     shipped = options.tree.shipped()
     notes += [f"{shipped.name} is the bundled pair's: train one for yours"] if shipped is not None else []

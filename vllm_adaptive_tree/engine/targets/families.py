@@ -12,7 +12,8 @@ class Family(NamedTuple):
     architecture: str  # vLLM's
     examples: str
     brings: str
-    tests: tuple[str, ...]  # of `tests/engine/targets/families.py`
+    tests: tuple[str, ...]  # of `tests/engine/families.py`
+    chains: bool = False  # its recurrent states follow chains alone
 
 
 class Refusal(NamedTuple):
@@ -60,8 +61,9 @@ FAMILIES = (
     Family(
         "Qwen3NextForCausalLM",
         "Qwen3-Next",
-        "gated delta nets, gated attention, experts; chains of adaptive length, on Model Runner V1",
+        "gated delta nets, gated attention, experts; chains of adaptive length, on CPUs with vLLM 0.33",
         ("qwen3-next",),
+        chains=True,
     ),
     Family("Cohere2ForCausalLM", "Command R7B, Command A", "windows with RoPE, full layers without", ("cohere2",)),
 )
