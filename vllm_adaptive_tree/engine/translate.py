@@ -73,7 +73,7 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
         }
         asked = args.enable_prefix_caching  # vLLM writes its default here
         config = original(args, *rest, **kwargs)
-        if asked is None and checks.no_prefixes(config):
+        if asked is None and checks.keeps_states_by_prefix(config):
             args.enable_prefix_caching = False
             config = original(args, *rest, **kwargs)
     if config.model_config.is_hybrid:

@@ -92,7 +92,7 @@ def check_config(config: Any, options: TreeOptions) -> None:
             f"model: {target.model!r} has linear layers, and on a CPU vLLM 0.32 loses the inputs of their convolutions "
             "after a chain that is shorter than num_speculative_tokens, with its own chains too; install vLLM 0.33"
         )
-    if no_prefixes(config):
+    if keeps_states_by_prefix(config):
         raise ValueError(
             "enable_prefix_caching is not supported with a tree method and a target with linear layers on a CPU: vLLM "
             "moves their states by a Triton kernel once it speculates; set it to False"
@@ -148,8 +148,8 @@ def check_config(config: Any, options: TreeOptions) -> None:
         )
 
 
-def no_prefixes(config: Any) -> bool:
-    """Return whether vLLM would keep recurrent states by prefix where it cannot, with speculation on a CPU."""
+def keeps_states_by_prefix(config: Any) -> bool:
+    """Return whether vLLM would keep recurrent states for prefixes on a CPU, where it cannot once it speculates."""
     from vllm.platforms import current_platform
 
     return current_platform.is_cpu() and config.cache_config.mamba_cache_mode != "none"
