@@ -38,6 +38,7 @@ def test_the_release_that_loses_states_is_refused(tmp_path: Path) -> None:
         config(tmp_path, known([], tmp_path, NODES, chains=True))
 
 
+@served
 def test_methods_that_branch_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'opt_tree' drafts branches, .* use 'adaptive_tree'"):
         config(tmp_path, known([], tmp_path, NODES))

@@ -77,6 +77,7 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
             args.enable_prefix_caching = False
             config = original(args, *rest, **kwargs)
     if config.model_config.is_hybrid:
+        checks.check_recurrent(config)
         options = as_chains(options)
         pair = resolve(options)
         config.additional_config[CONFIG_KEY] = options.to_json()

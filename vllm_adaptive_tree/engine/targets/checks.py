@@ -58,7 +58,6 @@ def _connector(args: Any) -> str | None:
 
 def check_config(config: Any, options: TreeOptions) -> None:
     """Refuse a built VllmConfig that a tree cannot serve."""
-    import vllm
     from vllm.platforms import current_platform
     from vllm.triton_utils import HAS_TRITON
 
@@ -78,25 +77,10 @@ def check_config(config: Any, options: TreeOptions) -> None:
         (target.is_multimodal_model, "multimodal models"),
         (target.uses_mrope, "M-RoPE"),
         (target.use_mla, "multi-head latent attention (MLA)"),
-        (target.is_hybrid and not is_named(target), "state-space or linear layers of this class"),
-        (target.is_hybrid and config.use_v2_model_runner, "linear layers on Model Runner V2"),
         (target.is_attention_free, "attention-free models"),
     ):
         if refused:
-            raise ValueError(
-                f"model: {target.model!r} cannot be served with a tree method: {what} are not supported; "
-                "use a decoder-only target with full causal attention"
-            )
-    if target.is_hybrid and minor(vllm.__version__) == "0.32":
-        raise ValueError(
-            f"model: {target.model!r} has linear layers, and on a CPU vLLM 0.32 loses the inputs of their convolutions "
-            "after a chain that is shorter than num_speculative_tokens, with its own chains too; install vLLM 0.33"
-        )
-    if keeps_states_by_prefix(config):
-        raise ValueError(
-            "enable_prefix_caching is not supported with a tree method and a target with linear layers on a CPU: vLLM "
-            "moves their states by a Triton kernel once it speculates; set it to False"
-        )
+            raise _not_served(target, what)
     for name, dtype in (
         ("kv_cache_dtype", config.cache_config.cache_dtype),
         ("speculative_config['kv_cache_dtype']", spec.kv_cache_dtype or "auto"),
@@ -146,6 +130,34 @@ def check_config(config: Any, options: TreeOptions) -> None:
             f"speculative_config['num_speculative_tokens']={nodes} does not fit {limit}={room}: one "
             f"request needs {2 + nodes} tokens in a step; lower the first to {room - 2} or raise the second"
         )
+
+
+def check_recurrent(config: Any) -> None:
+    """Refuse a built VllmConfig whose target has recurrent states that no chain can follow here."""
+    import vllm
+
+    target = config.model_config
+    if not is_named(target):
+        raise _not_served(target, "state-space or linear layers of this class")
+    if config.use_v2_model_runner:
+        raise _not_served(target, "linear layers on Model Runner V2")
+    if minor(vllm.__version__) == "0.32":
+        raise ValueError(
+            f"model: {target.model!r} has linear layers, and on a CPU vLLM 0.32 loses the inputs of their convolutions "
+            "after a chain that is shorter than num_speculative_tokens, with its own chains too; install vLLM 0.33"
+        )
+    if keeps_states_by_prefix(config):
+        raise ValueError(
+            "enable_prefix_caching is not supported with a tree method and a target with linear layers on a CPU: vLLM "
+            "moves their states by a Triton kernel once it speculates; set it to False"
+        )
+
+
+def _not_served(target: Any, what: str) -> ValueError:
+    return ValueError(
+        f"model: {target.model!r} cannot be served with a tree method: {what} are not supported; "
+        "use a decoder-only target with full causal attention"
+    )
 
 
 def keeps_states_by_prefix(config: Any) -> bool:
