@@ -20,10 +20,25 @@ from vllm_adaptive_tree.versions import minor
 HYBRID = FAMILIES["qwen3-next"]
 CHAIN = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
 OLD = minor(vllm.__version__) == "0.32"
-CLOSE = 4
-"""As in `test_families.py`. vLLM reads prompts and single tokens by other kernels than chains, its own too."""
+CLOSE = 12
+"""As in `test_families.py`, and states pass on what differs: vLLM reads prompts and single tokens by other kernels than
+its own chains. A state of another token is 20 to 60 apart."""
 
 served = pytest.mark.skipif(OLD or V2, reason="served on vLLM 0.33 and Model Runner V1: `python -m tests.next`")
+
+
+def assert_close(outputs: list[Any], others: list[Any]) -> None:
+    for one, other in zip(outputs, others, strict=True):
+        at = first_difference(one, other)
+        assert at is None or gap(other, at, "bfloat16") <= CLOSE
+
+
+def assert_same(chain: list[Any], ours: list[Any]) -> None:
+    """With AMX vLLM convolves chains by one kernel if all are the longest, and by another if not."""
+    if torch.cpu._is_amx_tile_supported():
+        assert_close(ours, chain)
+    else:
+        assert_identical(chain, ours)
 
 
 def config(tmp_path: Path, speculation: dict[str, Any], **arguments: Any) -> Any:
@@ -69,13 +84,11 @@ def test_texts_are_those_of_a_chain(run: Run, chain: list[Any]) -> None:
     llm = run.engines.start(known(known_texts, run.folder, NODES, chains=True), **run.arguments)
     names = "spec_decode_num_drafts", "spec_decode_num_draft_tokens"
     before = [metric(llm, name) for name in names]
-    assert_identical(chain, run.again(llm))
+    assert_same(chain, run.again(llm))
     steps, drafted = (metric(llm, name) - start for name, start in zip(names, before, strict=True))
     assert 0 < drafted < steps * NODES, "chains of one length prove nothing"
-    assert_identical(chain, [generate(llm, [prompt], PARAMS)[0] for prompt in run.asked])
-    for one, plain in zip(chain, run.plain, strict=True):
-        at = first_difference(one, plain)
-        assert at is None or gap(plain, at, "bfloat16") <= CLOSE
+    assert_same(chain, [generate(llm, [prompt], PARAMS)[0] for prompt in run.asked])
+    assert_close(chain, run.plain)
     with torch.no_grad():
         logits = target_forward(runner_of(llm), 20)()  # of two chains
     assert len(logits.unique(dim=0)) == 20
@@ -93,8 +106,8 @@ def test_an_accepted_token_too_many_shows(run: Run, chain: list[Any], monkeypatc
         runner.input_batch.num_accepted_tokens_cpu_tensor[: len(tokens)] = 1
 
     monkeypatch.setattr(runner, "_update_states_after_model_execute", late)
-    with pytest.raises(AssertionError, match="differs at token"):
-        assert_identical(chain, generate(llm, run.asked, PARAMS))
+    with pytest.raises(AssertionError):
+        assert_close(generate(llm, run.asked, PARAMS), chain)
 
 
 @served
@@ -104,6 +117,6 @@ def test_a_draft_with_a_look_up(run: Run, chain: list[Any], budget: str | None) 
     draft = replace(FAMILIES["llama"], fields={"head_dim": 64, "num_hidden_layers": 1}).saved(run.folder / "draft")
     speculation = {"method": "adaptive_tree", "model": draft, "num_speculative_tokens": 6, "tree": {"budget": budget}}
     llm = run.engines.start(speculation, **run.arguments)
-    assert_identical(chain, generate(llm, run.asked, PARAMS))
+    assert_same(chain, generate(llm, run.asked, PARAMS))
     more = prompts([150, 17, 3, 60, 61, 62, 63, 64, 65], HYBRID.built().vocab_size, seed=1)
     assert len(generate(llm, more, PARAMS)[0].token_ids) == TOKENS
