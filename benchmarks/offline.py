@@ -38,8 +38,7 @@ def serve(options: argparse.Namespace) -> None:
     llm = start(
         spec and {**spec, "model": options.head}, options.model, options.dtype, seats=options.prompts, eager=False
     )
-    half = options.prompts - options.prompts // 3
-    questions = humaneval(options.humaneval, half)
+    questions = humaneval(options.humaneval, options.prompts - options.prompts // 3)
     questions += held_out(options.chat, options.prompts - len(questions))
     texts = list(chat_prompts(options.model, questions))
     print("[]", flush=True)

@@ -16,7 +16,8 @@ def table() -> str:
     lines = ["| vLLM's class | state | test |", "| --- | --- | --- |"]
     for one in FAMILIES:
         names = ", ".join(f"`{name}`" for name in one.tests)
-        lines.append(f"| `{one.architecture}` ({one.examples}): {one.brings} | allowed | `test_families.py`: {names} |")
+        file = "test_hybrids.py" if one.chains else "test_families.py"
+        lines.append(f"| `{one.architecture}` ({one.examples}): {one.brings} | allowed | `{file}`: {names} |")
     for refusal in REFUSALS:
         lines.append(f"| {refusal.what} ({refusal.examples}) | refused: {refusal.reason} | {refusal.test} |")
     return "\n".join(lines)

@@ -37,13 +37,12 @@ class Family:
     fields: dict[str, Any] = field(default_factory=dict)
     arguments: dict[str, Any] = field(default_factory=dict)  # of the engine
     quantise: Callable[[Path], None] | None = None  # the checkpoint
-    hybrid: bool = False  # its trees are chains, on Model Runner V1
+    hybrid: bool = False  # its trees are chains (`test_hybrids.py`)
 
     @property
     def groups(self) -> int:
-        """Number of groups of layers that share a block table; those of a hybrid have one layer each."""
-        layers: list[str] = self.fields.get("layer_types", [""])
-        return len(layers) if self.hybrid else len(set(layers))
+        """Number of groups of layers that share a block table."""
+        return len(set(self.fields.get("layer_types", [""])))
 
     def built(self) -> PreTrainedConfig:
         return getattr(transformers, self.config)(**{**COMMON, **self.fields})

@@ -55,7 +55,7 @@ class Run:
         seed: int = 0,
         **arguments: Any,
     ):
-        self.engines, self.folder, self.family = engines, folder, family
+        self.engines, self.folder = engines, folder
         self.asked = prompts(lengths, family.built().vocab_size, seed)
         self.arguments: dict[str, Any] = {
             "model": family.saved(folder / "model", seed),
@@ -74,8 +74,7 @@ class Run:
         return [[*prompt, *output.token_ids] for prompt, output in zip(ids, self.plain, strict=True)]
 
     def trees(self, nodes: int = NODES) -> list[Any]:
-        draft = known(self.texts(), self.folder, nodes, chains=self.family.hybrid)
-        llm = self.engines.start(draft, **self.arguments)
+        llm = self.engines.start(known(self.texts(), self.folder, nodes), **self.arguments)
         return self.again(llm)
 
     def again(self, llm: Any) -> list[Any]:

@@ -53,6 +53,12 @@ def test_the_release_that_loses_states_is_refused(tmp_path: Path) -> None:
         config(tmp_path, known([], tmp_path, NODES, chains=True))
 
 
+@pytest.mark.skipif(not V2, reason="Model Runner V2 takes lengths from the device")
+def test_model_runner_v2_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="linear layers on Model Runner V2 are not supported"):
+        config(tmp_path, known([], tmp_path, NODES, chains=True))
+
+
 @served
 def test_methods_that_branch_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'opt_tree' drafts branches, .* use 'adaptive_tree'"):
@@ -95,17 +101,17 @@ def test_texts_are_those_of_a_chain(run: Run, chain: list[Any]) -> None:
 
 
 @served
-def test_an_accepted_token_too_many_shows(run: Run, chain: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_state_of_an_earlier_token_shows(run: Run, chain: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: the state after the last accepted token is the one that the next step goes on from."""
     llm = run.engines.start(known(run.texts(), run.folder, NODES, chains=True), **run.arguments)
     runner = runner_of(llm)
     update = runner._update_states_after_model_execute
 
-    def late(tokens: Any, scheduled: Any) -> None:
+    def early(tokens: Any, scheduled: Any) -> None:
         update(tokens, scheduled)
         runner.input_batch.num_accepted_tokens_cpu_tensor[: len(tokens)] = 1
 
-    monkeypatch.setattr(runner, "_update_states_after_model_execute", late)
+    monkeypatch.setattr(runner, "_update_states_after_model_execute", early)
     with pytest.raises(AssertionError):
         assert_close(generate(llm, run.asked, PARAMS), chain)
 
