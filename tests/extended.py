@@ -57,7 +57,8 @@ EXTENDED: dict[str, tuple[str, ...]] = {
     "engine/test_head_cache.py": (
         "test_preemption[dflash]",
         "test_a_shorter_context[dflash]",
-        "test_a_budget_that_rests[dflash]",
+        "test_a_budget_that_rests[dflash-None]",
+        "test_a_budget_that_rests[dflash-48]",
         "test_accepted_branches[dflash]",
     ),
     "engine/test_head_chains.py": ("[eagle]", "[eagle3 reduced]", "[eagle3.1]", "[lilicorr]", "[peagle]"),

@@ -1,11 +1,11 @@
 """DFlash, DFlash2, LiLiCorr and DSpark heads: one forward over a block, a root and a mask token for each depth below.
 
-The head's K/V of a position comes from the target's states there, without a forward; while the head rests, they are
-kept until it reads them. The block's own K/V never enters the cache.
+The head's K/V of a position comes from the target's states there, without a forward; they wait until a tree needs them.
+The block's own K/V never enters the cache.
 """
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,14 +22,14 @@ from vllm_adaptive_tree.engine.drafts.lattice import Marginals
 from vllm_adaptive_tree.engine.drafts.parallel import as_vllm_drafts
 from vllm_adaptive_tree.engine.drafts.registry import kind_in
 from vllm_adaptive_tree.engine.startup.finish import tree_options
-from vllm_adaptive_tree.engine.v1.catch_up import CatchUp, StepView
+from vllm_adaptive_tree.engine.v1.catch_up import CatchUp
 from vllm_adaptive_tree.engine.v1.contexts import KeptContexts
 from vllm_adaptive_tree.engine.v1.shared_embedding import drop_adapters, embedding_of
-from vllm_adaptive_tree.engine.v1.unread_states import UnreadStates, read_states
+from vllm_adaptive_tree.engine.v1.unread_states import ReadsStates, Unread, states_of, unread_of
 from vllm_adaptive_tree.trees import SlicedMask
 
 
-class BlockDrafter(DFlashProposer):
+class BlockDrafter(ReadsStates, DFlashProposer):
     lattice: Marginals
     """Rows of a level, from the state that the forward has left."""
 
@@ -45,7 +45,7 @@ class BlockDrafter(DFlashProposer):
         self.vllm_config.speculative_config.method = kind.scheduled_as
         self.levels, self.vocabulary = options.levels, vllm_config.model_config.get_vocab_size()
         self.kind = kind
-        self.contexts, self.unread = KeptContexts(), UnreadStates()
+        self.contexts = KeptContexts()
         self.places: Tensor | None = None
         self.last = torch.zeros(1, self.draft_model_config.get_hidden_size(), dtype=self.dtype)
         """[R, H]: the combined states at the last positions before the roots of the next block."""
@@ -70,19 +70,10 @@ class BlockDrafter(DFlashProposer):
         context = self.vllm_config.compilation_config.static_forward_context
         for name in self.layers:
             context[name].impl.written = self._written
+        self.begin_waiting()
 
     def forget(self, requests: Collection[str]) -> None:
         self.contexts.forget(requests)
-        self.unread.forget(requests)
-
-    def pending(self, step: StepView, accepted: Mapping[int, Sequence[int]]) -> list[CatchUp]:
-        return step.new_states(accepted)
-
-    def to_read(
-        self, pending: list[CatchUp], room: int, drafting: bool, states: Sequence[Tensor] | None
-    ) -> list[CatchUp]:
-        names, size = self.runner.input_batch.req_ids, self.block_table.block_size
-        return self.unread.to_read(pending, states, names, drafting=drafting, block_size=size)
 
     def catch_up(
         self, items: list[CatchUp], states: Sequence[Tensor] | None, mask: SlicedMask | None
@@ -107,21 +98,27 @@ class BlockDrafter(DFlashProposer):
         hidden = torch.zeros(1, self.levels, self.draft_model_config.get_hidden_size(), dtype=self.dtype)
         return self.lattice.begin(hidden, torch.zeros(1, dtype=torch.int64))[1]
 
+    def read_keys(self, unread: Unread) -> None:
+        self._combined(unread)
+
     def _write(self, items: list[CatchUp], states: Sequence[Tensor]) -> Tensor:
         """Write the K/V of the positions of `items` to the cache and to the contexts that are kept. Returns the states
         that it is made of [positions, H]."""
-        lengths = [len(item.tokens) for item in items]
-        spans = [(item.row, item.start, item.start + length) for item, length in zip(items, lengths, strict=True)]
-        position = np.concatenate([np.arange(start, end) for _, start, end in spans])
-        row = np.repeat([item.row for item in items], lengths)
-        blocks, size = self.block_table.block_table, self.block_table.block_size
-        slots = blocks.np[row, position // size].astype(np.int64) * size + position % size
+        spans = [(item.row, item.start, item.start + len(item.tokens)) for item in items]
+        row = np.repeat([item.row for item in items], [len(item.tokens) for item in items])
+        table = self.block_table
+        unread = unread_of(items, states_of(items, states), table.block_table.np, table.block_size)
         names = self.runner.input_batch.req_ids
         self.contexts.follow([*names, *[None] * (1 + int(row.max()) - len(names))])
-        self.places = self.contexts.places(row, position, spans)
-        combined: Tensor = self.model.combine_hidden_states(read_states(items, states))
-        self.model.precompute_and_store_context_kv(combined, torch.from_numpy(position), torch.from_numpy(slots))
+        self.places = self.contexts.places(row, unread.positions.numpy(), spans)
+        combined = self._combined(unread)
         self.places = None
+        return combined
+
+    def _combined(self, unread: Unread) -> Tensor:
+        """Write K/V to the cache. Returns the states that it is made of [positions, H]."""
+        combined: Tensor = self.model.combine_hidden_states(unread.states)
+        self.model.precompute_and_store_context_kv(combined, unread.positions, unread.slots)
         return combined
 
     def _correlated(self, candidates: Tensor, logits: Tensor, hidden: Tensor, roots: Tensor) -> Tensor:

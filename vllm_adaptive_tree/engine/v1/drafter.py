@@ -29,9 +29,7 @@ class V1Drafter(Protocol):
     def pending(self, step: StepView, accepted: Mapping[int, Sequence[int]]) -> list[CatchUp]:
         """Items that a step has for the draft. `accepted`: nodes of each tree, by row."""
 
-    def to_read(
-        self, pending: list[CatchUp], room: int, drafting: bool, states: Sequence[Tensor] | None
-    ) -> list[CatchUp]:
+    def to_read(self, pending: list[CatchUp], room: int, drafting: bool, states: Sequence[Tensor]) -> list[CatchUp]:
         """Items to read in this step, which is `drafting` or not: at most `room` tokens; `states` as in `catch_up`."""
 
     def catch_up(

@@ -1,52 +1,81 @@
 """EAGLE, EAGLE-3 and MTP heads: at each position they read the target's state there and the token after it.
 
-The target's states of accepted nodes replace the head's own, as in vLLM's chains. While the head rests, they are kept
-until it reads them.
+The target's states of accepted nodes replace the head's own, as in vLLM's chains. They wait until a tree needs them.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 from vllm.v1.spec_decode.eagle import EagleProposer
 
+from vllm_adaptive_tree.drafters import Rows
+from vllm_adaptive_tree.engine.common.attention import TreeMetadata
 from vllm_adaptive_tree.engine.drafts.registry import kind_in
 from vllm_adaptive_tree.engine.startup.finish import tree_options
-from vllm_adaptive_tree.engine.v1.catch_up import CatchUp, StepView
+from vllm_adaptive_tree.engine.v1.catch_up import CatchUp
 from vllm_adaptive_tree.engine.v1.paged_drafter import PagedDrafter
 from vllm_adaptive_tree.engine.v1.shared_embedding import drop_adapters
-from vllm_adaptive_tree.engine.v1.unread_states import UnreadStates, read_states
+from vllm_adaptive_tree.engine.v1.unread_states import ReadsStates, Unread, states_of, unread_of
+from vllm_adaptive_tree.trees import SlicedMask
+
+FEW = 64
+"""Fewest positions that are worth a forward of their own, which ends once their K/V is in the cache."""
 
 
-class HeadDrafter(PagedDrafter, EagleProposer):
+class HeadDrafter(ReadsStates, PagedDrafter, EagleProposer):
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any = None):
         super().__init__(vllm_config, device, runner)
         self.begin_drafting(runner)
-        self.unread = UnreadStates()
         self.combines = kind_in(tree_options(vllm_config)).combines_states
 
     def load_model(self, target_model: Any) -> None:
         super().load_model(target_model)
         drop_adapters(self.model.model)
 
-    def forget(self, requests: Collection[str]) -> None:
-        super().forget(requests)
-        self.unread.forget(requests)
+    def begin_cache(self, blocks: int) -> None:
+        super().begin_cache(blocks)
+        if len(self.layers) == 1:  # the K/V of a second layer depends on what the first reads
+            self.begin_waiting()
 
-    def pending(self, step: StepView, accepted: Mapping[int, Sequence[int]]) -> list[CatchUp]:
-        return step.new_states(accepted)
+    def catch_up(
+        self, items: list[CatchUp], states: Sequence[Tensor] | None, mask: SlicedMask | None
+    ) -> tuple[Rows, Any | None]:
+        """See `V1Drafter.catch_up`. Positions before the roots need K/V alone."""
+        before = [item._replace(tokens=item.tokens[:-1], states=item.states[:-1]) for item in items]
+        if self.unread is not None and states is not None and sum(len(item.tokens) for item in before) >= FEW:
+            table = self.block_table
+            self.read_keys(unread_of(before, states_of(before, states), table.block_table.np, table.block_size))
+            items = [
+                item._replace(start=item.start + len(item.tokens) - 1, tokens=item.tokens[-1:], states=item.states[-1:])
+                for item in items
+            ]
+        return super().catch_up(items, states, mask)
 
-    def to_read(
-        self, pending: list[CatchUp], room: int, drafting: bool, states: Sequence[Tensor] | None
-    ) -> list[CatchUp]:
-        shared = self.vllm_config.cache_config.enable_prefix_caching
-        names, size = self.runner.input_batch.req_ids, self.block_table.block_size if shared else None
-        return self.unread.to_read(pending, states, names, drafting=drafting, block_size=size)
+    def read_keys(self, unread: Unread) -> None:
+        """Write the K/V of a head of one layer: the forward ends at its attention."""
+        inputs = self._combined(unread.states)
+        with suppress(KeysWritten):
+            self._forward(torch.tensor(unread.tokens), unread.positions, unread.slots, KeysAlone(), inputs)
 
     def inputs(self, items: list[CatchUp], states: Sequence[Tensor] | None) -> Tensor:
         if states is None:
             return torch.zeros(sum(len(item.tokens) for item in items), self.hidden_size, dtype=self.dtype)
-        read = read_states(items, states)
-        combined: Tensor = self.model.combine_hidden_states(read) if self.combines else read
+        return self._combined(states_of(items, states))
+
+    def _combined(self, states: Tensor) -> Tensor:
+        combined: Tensor = self.model.combine_hidden_states(states) if self.combines else states
         return combined
+
+
+class KeysWritten(Exception):  # noqa: N818
+    """Ends a forward once K/V is in the cache."""
+
+
+class KeysAlone(TreeMetadata):
+    """Metadata of a forward that only writes K/V, which vLLM's layer has done before it attends."""
+
+    def attend(self, *_: Any) -> Tensor:
+        raise KeysWritten

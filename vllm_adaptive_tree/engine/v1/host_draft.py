@@ -223,6 +223,7 @@ class HostDraft:
         if level is not None and self.request.chosen is not None and self.runner.pair.mixes:
             level = without_own_draws(level, proposal, among=~self.request.chosen)
         prompts = self.runner.input_batch.num_prompt_tokens
+        new = {item.row: item for item in self.pending}
         return budget.cut(
             drafts,
             proposal,
@@ -233,7 +234,7 @@ class HostDraft:
             looking=self.looking,
             num_without_tree=self.num_without_tree,
             prompts=any(item.start < prompts[item.row] for item in self.pending),
-            gaps=self.to_read != self.pending,
+            gaps=any(item != new[item.row] for item in self.to_read),
         )
 
 
