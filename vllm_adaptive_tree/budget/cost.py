@@ -14,6 +14,8 @@ from vllm_adaptive_tree.json_numbers import member, number
 
 FAR = float(1 << 30)
 """Rows to which a curve is extrapolated beyond its last point."""
+FIRST = 2.0
+"""Most that building kernels makes of the time of a forward."""
 TILES = 16, 32, 64
 """Rows of matrix-unit tiles: one more row may cost as much as a tile, which linear interpolation would miss."""
 
@@ -27,9 +29,9 @@ def profiled_rows(most: int) -> list[int]:
 class Curve:
     """Seconds of a forward by its rows: points, linearly interpolated.
 
-    It is flat before the first point, extrapolated with the last slope beyond the last, and never decreasing: a point
-    counts for at most the value of those after it. So a forward that was too slow does not keep larger ones from being
-    tried.
+    It is flat before the first point, extrapolated beyond the last with the last slope or the mean one, whichever is
+    larger, and never decreasing: a point counts for at most the value of those after it. So a forward that was too slow
+    does not keep larger ones from being tried.
 
     Live forwards correct the points near them; a point that has seen none is corrected as its neighbours are.
     """
@@ -90,6 +92,12 @@ class Curve:
         """Record a forward of `rows` rows in `seconds`."""
         loops.observe(*self._points, float(int(self.padded(rows))), seconds)
         self._hull = None
+
+    def observe_first(self, rows: int, seconds: float) -> None:
+        """Record the first forward of so many rows, which may also build kernels: what it shows all the same."""
+        believed = self.cost(rows)
+        if seconds < believed or seconds > FIRST * believed:
+            self.observe(rows, min(seconds, max(believed, seconds / FIRST)))
 
     def knows(self, rows: int) -> bool:
         """Return whether live forwards of about so many rows were seen."""

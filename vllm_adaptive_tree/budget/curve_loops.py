@@ -48,9 +48,9 @@ def settle(x, start, off, seen, measured, y):  # type: ignore[no-untyped-def]
     y[:points] = measured
     for place in range(points - 2, -1, -1):
         y[place] = min(y[place], y[place + 1])
-    y[points] = y[points - 1] + (y[points - 1] - y[points - 2]) / (x[points - 1] - x[points - 2]) * (
-        x[points] - x[points - 1]
-    )
+    last = points - 1  # a last point that came out too low must not make all rows after it free
+    slope = max((y[last] - y[last - 1]) / (x[last] - x[last - 1]), (y[last] - y[0]) / (x[last] - x[0]))
+    y[points] = y[last] + slope * (x[points] - x[last])
 
 
 @njit(f"float64({ARRAY}, {ARRAY}, float64)")
@@ -63,7 +63,8 @@ def cost(x, y, rows):  # type: ignore[no-untyped-def]
 
 @njit(f"void({ARRAY}, {ARRAY}, {ARRAY}, {ARRAY}, {ARRAY}, {ARRAY}, float64, float64)")
 def observe(x, start, off, seen, measured, y, rows, seconds):  # type: ignore[no-untyped-def]
-    """Record a forward of `rows` rows in `seconds`: the two nearest points follow, less the more they have seen.
+    """Record a forward of `rows` rows in `seconds`: the two nearest points follow, less the more they have seen, and
+    the last one less the farther it is from a forward with more rows.
 
     What a well-known point finds out about now, as that a machine has warmed up, holds for all others too, among them
     those that only slower times have seen.
@@ -71,13 +72,14 @@ def observe(x, start, off, seen, measured, y, rows, seconds):  # type: ignore[no
     right = min(max(np.searchsorted(x, rows), 1), len(start) - 1)
     share = min(max((rows - x[right - 1]) / (x[right] - x[right - 1]), 0.0), 1.0)
     believed = (1 - share) * measured[right - 1] + share * measured[right]
+    right_weight = share
     if rows > x[right]:
-        believed = cost(x, y, rows)
+        believed, right_weight = cost(x, y, rows), x[right] / rows
     more = math.log(max(seconds, TINY) / believed)
     step = min(max(more, -BOUND), BOUND)
-    known = (1 - share) * seen[right - 1] + share * seen[right]
+    known = (1 - share) * seen[right - 1] + right_weight * seen[right]
     for place in range(len(start)):
-        weight = 1 - share if place == right - 1 else share if place == right else 0.0
+        weight = 1 - share if place == right - 1 else right_weight if place == right else 0.0
         off[place] += step * (weight / (1 + seen[place]) + (1 - weight) * known / SAMPLES / (1 + SAMPLES))
         seen[place] = min(seen[place] + weight, SAMPLES)
     if abs(more) > BOUND:

@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from vllm_adaptive_tree.budget.backoff import PROBE_EVERY, RETRY_AFTER, Backoff
 from vllm_adaptive_tree.budget.calibration_loops import DEPTHS
-from vllm_adaptive_tree.budget.cost import Costs
+from vllm_adaptive_tree.budget.cost import Costs, Curve
 from vllm_adaptive_tree.budget.fixed import Budget, Plan
 from vllm_adaptive_tree.budget.past_trees import TREES, PastTrees
 from vllm_adaptive_tree.budget.trial import trial_size
@@ -64,8 +64,7 @@ class Planner(Budget):
         self.context = 0.0
         """Seconds of the last verification due to its contexts."""
         self.warm_sizes, self.warm_levels = set[int](), set[int]()
-        """Row counts already run, of verifications and of draft levels; the first forward of a size also compiles its
-        kernels and is not timed."""
+        """Row counts already run, of verifications and of draft levels."""
         self.recent, self.deep = ((PastTrees(), PastTrees()) for _ in (0, 1))
         """Trees of past steps, of sampled and of greedy requests; those of steps that drafted deeper than pays."""
         self.lookup_trees = PastTrees(), PastTrees()
@@ -228,18 +227,14 @@ class Planner(Budget):
         self, rows: int, context: int, forward: float, rest: float, *, drafted: bool | None, reading: float = 0
     ) -> None:
         self.context = min(context * self.costs.context, forward / 2)
-        if rows in self.warm_sizes:
-            self.costs.verify.observe(rows, forward - self.context)
-        self.warm_sizes.add(rows)
+        _observe(self.costs.verify, rows, forward - self.context, self.warm_sizes)
         if drafted:
             self.reading.append(reading)
         if drafted is not None:
             self.overheads[drafted].append(rest)
 
     def observe_level(self, requests: int, rows: int, seconds: float) -> None:
-        if rows in self.warm_levels:
-            self.costs.draft.observe(rows, seconds)
-        self.warm_levels.add(rows)
+        _observe(self.costs.draft, rows, seconds, self.warm_levels)
         if self.plan.floor > -math.inf:  # else the level read what no plan would
             self.width += (rows / requests - self.width) / LAST
 
@@ -259,6 +254,15 @@ class Planner(Budget):
             calibration.restore(known)
         for drafted, seconds in overheads.items():
             self.overheads[drafted].extend(seconds)
+
+
+def _observe(curve: Curve, rows: int, seconds: float, warm: set[int]) -> None:
+    """Record a forward. `warm`: row counts that have run before."""
+    if rows in warm:
+        curve.observe(rows, seconds)
+    else:
+        curve.observe_first(rows, seconds)
+        warm.add(rows)
 
 
 @lru_cache(2 * SIZES)

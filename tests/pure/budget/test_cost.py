@@ -23,6 +23,21 @@ def test_a_curve_goes_through_its_points_and_never_falls():
     assert made.at([1, 4, 6, 8, 10, 0]).tolist() == pytest.approx([1, 1, 3, 5, 7, 1])
 
 
+def test_a_last_point_that_came_out_too_low_makes_no_rows_free():
+    made = curve((1, 1.0), (101, 3.0), (201, 3.0))
+    assert made.cost(1201) == pytest.approx(3.0 + 1000 * 2 / 200)
+    steep = curve((1, 1.0), (101, 1.0), (201, 3.0))
+    assert steep.cost(301) == pytest.approx(5.0), "the last slope"
+
+
+def test_the_last_point_follows_forwards_far_beyond_it_by_little():
+    near, far = curve((1, 1.0), (100, 2.0)), curve((1, 1.0), (100, 2.0))
+    near.observe(110, near.cost(110) / 1.5)
+    far.observe(4000, far.cost(4000) / 1.5)
+    assert near.cost(100) < 1.4
+    assert far.cost(100) > 1.95
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_no_row_counts_for_more_than_a_later_one(seed):
     made = random_curve(random.Random(seed))

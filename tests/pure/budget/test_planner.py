@@ -321,12 +321,24 @@ def test_fewer_rows_are_tried_where_nobody_has_seen_them():
 # What it follows and keeps.
 
 
-def test_the_first_forward_of_so_many_rows_says_nothing():
+def test_the_first_forward_of_so_many_rows_may_have_built_kernels():
     budget = planner((1, 1.0), (100, 1.0))
-    budget.observe_step(4, 0, 9.0, 0.1, drafted=True)
+    budget.observe_step(4, 0, 1.9, 0.1, drafted=True)
     assert budget.costs.verify.cost(4) == 1.0
-    budget.observe_step(4, 0, 9.0, 0.1, drafted=True)
+    budget.observe_step(4, 0, 1.9, 0.1, drafted=True)
     assert budget.costs.verify.cost(4) > 1.0
+
+
+def test_rows_that_never_come_twice_are_learnt_too():
+    """A curve that came out flat at its end: free rows by the thousand, each time another number of them."""
+    budget = planner((1, 0.1), (100, 0.2), (200, 0.2))
+    for rows in range(2000, 2012):
+        budget.observe_step(rows, 0, rows / 200, 0.0, drafted=True)
+    assert budget.costs.verify.cost(2012) > 2, "it was 0.2, and 1.1 by the mean slope"
+    budget = planner((1, 0.1), (100, 4.0), (200, 8.0))
+    for rows in range(100, 140):
+        budget.observe_step(rows, 0, rows / 100, 0.0, drafted=True)
+    assert budget.costs.verify.cost(120) == pytest.approx(1.2, rel=0.2)
 
 
 def test_what_the_contexts_cost_is_no_matter_of_rows():
@@ -340,7 +352,7 @@ def test_what_the_contexts_cost_is_no_matter_of_rows():
 def test_a_level_costs_what_was_measured_until_it_is_seen():
     budget = Planner(Costs(curve(*FLAT), curve((1, 0.2), (9, 1.0))), sampled=False)
     assert [budget.level(requests) for requests in (1, 5)] == pytest.approx([0.2, 0.6])
-    budget.observe_level(1, 1, 9.0)
+    budget.observe_level(1, 1, 0.39)
     assert budget.level(1) == pytest.approx(0.2), "the first of a size compiles its kernels"
     budget.observe_level(1, 1, 0.4)
     assert budget.level(1) == pytest.approx(0.4)
@@ -377,7 +389,7 @@ def test_what_was_learnt_is_written_and_read():
 def test_what_drafting_saves_elsewhere_is_no_time_of_a_plain_step():
     """The roots' forward may take less than a level of the draft."""
     budget = planner((1, 0.005), (100, 0.04), level=0.001)
-    budget.observe_step(4, 0, 0.005, -0.05, drafted=True)
+    budget.observe_step(4, 0, 0.0061, -0.05, drafted=True)
     assert budget.plain_step_seconds(1) == pytest.approx(0.005)
     assert budget.begin([False]).price > 0
 
