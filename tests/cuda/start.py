@@ -25,7 +25,7 @@ BLOCKS = "dspark", "dflash2", "lilicorr"
 NODES, DEPTH, TOKENS = 8, 4, 12
 PROMPTS = [[7, 3, 9], list(range(20, 70)), [5] * 33, [11, 2] * 3]
 # The last waits until one of three seats is free.
-SIZES = [4, 16, 32]  # of graphs
+GRAPHS = [4, 16, 32]  # their sizes
 
 
 def written(folder: Path, kind: str, **more: Any) -> str:
@@ -48,17 +48,16 @@ def models(case: str, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     if case in ("llama", "depth first"):
         verification.IN_GENERATION_ORDER = NODES // 2 if case == "depth first" else NODES
         return {"model": TARGET}, {"model": DRAFT}
-    if case == "adaptive":
-        return {"model": TARGET}, {"method": "adaptive_tree", "model": DRAFT, "tree": {"max_children": 4}}
     if case == "head":
         head = heads.eagle3(folder / "head")
         return {"model": TARGET}, {"method": "dyspec", "model": head, "tree": {"budget": "auto"}}
     if case in BLOCKS:
         block_speculator.ladder = lambda most: [1, most]  # two requests run in the graph of three
         return {"model": TARGET}, {"model": getattr(heads, case)(folder / "head")}
-    kind, more = {"qwen3": ("qwen3", {}), "moe": ("qwen3_moe", EXPERTS)}[case]
+    kind, more = {"moe": ("qwen3_moe", EXPERTS)}.get(case, ("qwen3", {}))
     target = written(folder / "target", kind, **more)
-    return {"model": target, "skip_tokenizer_init": True}, {"model": target}
+    method = {"method": "adaptive_tree", "tree": {"max_children": 4}} if case == "adaptive" else {}
+    return {"model": target, "skip_tokenizer_init": True}, {"model": target, **method}
 
 
 class Blocks:
@@ -125,7 +124,7 @@ def main(capability: str, case: str, graphs: str = "NONE") -> dict[str, Any]:
                 enforce_eager=False,
                 compilation_config={"mode": 0, "cudagraph_mode": "NONE"}
                 if graphs == "NONE" or speculation is None
-                else {"mode": 0, "cudagraph_mode": graphs, "cudagraph_capture_sizes": SIZES},
+                else {"mode": 0, "cudagraph_mode": graphs, "cudagraph_capture_sizes": GRAPHS},
                 max_num_seqs=3,
                 max_num_batched_tokens=256,
                 gpu_memory_utilization=0.01,
