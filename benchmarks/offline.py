@@ -3,9 +3,10 @@
     python -m benchmarks.offline --humaneval HumanEval.jsonl.gz --chat texts/held_out.json \\
         --out benchmarks/results/offline.json
 
-HumanEval's questions and the model's own, 128 tokens of each whatever ends earlier, as many requests at once as there
-are prompts. Each configuration is a process with one thread, compiled as vLLM compiles by default; they take turns at
-the whole batch, the first from a cold start. The clock is the process's CPU time; run nothing beside it all the same.
+HumanEval's questions and the model's own, as many tokens of each whatever ends earlier, as many requests at once as
+there are prompts. Each configuration is a process with one thread, compiled as vLLM compiles by default; they take
+turns at the whole batch, the first from a cold start. The clock is the process's CPU time; run nothing beside it all
+the same.
 """
 
 import argparse
@@ -24,7 +25,6 @@ from vllm_adaptive_tree.bench.demo_models import chat_prompts
 from vllm_adaptive_tree.bench.environment import SMOLLM2_HEAD
 from vllm_adaptive_tree.bench.provenance import save
 
-TOKENS = 128
 NAMES = PLAIN, "vLLM's chain of 1", "adaptive_tree"
 
 
@@ -43,7 +43,8 @@ def serve(options: argparse.Namespace) -> None:
     texts = list(chat_prompts(options.model, questions))
     print("[]", flush=True)
     for line in sys.stdin:
-        params = SamplingParams(temperature=json.loads(line), max_tokens=TOKENS, ignore_eos=True, detokenize=False)
+        whole: dict[str, Any] = {"max_tokens": options.tokens, "ignore_eos": True, "detokenize": False}
+        params = SamplingParams(temperature=json.loads(line), **whole)
         before = time.process_time(), time.perf_counter()
         outputs = llm.generate(texts, params, use_tqdm=False)
         seconds = time.process_time() - before[0], time.perf_counter() - before[1]
@@ -57,6 +58,7 @@ def main() -> None:
     parser.add_argument("--humaneval", type=Path, required=True, help="HumanEval.jsonl.gz")
     parser.add_argument("--chat", type=Path, required=True, help="held_out.json of examples/chat_texts.py")
     parser.add_argument("--prompts", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=128, help="of each (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7])
     parser.add_argument("--dtype", default="float32", help="of target and draft (default: %(default)s)")
@@ -75,7 +77,7 @@ def main() -> None:
     os.environ.setdefault("VLLM_CACHE_ROOT", tempfile.mkdtemp())  # of what is compiled
     processes = list[Process]()
     for name in NAMES:
-        processes.append(Process(options, name, "benchmarks.offline", ("prompts",)))
+        processes.append(Process(options, name, "benchmarks.offline", ("prompts", "tokens")))
         processes[-1].answer()  # it has started
     rows = list[dict[str, Any]]()
     for temperature, number in product(options.temperatures, range(options.rounds)):
