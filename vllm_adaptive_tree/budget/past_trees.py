@@ -65,5 +65,7 @@ class PastTrees:
 
 def _padded(step: Step, width: int) -> Step:
     """Trees with empty slots up to `width`."""
+    if step[0].shape[1] == width:
+        return step
     value, depth, level = (np.pad(part, ((0, 0), (0, width - part.shape[1]))) for part in step)
     return value, depth, level

@@ -28,6 +28,8 @@ PRIOR_ACCEPTANCE = 0.8
 """Acceptance probability of each node of such a chain, given its parent: optimistic, so that drafts get tried."""
 EVERY = 16
 """Drafting steps of which one drafts a level more than the plan: a level that is never drafted is never measured."""
+RESTING_EVERY = 32
+"""Steps of a resting batch after which it is planned anew, half of `EVERY` where it drafts."""
 MARGIN = 0.05
 """Least gain of drafting over plain steps, as log tokens per second: costs are no more accurate."""
 SURE = 1.3
@@ -77,11 +79,12 @@ class Planner(Budget):
         self.drafting: dict[int, Backoff] = {}
         """Back-offs of batches that rest, and of those that draft, by batch size in powers of two."""
         self._plans: dict[tuple[int, int], Plan] = {}
+        self._look_up_pays: dict[tuple[int, int, int], bool] = {}
 
     def begin(self, greedy: Sequence[bool]) -> Plan:
         self.steps += 1
-        if self.steps % (EVERY // 2) == 0:
-            self._plans.clear()
+        if self.steps % (EVERY // 2 if self.plan.levels else RESTING_EVERY) == 0:
+            self._forget_plans()
         if greedy:
             plan = self._planned(len(greedy), sum(greedy))
             self.plan = self._explore(plan, len(greedy), sum(greedy)) if self.drafts else plan
@@ -98,7 +101,7 @@ class Planner(Budget):
             for kind in kinds:  # the memory may be outdated
                 self.recent[kind].clear()
                 self.known[kind] = 0.0
-            self._plans.clear()
+            self._forget_plans()
             plan = self._planned(requests, greedy)
             floor = self._least_that_pays(requests, plan.price)
             self.most_levels = 1 + usual
@@ -135,6 +138,16 @@ class Planner(Budget):
         if (requests, greedy) not in self._plans:
             self._plans[requests, greedy] = self._best(requests, greedy / max(1, requests))
         return self._plans[requests, greedy]
+
+    def _forget_plans(self) -> None:
+        self._plans.clear()
+        self._look_up_pays.clear()
+
+    def look_up_pays(self, greedy: Sequence[bool], nodes: int) -> bool:
+        key = len(greedy), sum(greedy), nodes
+        if key not in self._look_up_pays:
+            self._look_up_pays[key] = super().look_up_pays(greedy, nodes)
+        return self._look_up_pays[key]
 
     def _best(self, requests: int, greedy: float) -> Plan:
         plain_rate = requests / self.plain_step_seconds(requests)
@@ -212,13 +225,13 @@ class Planner(Budget):
             tree = columns if count == len(kinds) else tuple(column[chosen] for column in columns)
             if level is not None:
                 if not lookup_trees:
-                    self._plans.clear()
+                    self._forget_plans()
                 lookup_trees.append(np.where(tree[2] == 0, tree[0], 0), *tree[1:])
             if not plan.levels:
                 continue
             self.known[kind] = min(1.0, self.known[kind] + min(count / MIN_TREES, 1 / MIN_STEPS))
             if plan.deep:
-                self._plans.clear()
+                self._forget_plans()
             self.recent[kind].append(*tree)
             if plan.deep:
                 self.deep[kind].append(*tree)

@@ -144,7 +144,8 @@ class Draft(Protocol):
         """Trees without a node."""
 
     def continuations(self, levels: int) -> Continuations | None:
-        """Continuations of the text to be merged into the trees: of a look-up beside the draft, or while it rests."""
+        """Continuations of the text to be merged into the trees: of a look-up beside the draft, or while it rests; None
+        if there is no look-up, or nothing for trees of its own."""
 
     def merge(self, proposal: Proposal, continuations: Continuations) -> Proposal:
         """The best nodes of the trees and of the continuations together: `proposers.merging.merge`."""

@@ -67,13 +67,12 @@ class TreeStep(Generic[V]):
         """
         levels = draft.begin()
         if draft.read(self.accepted, levels):
-            proposal = draft.grow(levels) if levels else draft.empty()
+            proposal = draft.grow(levels) if levels else None
             continuations = draft.continuations(levels)
             if continuations is not None:
-                proposal = draft.merge(proposal, continuations)
-            if draft.limits is not None:
-                proposal = proposal.cut(draft.limits)
-            draft.keep(proposal, continuations)
+                proposal = draft.merge(proposal or draft.empty(), continuations)
+            if proposal is not None:
+                draft.keep(proposal if draft.limits is None else proposal.cut(draft.limits), continuations)
         draft.end()
 
     def end(self) -> None:

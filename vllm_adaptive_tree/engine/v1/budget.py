@@ -34,7 +34,7 @@ class HostBudget(BatchBudget):
         self.few, self.turns = 0, Turns()
         """As in the plan; the requests of trials."""
         self.has_lookup_trees = False
-        """True if a look-up has made trees in this step while the draft rests."""
+        """True if a look-up alone has made the trees of this step, none or some."""
         self.limited = False
         """True if only the limit on their levels has ended the growth of the last trees."""
         self.draft_seconds = self.prompt_seconds = self.planning_seconds = 0.0
@@ -109,6 +109,21 @@ class HostBudget(BatchBudget):
 
         return agreed
 
+    def look_up_pays(self, greedy: Sequence[bool], nodes: int) -> bool:
+        """As `Budget.look_up_pays`. If not, a look-up has no trees in this step."""
+        pays = bool(number_from_rank_0(int(self.budget.look_up_pays(greedy, nodes))))
+        self.has_lookup_trees = True
+        if not pays:
+            self.budget.verifying = 0
+        return pays
+
+    def found_nothing(self, greedy: Sequence[bool], nodes: int) -> None:
+        """Learn that a look-up alone has none of so many `nodes` for any of these requests."""
+        nothing = np.zeros((len(greedy), nodes))
+        depth = nothing.astype(np.int64)
+        self.budget.observe_trees(nothing, depth, greedy, self.budget.plan, level=depth)
+        self.budget.verifying, self.has_lookup_trees = 0, True
+
     def cut(
         self,
         drafts: list[Draft],
@@ -161,6 +176,8 @@ class HostBudget(BatchBudget):
         price = self.budget.plan.price
         return [
             draft.prefix(count)._replace(value=own[:count], depth=deep[:count], greedy=certain, root=root, price=price)
+            if len(draft.tree)
+            else draft
             for draft, count, own, deep, certain, root in zip(
                 drafts, counts, value, depth, greedy.tolist(), roots, strict=True
             )

@@ -59,6 +59,9 @@ class Draft(NamedTuple):
         return softmax_at(self.logits, torch.full_like(self.logits[:, 0], self.temperature))
 
 
+NOTHING = Draft(TokenTree((), ()), None, np.full(1, -1), np.zeros(1, np.int64), 1.0)
+
+
 def to_drafts(
     proposal: Proposal,
     levels: list[Tensor],
@@ -79,6 +82,9 @@ def to_drafts(
     each = zip(sizes, *columns, temperature.tolist(), given, strict=True)
     drafts = []
     for r, (size, tokens, parents, place, counts, learnt, flag, own, sampled) in enumerate(each):
+        if not size:
+            drafts.append(NOTHING)
+            continue
         inner = pad(read[r, was_read[r]], (1, 0)) if rows is not None or states is not None else None
         drafts.append(
             Draft(

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -65,6 +66,8 @@ class HostDraft:
         """Logits of each level, if a rule or a recorder reads them."""
         self.most = [most_nodes(runner.requests[name].sampling_params) for name in self.names]
         """Most nodes that each request of the batch wants."""
+        self.greedy: list[bool] = []
+        """Of each request of the batch."""
         self.drafting = True
         """False if the draft rests."""
         self.resting: set[int] = set()
@@ -73,7 +76,7 @@ class HostDraft:
         """Seconds of the look-up."""
 
     def begin(self) -> int:
-        greedy = [is_greedy(self.runner.requests[name].sampling_params) for name in self.names]
+        greedy = self.greedy = [is_greedy(self.runner.requests[name].sampling_params) for name in self.names]
         looks_up = self.runner.pair.looks_up
         levels = (0 if looks_up else ALL) if self.budget is None else self.budget.begin_levels(greedy)
         self.drafting = levels > 0 and any(self.most)
@@ -98,7 +101,6 @@ class HostDraft:
         self.rooted = [item for item in (self.to_read if drafting else self.pending) if item.root is not None]
         if not self.rooted:
             return False
-        self.request = self._request()
         reads_hidden = runner.recorder is not None and runner.recorder.reads_hidden
         self.drafter = TimedDrafter(runner.drafter, runner.clock, [self.rows.hidden] if reads_hidden else [])
         pairs = enumerate(self.rooted)
@@ -138,13 +140,20 @@ class HostDraft:
         if lookup is None:
             return None
         started = time.perf_counter()
+        roots = {item.row: item.root for item in self.rooted if item.root is not None}
+        greedy = [self.greedy[row] for row in roots]
+        if not levels and self.budget is not None and not self.budget.look_up_pays(greedy, self.nodes):
+            return None
         with self.runner.clock.phase("tree"):
-            roots = {item.row: item.root for item in self.rooted if item.root is not None}
             found = lookup.continuations(token_history(self.runner.input_batch, roots))
             found = masked_continuations(found, self.grammars)
-            found = found.only(None if self.runner.pair.mixes else self.request.chosen)
+            some = levels or bool(found.weight.any())
+            if some:
+                found = found.only(None if self.runner.pair.mixes else self.request.chosen)
+            elif self.budget is not None:
+                self.budget.found_nothing(greedy, self.nodes)
         self.looking = time.perf_counter() - started
-        return found
+        return found if some else None
 
     def merge(self, proposal: Proposal, continuations: Continuations) -> Proposal:
         pair, chosen = self.runner.pair, self.request.chosen
@@ -159,7 +168,8 @@ class HostDraft:
                 proposal = proposal_from_rank_0(proposal)
             request = self.request
             drafts = to_drafts(proposal, self.levels, request.temperature, request.initial, self.drafter.hidden)
-            drafts = [draft._replace(from_lookup=not self.drafting) for draft in drafts]
+            if not self.drafting:
+                drafts = [draft._replace(from_lookup=True) if len(draft.tree) else draft for draft in drafts]
         if runner.record is not None:
             runner.record.drafted(self.rooted_names, proposal.tree)
         sizes = {name: len(draft.tree) for name, draft in zip(self.rooted_names, drafts, strict=True)}
@@ -192,7 +202,8 @@ class HostDraft:
     def _pending(self, *, resting: bool) -> list[CatchUp]:
         return [item for item in self.pending if (item.row in self.resting) == resting]
 
-    def _request(self) -> Request:
+    @cached_property
+    def request(self) -> Request:
         """View of the requests with trees for the proposer."""
         runner, initial = self.runner, self.engine.initial
         roots = [item.root for item in self.rooted if item.root is not None]

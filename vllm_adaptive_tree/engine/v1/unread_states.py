@@ -118,8 +118,12 @@ class UnreadStates:
             end = item.start + len(item.tokens)
             for start in range(item.start // block_size * block_size, end, block_size):
                 first, block = max(start, item.start), int(table[item.row, start // block_size])
-                waiting = self._take(block, start, first)
-                if waiting.first + len(waiting.rows) != first:  # a gap, or nothing
+                waiting = self.waiting.get(block)
+                if waiting is not None and waiting.first >= start and waiting.first + len(waiting.rows) == first:
+                    del self.waiting[block]  # to the end
+                else:
+                    waiting = self._take(block, start, first)
+                if waiting.first + len(waiting.rows) != first:  # a gap
                     self._release(waiting.rows)
                     waiting = Waiting(block, first, [], [])
                 tokens = item.tokens[first - item.start : start + block_size - item.start]
@@ -188,8 +192,8 @@ class ReadsStates:
 
 def states_of(items: Sequence[CatchUp], states: Sequence[Tensor]) -> Tensor:
     """The target's states at the tokens of the items, [tokens, H]."""
-    rows = [row for item in items for row in item.states]
-    return torch.cat([state[rows] for state in states], -1)
+    rows = torch.tensor([row for item in items for row in item.states])
+    return torch.cat([state.index_select(0, rows) for state in states], -1)
 
 
 def unread_of(items: Sequence[CatchUp], states: Tensor, table: np.ndarray, block_size: int) -> Unread:
