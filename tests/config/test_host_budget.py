@@ -36,3 +36,20 @@ def test_the_times_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
         budget.begin_levels([True, True])
         budget.end_step(step)
     assert told == [(2.75, 0.25)] * 2
+
+
+def test_a_look_up_that_finds_nothing_is_a_step_of_its_own() -> None:
+    """Not one that drafted: the planner hears of an empty tree of each request, and nothing is verified."""
+    told = list[tuple[Any, ...]]()
+
+    class Spy(Budget):
+        def observe_trees(self, value: Any, depth: Any, greedy: Any, plan: Plan, *, level: Any = None) -> None:
+            told.append((value.shape, value.any(), depth.any(), level.any(), greedy))
+
+    budget = HostBudget(Spy(sampled=False), ThresholdController(SimpleNamespace(by_place=False), False), PhaseClock())
+    budget.begin_step()
+    budget.budget.verifying = 7
+    budget.found_nothing([True, False], 5)
+    assert told == [((2, 5), False, False, False, [True, False])]
+    assert budget.has_lookup_trees
+    assert not budget.verifying

@@ -23,6 +23,7 @@ from tests.engine.engines import (
     set_costs,
 )
 from tests.engine.heads import HEADS
+from vllm_adaptive_tree.budget import Planner
 from vllm_adaptive_tree.proposers.gate import Gate
 from vllm_adaptive_tree.step import step
 
@@ -177,6 +178,20 @@ def test_look_ups_go_on_while_the_draft_rests(
     assert sum(map(len, spy.trees)) > 50
     assert metric(llm, "spec_decode_num_accepted_tokens") > len(REPEATING) * 40 / 2
     assert all(not seen for seen in runner.budget.budget.recent), "what a rest brings says nothing of drafts"
+
+
+@pytest.mark.skipif(V2, reason="the host does not wait for costs there")
+def test_no_look_up_where_it_cannot_pay(
+    engines: Engines, models: dict[str, str], repeating: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row costs what a token does; the texts are the same."""
+    level = {"rows": [1, 1000], "seconds": [60.0, 60.0]}
+    set_costs(monkeypatch, verify={"rows": [1, 1000], "seconds": [1.0, 1000.0]}, draft=level)
+    monkeypatch.setattr(Planner, "observe_step", lambda *_, **__: None)
+    llm = engines.start(config(models, Case("model", "adaptive_tree"), budget="auto"), **CHUNKED)
+    monkeypatch.setattr(runner_of(llm).offers, "continuations", None)
+    assert_identical(repeating, generate(llm, REPEATING, FORTY))
+    assert not metric(llm, "spec_decode_num_draft_tokens")
 
 
 @pytest.mark.skipif(V2, reason="there requests with drawn children get no look-ups")

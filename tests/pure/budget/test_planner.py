@@ -5,6 +5,7 @@ import math
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -511,3 +512,36 @@ def test_where_look_ups_are_all_there_is_nothing_is_drafted_or_probed():
     assert set(kept) == {2}
     assert budget.plan.price > 2 / costs.verify.cost(3)
     assert Budget(sampled=False, most=4, drafts=False).begin([True]) == Plan(0, 0.0, most=4)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("seed", range(40))
+def test_a_look_up_that_cannot_pay_gets_no_row(seed, sampled):
+    """Whatever its nodes; and the likeliest of a greedy one get rows where it can."""
+    random = np.random.default_rng(seed)
+    seconds = np.sort(random.uniform(0.1, 1, 5))
+    budget = planner(*zip((1, 2, 4, 9, 16), seconds, strict=True), sampled=sampled)
+    greedy = [not sampled] * 3
+    budget.plan = budget.plan._replace(price=random.uniform(0.1, 20))
+    pays = budget.look_up_pays(greedy, 4)
+    likeliest = budget.share(np.ones((3, 4)), np.full((3, 4), -1), greedy)
+    if not sampled:
+        assert pays == bool(likeliest.any())
+    if not pays:
+        assert not likeliest.any()
+        deep = np.tile(-np.arange(1, 5), (3, 1))
+        assert not budget.share(random.uniform(0, 1, (3, 4)), deep, greedy).any()
+
+
+def test_whether_a_look_up_pays_is_asked_anew():
+    """When plans are: a resting batch's every 32 steps."""
+    budget = planner((1, 1.0), (2, 2.0), (100, 100.0))
+    budget.begin([True])
+    assert not budget.look_up_pays([True], 8), "a node costs what a token does"
+    for _ in range(200):
+        budget.costs.verify.observe(1, 1.0)
+        budget.costs.verify.observe(2, 1.0)
+    assert not budget.look_up_pays([True], 8)
+    for _ in range(32):
+        budget.begin([True])
+    assert budget.look_up_pays([True], 8)
