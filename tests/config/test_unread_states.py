@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from vllm_adaptive_tree.engine.v1.catch_up import CatchUp
-from vllm_adaptive_tree.engine.v1.unread_states import Unread, UnreadStates
+from vllm_adaptive_tree.engine.v1.host_draft import has_gap
+from vllm_adaptive_tree.engine.v1.unread_states import ReadsStates, Unread, UnreadStates
 
 BLOCK = 8
 WIDTH = 2 * 8  # bytes of a position's states below
@@ -158,8 +159,16 @@ def test_little_room(rows: int, tokens: int) -> None:
 
 def test_a_head_that_cannot_wait_reads_in_every_step() -> None:
     head: Any = type("Head", (), {"unread": None})()
-    from vllm_adaptive_tree.engine.v1.unread_states import ReadsStates
-
     item = CatchUp(0, 0, [1], 1, [0])
     assert ReadsStates.to_read(head, [item], 0, True, []) == [item]
     assert ReadsStates.to_read(head, [item], 0, False, []) == [item._replace(root=None)]
+
+
+def test_times_of_a_step_with_a_gap_are_not_those_of_others() -> None:
+    """What waited at rest is a gap, as is what a model skipped; the chunks of a prompt are not."""
+    new = CatchUp(0, 20, [1, 2], 22, [0, 1])
+    assert not has_gap(new, new, prompt=10)
+    assert has_gap(new._replace(late=3), new, prompt=10)
+    assert not has_gap(new._replace(late=20), new, prompt=21), "until the prompt was whole"
+    assert has_gap(new._replace(start=18, tokens=[3, 4, 1, 2]), new, prompt=10)
+    assert has_gap(new._replace(tokens=[1], root=None), new, prompt=10), "no room for all"

@@ -244,9 +244,14 @@ class HostDraft:
             level=level,
             looking=self.looking,
             num_without_tree=self.num_without_tree,
-            prompts=any(item.start < prompts[item.row] for item in self.pending),
-            gaps=any(item != new[item.row] for item in self.to_read),
+            prompts=any(item.start < prompts[item.row] for item in self.to_read),
+            gaps=any(has_gap(item, new[item.row], prompts[item.row]) for item in self.to_read),
         )
+
+
+def has_gap(item: CatchUp, new: CatchUp, prompt: int) -> bool:
+    """True if an item has more than a step's `new` tokens, but for what waited of its `prompt` until that was whole."""
+    return item.start != new.start or len(item.tokens) != len(new.tokens) or (item.late > 0 and item.start >= prompt)
 
 
 def _paths(verification: Verification | None, accepted: Accepted | None) -> dict[int, list[int]]:
