@@ -67,11 +67,14 @@ EXTENDED: dict[str, tuple[str, ...]] = {
     "engine/test_llm_calls.py": ("test_a_pause[1]", "test_other_weights[eagle3]", "test_other_weights[model]"),
     "engine/test_methods.py": (
         "test_greedy_and_seeded[dyspec heap]",
+        "test_greedy_and_seeded[dyspec threshold]",
         "test_greedy_and_seeded[c2t chain]",
         "test_greedy_and_seeded[eagle2]",
         "test_greedy_and_seeded[static_tree eagle1]",
         "test_greedy_and_seeded[mcsd stop 1]",
         "test_greedy_and_seeded[mcsd stop 2]",
+        "test_greedy_under_every_rule[greedy_multi_draft]",
+        "test_greedy_under_every_rule[k_seq]",
         "test_every_parameter_under_a_rule[rrsw]",
     ),
     "engine/test_one_forward.py": (
