@@ -19,6 +19,8 @@ SEEN = 0.25
 BOUND = math.log(2)
 """Largest deviation (log) of one forward that counts. More is a stall, or the machine has changed: earlier forwards
 then count half."""
+NEAR = 4.0
+"""Multiple of the rows of the last point up to which a forward counts for it in full."""
 TINY = 1e-9
 """Lower bound of the seconds of any forward."""
 
@@ -74,7 +76,7 @@ def observe(x, start, off, seen, measured, y, rows, seconds):  # type: ignore[no
     believed = (1 - share) * measured[right - 1] + share * measured[right]
     right_weight = share
     if rows > x[right]:
-        believed, right_weight = cost(x, y, rows), x[right] / rows
+        believed, right_weight = cost(x, y, rows), min(1.0, NEAR * x[right] / rows)
     more = math.log(max(seconds, TINY) / believed)
     step = min(max(more, -BOUND), BOUND)
     known = (1 - share) * seen[right - 1] + right_weight * seen[right]
@@ -82,6 +84,11 @@ def observe(x, start, off, seen, measured, y, rows, seconds):  # type: ignore[no
         weight = 1 - share if place == right - 1 else right_weight if place == right else 0.0
         off[place] += step * (weight / (1 + seen[place]) + (1 - weight) * known / SAMPLES / (1 + SAMPLES))
         seen[place] = min(seen[place] + weight, SAMPLES)
+    if 0 < share < 1:  # what was seen between two points must not be lost to the rule that a curve never falls
+        left, here = start[right - 1] * math.exp(off[right - 1]), start[right] * math.exp(off[right])
+        if left > here:
+            both = (1 - share) * left + share * here
+            off[right - 1], off[right] = math.log(both / start[right - 1]), math.log(both / start[right])
     if abs(more) > BOUND:
         seen /= 2
     settle(x, start, off, seen, measured, y)

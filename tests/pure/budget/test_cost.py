@@ -33,7 +33,7 @@ def test_a_last_point_that_came_out_too_low_makes_no_rows_free():
 def test_the_last_point_follows_forwards_far_beyond_it_by_little():
     near, far = curve((1, 1.0), (100, 2.0)), curve((1, 1.0), (100, 2.0))
     near.observe(110, near.cost(110) / 1.5)
-    far.observe(4000, far.cost(4000) / 1.5)
+    far.observe(40000, far.cost(40000) / 1.5)
     assert near.cost(100) < 1.4
     assert far.cost(100) > 1.95
 
@@ -81,6 +81,14 @@ def test_a_curve_follows_the_measurements():
         made.observe(6, 3.0)
     assert made.cost(6) == pytest.approx(3.0, rel=1e-2)
     assert made.cost(1) == pytest.approx(2.0, rel=0.02), "both neighbours moved alike"
+
+
+def test_what_was_seen_between_two_points_is_what_the_curve_says():
+    """The nearer point must not rise above the other, where it would count for less."""
+    made = curve((1, 1.0), (24, 1.0))
+    for _ in range(300):
+        made.observe(8, 2.0)
+    assert made.cost(8) == pytest.approx(2.0, rel=0.01)
 
 
 def test_points_that_were_not_seen_are_corrected_as_their_neighbours_are():
