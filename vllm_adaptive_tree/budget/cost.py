@@ -14,7 +14,7 @@ from vllm_adaptive_tree.json_numbers import member, number
 
 FAR = float(1 << 30)
 """Rows to which a curve is extrapolated beyond its last point."""
-FIRST = 2.0
+FIRST = 4.0
 """Most that building kernels makes of the time of a forward."""
 TILES = 16, 32, 64
 """Rows of matrix-unit tiles: one more row may cost as much as a tile, which linear interpolation would miss."""
@@ -94,10 +94,9 @@ class Curve:
         self._hull = None
 
     def observe_first(self, rows: int, seconds: float) -> None:
-        """Record the first forward of so many rows, which may also build kernels: what it shows all the same."""
-        believed = self.cost(rows)
-        if seconds < believed or seconds > FIRST * believed:
-            self.observe(rows, min(seconds, max(believed, seconds / FIRST)))
+        """Record the first forward of so many rows if it took longer than building kernels explains."""
+        if seconds > FIRST * self.cost(rows):
+            self.observe(rows, seconds / FIRST)
 
     def knows(self, rows: int) -> bool:
         """Return whether live forwards of about so many rows were seen."""

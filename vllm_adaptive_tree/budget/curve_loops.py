@@ -84,11 +84,6 @@ def observe(x, start, off, seen, measured, y, rows, seconds):  # type: ignore[no
         weight = 1 - share if place == right - 1 else right_weight if place == right else 0.0
         off[place] += step * (weight / (1 + seen[place]) + (1 - weight) * known / SAMPLES / (1 + SAMPLES))
         seen[place] = min(seen[place] + weight, SAMPLES)
-    if 0 < share < 1:  # what was seen between two points must not be lost to the rule that a curve never falls
-        left, here = start[right - 1] * math.exp(off[right - 1]), start[right] * math.exp(off[right])
-        if left > here:
-            both = (1 - share) * left + share * here
-            off[right - 1], off[right] = math.log(both / start[right - 1]), math.log(both / start[right])
     if abs(more) > BOUND:
         seen /= 2
     settle(x, start, off, seen, measured, y)

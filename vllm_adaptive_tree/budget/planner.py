@@ -28,8 +28,6 @@ PRIOR_ACCEPTANCE = 0.8
 """Acceptance probability of each node of such a chain, given its parent: optimistic, so that drafts get tried."""
 EVERY = 16
 """Drafting steps of which one drafts a level more than the plan: a level that is never drafted is never measured."""
-RESTING_EVERY = 32
-"""Steps of a resting batch after which it is planned anew, half of `EVERY` where it drafts."""
 MARGIN = 0.05
 """Least gain of drafting over plain steps, as log tokens per second: costs are no more accurate."""
 SURE = 1.3
@@ -83,7 +81,7 @@ class Planner(Budget):
 
     def begin(self, greedy: Sequence[bool]) -> Plan:
         self.steps += 1
-        if self.steps % (EVERY // 2 if self.plan.levels else RESTING_EVERY) == 0:
+        if self.steps % (EVERY // 2 if self.plan.levels else EVERY) == 0:
             self._forget_plans()
         if greedy:
             plan = self._planned(len(greedy), sum(greedy))

@@ -83,14 +83,6 @@ def test_a_curve_follows_the_measurements():
     assert made.cost(1) == pytest.approx(2.0, rel=0.02), "both neighbours moved alike"
 
 
-def test_what_was_seen_between_two_points_is_what_the_curve_says():
-    """The nearer point must not rise above the other, where it would count for less."""
-    made = curve((1, 1.0), (24, 1.0))
-    for _ in range(300):
-        made.observe(8, 2.0)
-    assert made.cost(8) == pytest.approx(2.0, rel=0.01)
-
-
 def test_points_that_were_not_seen_are_corrected_as_their_neighbours_are():
     """The profile was three times too fast at few rows, and right at many."""
     made = curve((1, 1.0), (2, 1.0), (4, 1.0), (8, 2.0), (64, 16.0))

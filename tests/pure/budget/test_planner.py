@@ -336,10 +336,6 @@ def test_rows_that_never_come_twice_are_learnt_too():
     for rows in range(2000, 2012):
         budget.observe_step(rows, 0, rows / 200, 0.0, drafted=True)
     assert budget.costs.verify.cost(2012) > 2, "it was 0.2, and 1.1 by the mean slope"
-    budget = planner((1, 0.1), (100, 4.0), (200, 8.0))
-    for rows in range(100, 140):
-        budget.observe_step(rows, 0, rows / 100, 0.0, drafted=True)
-    assert budget.costs.verify.cost(120) == pytest.approx(1.2, rel=0.2)
 
 
 def test_what_the_contexts_cost_is_no_matter_of_rows():
@@ -390,7 +386,7 @@ def test_what_was_learnt_is_written_and_read():
 def test_what_drafting_saves_elsewhere_is_no_time_of_a_plain_step():
     """The roots' forward may take less than a level of the draft."""
     budget = planner((1, 0.005), (100, 0.04), level=0.001)
-    budget.observe_step(4, 0, 0.0061, -0.05, drafted=True)
+    budget.observe_step(4, 0, 0.005, -0.05, drafted=True)
     assert budget.plain_step_seconds(1) == pytest.approx(0.005)
     assert budget.begin([False]).price > 0
 
@@ -534,7 +530,7 @@ def test_a_look_up_that_cannot_pay_gets_no_row(seed, sampled):
 
 
 def test_whether_a_look_up_pays_is_asked_anew():
-    """When plans are: a resting batch's every 32 steps."""
+    """When plans are: a resting batch's every 16 steps."""
     budget = planner((1, 1.0), (2, 2.0), (100, 100.0))
     budget.begin([True])
     assert not budget.look_up_pays([True], 8), "a node costs what a token does"
@@ -542,6 +538,6 @@ def test_whether_a_look_up_pays_is_asked_anew():
         budget.costs.verify.observe(1, 1.0)
         budget.costs.verify.observe(2, 1.0)
     assert not budget.look_up_pays([True], 8)
-    for _ in range(32):
+    for _ in range(16):
         budget.begin([True])
     assert budget.look_up_pays([True], 8)
