@@ -16,6 +16,7 @@ from tests.engine import heads
 from tests.engine.engines import PROMPTS, TARGET, V2, Engines, metric, runner_of
 from tests.engine.leaning import lean, second_best
 from vllm_adaptive_tree.budget import Costs, Planner
+from vllm_adaptive_tree.engine.v1 import head_drafter
 from vllm_adaptive_tree.engine.v1.catch_up import CatchUp, StepView
 from vllm_adaptive_tree.engine.v1.unread_states import Unread, UnreadStates
 
@@ -162,6 +163,7 @@ def llm(shared: Any) -> Iterator[Any]:
 
 @pytest.fixture
 def spy(llm: Any, reference: Reference, monkeypatch: pytest.MonkeyPatch) -> CacheSpy:
+    monkeypatch.setattr(head_drafter, "FEW", 8)  # prompts of a chunk are long
     return CacheSpy(llm, reference, monkeypatch)
 
 

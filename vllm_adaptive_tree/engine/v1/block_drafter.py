@@ -98,8 +98,11 @@ class BlockDrafter(ReadsStates, DFlashProposer):
         hidden = torch.zeros(1, self.levels, self.draft_model_config.get_hidden_size(), dtype=self.dtype)
         return self.lattice.begin(hidden, torch.zeros(1, dtype=torch.int64))[1]
 
-    def read_keys(self, unread: Unread) -> None:
-        self._combined(unread)
+    def read_keys(self, unread: Unread) -> Tensor:
+        """See `ReadsStates.read_keys`. Returns the states that the K/V is made of [positions, H]."""
+        combined: Tensor = self.model.combine_hidden_states(unread.states)
+        self.model.precompute_and_store_context_kv(combined, unread.positions, unread.slots)
+        return combined
 
     def _write(self, items: list[CatchUp], states: Sequence[Tensor]) -> Tensor:
         """Write the K/V of the positions of `items` to the cache and to the contexts that are kept. Returns the states
@@ -111,14 +114,8 @@ class BlockDrafter(ReadsStates, DFlashProposer):
         names = self.runner.input_batch.req_ids
         self.contexts.follow([*names, *[None] * (1 + int(row.max()) - len(names))])
         self.places = self.contexts.places(row, unread.positions.numpy(), spans)
-        combined = self._combined(unread)
+        combined = self.read_keys(unread)
         self.places = None
-        return combined
-
-    def _combined(self, unread: Unread) -> Tensor:
-        """Write K/V to the cache. Returns the states that it is made of [positions, H]."""
-        combined: Tensor = self.model.combine_hidden_states(unread.states)
-        self.model.precompute_and_store_context_kv(combined, unread.positions, unread.slots)
         return combined
 
     def _correlated(self, candidates: Tensor, logits: Tensor, hidden: Tensor, roots: Tensor) -> Tensor:

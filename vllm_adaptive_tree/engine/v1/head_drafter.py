@@ -22,7 +22,8 @@ from vllm_adaptive_tree.engine.v1.unread_states import ReadsStates, Unread, stat
 from vllm_adaptive_tree.trees import SlicedMask
 
 FEW = 64
-"""Fewest positions that are worth a forward of their own, which ends once their K/V is in the cache."""
+"""Most tokens that a request reads in one forward with its root; a prompt has a forward before, which ends once its K/V
+is in the cache. A path is shorter, so the contexts that are kept grow by each."""
 
 
 class HeadDrafter(ReadsStates, PagedDrafter, EagleProposer):
@@ -43,15 +44,13 @@ class HeadDrafter(ReadsStates, PagedDrafter, EagleProposer):
     def catch_up(
         self, items: list[CatchUp], states: Sequence[Tensor] | None, mask: SlicedMask | None
     ) -> tuple[Rows, Any | None]:
-        """See `V1Drafter.catch_up`. Positions before the roots need K/V alone."""
-        before = [item._replace(tokens=item.tokens[:-1], states=item.states[:-1]) for item in items]
-        if self.unread is not None and states is not None and sum(len(item.tokens) for item in before) >= FEW:
+        """See `V1Drafter.catch_up`. The positions of a prompt before its root need K/V alone."""
+        long = [item for item in items if len(item.tokens) > FEW]
+        if self.unread is not None and states is not None and long:
             table = self.block_table
+            before = [item._replace(tokens=item.tokens[:-1], states=item.states[:-1]) for item in long]
             self.read_keys(unread_of(before, states_of(before, states), table.block_table.np, table.block_size))
-            items = [
-                item._replace(start=item.start + len(item.tokens) - 1, tokens=item.tokens[-1:], states=item.states[-1:])
-                for item in items
-            ]
+            items = [_root_of(item) if len(item.tokens) > FEW else item for item in items]
         return super().catch_up(items, states, mask)
 
     def read_keys(self, unread: Unread) -> None:
@@ -68,6 +67,12 @@ class HeadDrafter(ReadsStates, PagedDrafter, EagleProposer):
     def _combined(self, states: Tensor) -> Tensor:
         combined: Tensor = self.model.combine_hidden_states(states) if self.combines else states
         return combined
+
+
+def _root_of(item: CatchUp) -> CatchUp:
+    """The last token of an item."""
+    start = item.start + len(item.tokens) - 1
+    return item._replace(start=start, tokens=item.tokens[-1:], states=item.states[-1:])
 
 
 class KeysWritten(Exception):  # noqa: N818

@@ -13,7 +13,7 @@ from vllm_adaptive_tree.budget.fixed import ALL
 from vllm_adaptive_tree.drafters import Continuations, Rows
 from vllm_adaptive_tree.drafters.lookup import LookupState
 from vllm_adaptive_tree.engine.common.node_quota import nodes_per_request
-from vllm_adaptive_tree.engine.common.ranks import proposal_from_rank_0, sync_frontier
+from vllm_adaptive_tree.engine.common.ranks import number_from_rank_0, proposal_from_rank_0, sync_frontier
 from vllm_adaptive_tree.engine.common.request_flags import is_greedy, most_nodes
 from vllm_adaptive_tree.engine.grammar.masked_drafter import Branch, MaskedDrafter, masked_continuations
 from vllm_adaptive_tree.engine.metrics.step_figures import BUDGET, DRAFT
@@ -147,7 +147,7 @@ class HostDraft:
         with self.runner.clock.phase("tree"):
             found = lookup.continuations(token_history(self.runner.input_batch, roots))
             found = masked_continuations(found, self.grammars)
-            some = levels or bool(found.weight.any())
+            some = levels or number_from_rank_0(int(found.weight.any()))  # rank 0 alone knows the grammars
             if some:
                 found = found.only(None if self.runner.pair.mixes else self.request.chosen)
             elif self.budget is not None:

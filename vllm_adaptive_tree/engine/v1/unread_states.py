@@ -39,7 +39,7 @@ class Waiting(NamedTuple):
 
 
 class UnreadStates:
-    def __init__(self, read: Callable[[Unread], None], tokens: int, most: int = MOST):
+    def __init__(self, read: Callable[[Unread], Any], tokens: int, most: int = MOST):
         """
         Args:
             read: writes the head's K/V at positions in any order, whatever the cache holds before them; of at most so
@@ -177,7 +177,7 @@ class ReadsStates:
             self.unread = UnreadStates(self.read_keys, self.runner.scheduler_config.max_num_batched_tokens)
 
     @abstractmethod
-    def read_keys(self, unread: Unread) -> None:
+    def read_keys(self, unread: Unread) -> Any:
         """Write K/V of positions to the cache, in any order, whatever it holds before them."""
 
     def pending(self, step: StepView, accepted: Mapping[int, Sequence[int]]) -> list[CatchUp]:
