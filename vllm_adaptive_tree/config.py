@@ -92,6 +92,8 @@ class TreeOptions:
     """Continuations to merge into the trees of the draft."""
     levels: int | None = None
     """Levels that a draft of one forward predicts, by its checkpoint, whatever the number of nodes; None: any."""
+    slots_ahead: int | None = None
+    """Slots of the KV cache that the draft writes after those of a step; None: as many as vLLM says."""
 
     def __post_init__(self) -> None:
         nodes, rule = self.num_speculative_tokens, self.rejection_sample_method

@@ -8,8 +8,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from vllm import SamplingParams
 
-from tests.engine.engines import DRAFT, PROMPTS, Engines, generate, runner_of, tree
+from tests.engine.engines import DRAFT, PROMPTS, TARGET, Engines, generate, runner_of, tree
 from vllm_adaptive_tree.engine.v1 import host_draft
+from vllm_adaptive_tree.engine.v1.catch_up import CatchUp
 from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE
 
 
@@ -96,3 +97,22 @@ def test_levels_read_their_own_context(engines: Engines, monkeypatch: pytest.Mon
         below += len(path) > 1
         assert_the_draft_s(draft, context, path, value)
     assert below > 20
+
+
+def test_a_root_has_a_slot_where_all_nodes_are_accepted(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draft is the target, and a tree that is accepted whole ends at the last slot of its step."""
+    llm = engines.start({**tree(3, max_depth=3, threshold=0), "model": TARGET})
+    runner, scheduler = runner_of(llm), llm.llm_engine.engine_core.engine_core.scheduler
+    catch_up, spare = runner.drafter.catch_up, []
+
+    def checked(items: list[CatchUp], *args: Any) -> Any:
+        table = runner.drafter.block_table
+        for item in items:
+            slots = int(table.num_blocks_per_row[item.row]) * table.block_size
+            spare.append(slots - item.start - len(item.tokens))
+        return catch_up(items, *args)
+
+    monkeypatch.setattr(runner.drafter, "catch_up", checked)
+    generate(llm, PROMPTS[:6], SamplingParams(temperature=0, max_tokens=90, ignore_eos=True))
+    assert scheduler.num_lookahead_tokens == 1
+    assert min(spare) == 0

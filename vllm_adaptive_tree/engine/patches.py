@@ -18,6 +18,7 @@ PATCHES = {
     "VllmConfig._limit_max_model_len_to_draft": (
         "on Model Runner V2, vLLM 0.33 cuts the target's context to the draft's; requests outgrow a tree's draft"
     ),
+    "VllmConfig.num_lookahead_tokens": "the nodes of a tree have no slots in the draft's cache",
     "PrometheusStatLogger": "the figures of a step become metrics of the logger's own classes",
     "Scheduler.update_from_output": (
         "a path ends where its request stops, and vLLM's own figures count verified nodes, not the places that are "
@@ -50,6 +51,7 @@ def install() -> None:
     with missing_symbols_named():
         patch_validate_spec_decode()
         patch_context_limit()
+        patch_lookahead()
         patch_prometheus_logger()
         patch_scheduler()
         patch_engine_core()
@@ -94,6 +96,25 @@ def patch_context_limit() -> None:
 
     setattr(limit, MARK, True)
     setattr(VllmConfig, original.__name__, limit)
+
+
+def patch_lookahead() -> None:
+    """Wrap `VllmConfig.num_lookahead_tokens`: with ours, a request reserves the slots that its draft writes after those
+    of a step, not one for each node."""
+    from vllm.config.vllm import VllmConfig
+
+    original = VllmConfig.num_lookahead_tokens.fget
+    if getattr(original, MARK, False):
+        return
+
+    @wraps(original)
+    def num_lookahead_tokens(self: Any) -> int:
+        ours = self.additional_config.get(CONFIG_KEY, {}) if isinstance(self.additional_config, dict) else {}
+        ahead: int | None = ours.get("slots_ahead")
+        return original(self) if ahead is None else ahead
+
+    setattr(num_lookahead_tokens, MARK, True)
+    VllmConfig.num_lookahead_tokens = property(num_lookahead_tokens)
 
 
 def patch_prometheus_logger() -> None:

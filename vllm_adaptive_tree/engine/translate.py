@@ -37,7 +37,7 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
     install()
     options, vllm_keys = TreeOptions.parse(args.speculative_config)
     pair = resolve(options)
-    given, options = options.num_speculative_tokens, clamp_budget(options, pair.proposer)
+    options = clamp_budget(options, pair.proposer)
     gpu_arguments.check_device()
     checks.check_arguments(args)
     check_folder(options.tree.cost_profile)
@@ -46,13 +46,8 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
     levels = kind.levels(draft)
     if levels is not None and not is_count(levels):
         raise draft.refused(f"is {kind.title}, whose kind gives it {levels!r} levels; give a positive number or None")
-    options = replace(
-        options,
-        draft=kind.name,
-        kind=kind.import_path,
-        levels=levels,
-        num_speculative_tokens=max(options.num_speculative_tokens, min(given, kind.fewest_slots(draft))),
-    )
+    ahead = kind.slots_ahead(draft)
+    options = replace(options, draft=kind.name, kind=kind.import_path, levels=levels, slots_ahead=ahead)
     kind.check_method(pair)
 
     args = copy.copy(args)

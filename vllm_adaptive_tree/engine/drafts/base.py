@@ -144,10 +144,9 @@ class DraftKind:
         """Levels of a tree that the checkpoint predicts at once; None: any."""
         return None
 
-    def fewest_slots(self, draft: Checkpoint) -> int:
-        """Fewest cache slots that the scheduler must reserve for a request beside the root's; it may be more than a
-        proposer has nodes."""
-        return 0
+    def slots_ahead(self, draft: Checkpoint) -> int | None:
+        """Cache slots of a request that it writes after those of a step; None: as many as vLLM says."""
+        return None
 
     def rewritten(self, draft: Checkpoint) -> dict[str, Any] | None:
         """The config.json from which vLLM builds its configuration; None: the checkpoint's own."""

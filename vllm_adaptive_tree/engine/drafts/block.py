@@ -86,12 +86,9 @@ class BlockHead(OneForward):
         config = draft.config
         return self.anchors and bool(config.get("sample_from_anchor", "speculators_model_type" not in config))
 
-    def fewest_slots(self, draft: Checkpoint) -> int:
-        """Slots of the whole block, whose K/V vLLM's class writes on Model Runner V2."""
-        from vllm import envs
-        from vllm.triton_utils import HAS_TRITON
-
-        return 1 + self.levels(draft) if HAS_TRITON and envs.VLLM_USE_V2_MODEL_RUNNER is not False else 0
+    def slots_ahead(self, draft: Checkpoint) -> int:
+        """The root's and those of the whole block, whose K/V vLLM's class writes on Model Runner V2."""
+        return self.levels(draft) + (not self.samples_anchor(draft))
 
     def rewritten(self, draft: Checkpoint) -> dict[str, Any] | None:
         config = draft.config
@@ -107,7 +104,7 @@ class BlockHead(OneForward):
         super().finalize(config, draft)
         spec = config.speculative_config
         if config.use_v2_model_runner:
-            self._make_room(spec.num_speculative_tokens, config.scheduler_config, draft)
+            self._make_room(config.scheduler_config, draft)
         head = spec.draft_model_config.hf_config
         if self.anchors:
             head.sample_from_anchor = self.samples_anchor(draft)
@@ -121,16 +118,11 @@ class BlockHead(OneForward):
         extend_context(config)
         spec.method, spec.parallel_drafting = self.scheduled_as, False
 
-    def _make_room(self, nodes: int, scheduler: Any, draft: Checkpoint) -> None:
-        """Check for Model Runner V2 that the block of a request fits its slots, and let no more requests run than those
-        whose blocks fit a step, as vLLM 0.33 does: it writes them to buffers of one step's tokens without a bound."""
-        levels, running, room = self.levels(draft), scheduler.max_num_seqs, scheduler.max_num_batched_tokens
-        rows = levels + (not self.samples_anchor(draft))
-        if nodes <= levels:
-            raise ValueError(
-                f"speculative_config['num_speculative_tokens']={nodes} is too small on Model Runner V2 for a head that "
-                f"predicts {levels} tokens at once, each with a slot of the cache; give at least {1 + levels}"
-            )
+    def _make_room(self, scheduler: Any, draft: Checkpoint) -> None:
+        """Let no more requests run on Model Runner V2 than those whose blocks fit a step, as vLLM 0.33 does: it writes
+        them to buffers of one step's tokens without a bound."""
+        running, room = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
+        rows = self.slots_ahead(draft)
         running = min(running, scheduler.max_num_active_seqs or running)
         if running * rows > room:
             scheduler.max_num_active_seqs = room // rows

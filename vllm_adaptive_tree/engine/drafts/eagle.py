@@ -21,6 +21,9 @@ class Head(DraftKind):
     speculator: ClassVar[str | None] = "vllm_adaptive_tree.engine.v2.head_speculator:HeadSpeculator"
     node_states = True
 
+    def slots_ahead(self, draft: Checkpoint) -> int:
+        return 1
+
     def check_config(self, draft: Checkpoint, config: Any, vocabulary: int) -> None:
         """Refuse a head for a family of targets for which vLLM has no class."""
         from vllm.model_executor.models import ModelRegistry

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from vllm_adaptive_tree.engine.checkpoint import Shape
+from vllm_adaptive_tree.engine.checkpoint import Checkpoint, Shape
 from vllm_adaptive_tree.engine.drafts.base import DraftKind
 from vllm_adaptive_tree.engine.drafts.causes import ADAPTERS, PRECISION, TOKENIZER
 
@@ -22,3 +22,7 @@ class Independent(DraftKind):
     def in_tensors(self, tensors: Mapping[str, Shape | None]) -> str | None:
         embeds = any(part in name for name in tensors for part in EMBEDDINGS)
         return "a token embedding, and no tensor of a head" if embeds else None
+
+    def slots_ahead(self, draft: Checkpoint) -> int:
+        """The new root's. Nodes never enter the cache."""
+        return 1
