@@ -100,6 +100,17 @@ def test_a_prefix_hit_reads_what_another_left() -> None:
     assert not item.late, "once"
 
 
+def test_a_prefix_hit_on_what_another_leaves_in_the_same_step() -> None:
+    requests = Requests()
+    prompt = CatchUp(1, 0, [1 + 3000 + i for i in range(BLOCK)], None, range(BLOCK))
+    hit = CatchUp(0, BLOCK, [1 + 9000 + BLOCK], BLOCK, [BLOCK])
+    states = torch.tensor([*range(3000, 3000 + BLOCK), 9000 + BLOCK], dtype=torch.float64)[:, None]
+    table = [[1, 2, 9], A]
+    (item,) = requests.unread.to_read([hit, prompt], [states, -states], np.array(table), BLOCK, drafting=True)
+    assert item.late == BLOCK
+    assert requests.seen(table[0], BLOCK) == positions(A, BLOCK)
+
+
 @pytest.mark.parametrize("drafting", [False, True])
 @pytest.mark.parametrize("count", [3, BLOCK + 2])
 def test_a_block_that_changes_hands_forgets(drafting: bool, count: int) -> None:

@@ -15,7 +15,8 @@ from vllm import SamplingParams
 from tests.engine import heads
 from tests.engine.engines import PROMPTS, TARGET, V2, Engines, metric, runner_of
 from tests.engine.leaning import lean, second_best
-from vllm_adaptive_tree.budget import Costs, Planner
+from vllm_adaptive_tree.budget import Budget, Costs, Planner
+from vllm_adaptive_tree.budget.fixed import ALL, Plan
 from vllm_adaptive_tree.engine.v1 import head_drafter
 from vllm_adaptive_tree.engine.v1.catch_up import CatchUp, StepView
 from vllm_adaptive_tree.engine.v1.unread_states import Unread, UnreadStates
@@ -140,12 +141,12 @@ def reference(kind: str, head: str) -> Reference:
     return REFERENCES[kind](head)
 
 
-def start(engines: Engines, head: str, **config: Any) -> Any:
+def start(engines: Engines, head: str, room: int = 64, **config: Any) -> Any:
     tree = {"budget": None, "threshold": 0}
     return engines.start(
         {"method": "opt_tree", "model": head, "num_speculative_tokens": 12, "tree": tree, **config},
         max_model_len=320,
-        max_num_batched_tokens=64,
+        max_num_batched_tokens=room,
         num_gpu_blocks_override=30,
     )
 
@@ -266,3 +267,29 @@ def test_a_shorter_context(
     assert all(70 < len(text) <= 80 for text in spy.texts.values())
     assert metric(llm, ACCEPTED) > 30
     spy.check()
+
+
+class Trial(Budget):
+    """Two requests of the batch draft in a step, the others rest."""
+
+    def begin(self, greedy: Any) -> Plan:
+        self.plan = Plan(ALL, 0.0, few=2, most=40)
+        return self.plan
+
+
+def test_prefix_hits_on_what_waits_in_the_same_step(
+    engines: Engines, head: str, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request of one token gets no tree, and in a trial most rest; others hit their blocks while they are filled."""
+    llm = start(engines, head, room=512)
+    runner, spy = runner_of(llm), CacheSpy(llm, reference, monkeypatch)
+    one, other = SHARED + "\n\nfirst of two", SHARED + "\n\nanother ending"
+    for prompts, tokens in (([one, other], [1, 24]), ([other] * 4, [24] * 4)):
+        hits = metric(llm, HITS)
+        asked = [SamplingParams(temperature=0, max_tokens=most, ignore_eos=True) for most in tokens]
+        llm.generate(prompts, asked, use_tqdm=False)
+        assert metric(llm, HITS) - hits >= 2 * 32
+        spy.check()
+        llm.reset_prefix_cache()
+        runner.begin_budget(Trial(sampled=runner.cuts_sampled, most=40))
+        runner.budget.turns.turn = 1

@@ -78,13 +78,12 @@ def without_gaps(runner: Any, coverage: Coverage, pending: list[CatchUp], room: 
     """Items of a step that is `drafting`, each from the end of the draft's coverage, of at most `room` tokens together;
     updates `coverage`."""
     blocks = runner.drafter.block_table.block_table.np
+    for item in pending:  # a prefix hit may be on blocks that another request fills in this step
+        coverage.skipped(blocks[item.row], item.start, item.start + len(item.tokens))
     items = []
-    for item in pending:
+    for item in pending if drafting else []:
         table, end = blocks[item.row], item.start + len(item.tokens)
         start = coverage.reach(table, item.start)
-        coverage.skipped(table, item.start, end)
-        if not drafting:
-            continue
         if start < item.start or end - start > room:
             read = runner.input_batch.token_ids_cpu[item.row, start : min(end, start + room)].tolist()
             item = CatchUp(item.row, start, read, item.root if len(read) == end - start else None)

@@ -92,9 +92,9 @@ class HostDraft:
             step = StepView(runner, self.scheduled, self.sampled, self.nodes)
             self.pending = runner.drafter.pending(step, _paths(runner.step.verification, accepted))
             room = self.room + len(self.pending)  # each has a new root
-            self.to_read = runner.drafter.to_read(self._pending(resting=False), room, drafting, self.states)
-            if self.resting:
-                self.to_read += runner.drafter.to_read(self._pending(resting=True), room, False, self.states)
+            if self.resting:  # before those that draft, which may have a prefix hit on their blocks
+                self.to_read = runner.drafter.to_read(self._pending(resting=True), room, False, self.states)
+            self.to_read += runner.drafter.to_read(self._pending(resting=False), room, drafting, self.states)
             self.rows, self.state = runner.drafter.catch_up(self.to_read, self.states, runner.proposer.mask(self.nodes))
         if self.state is None and (drafting or runner.offers is None):
             return False

@@ -1,7 +1,7 @@
 """The target's states that a head has not read yet: those of steps at rest, and of a prompt until it has a tree.
 
 They wait by block of the cache: a prefix hit on a block that another request has left unread reads them, and a block
-that gets new tokens forgets what waited there. What no tree needs is never read.
+that gets new tokens forgets what waited there. What no tree needs is read for want of room alone.
 """
 
 from abc import abstractmethod
@@ -62,7 +62,8 @@ class UnreadStates:
         *,
         drafting: bool,
     ) -> list[CatchUp]:
-        """Items that get a tree, if the step is `drafting`; what waits before them is read. The other items wait.
+        """Items that get a tree, if the step is `drafting`; what waits before them is read. The other items wait, first
+        of all: a prefix hit may be on blocks that another request fills in this step.
 
         Args:
             states: the target's of this step, as in `V1Drafter.catch_up`.
@@ -70,10 +71,10 @@ class UnreadStates:
         """
         items = [item for item in pending if drafting and item.root is not None]
         waits = [item for item in pending if not drafting or item.root is None]
-        before = [self._before(item, table[item.row], block_size) for item in items]
-        self._read([waiting for blocks in before for waiting in blocks], block_size)
         if waits:
             self._keep(waits, states, table, block_size)
+        before = [self._before(item, table[item.row], block_size) for item in items]
+        self._read([waiting for blocks in before for waiting in blocks], block_size)
         late = [sum(len(waiting.rows) for waiting in blocks) for blocks in before]
         return [item._replace(late=count) for item, count in zip(items, late, strict=True)]
 
