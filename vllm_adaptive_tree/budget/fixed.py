@@ -87,16 +87,16 @@ class Budget:
         self.verifying = int(kept.sum())
         return kept
 
-    def look_up_pays(self, greedy: Sequence[bool], nodes: int) -> bool:
+    def look_up_pays(self, greedy: Sequence[bool], nodes: int, *, rows: int = 0) -> bool:
         """Return whether any number of a look-up's nodes, at most so many of each request, could bring what its rows
-        cost in a step without other nodes."""
-        requests, verify = len(greedy), self.costs.verify
+        cost in a step without other nodes. `rows` as in `share`."""
+        roots, verify = rows + len(greedy), self.costs.verify
         kinds = {bool(kind) for kind in greedy}
         chance = max(float(self.calibrations[kind].chances([1.0], [-1])[0]) for kind in kinds)  # of the likeliest node
-        most = requests * nodes
-        points = verify.rows - requests  # between them the cost is linear
+        most = len(greedy) * nodes
+        points = verify.rows - roots  # between them the cost is linear
         more = np.concatenate([[1, most], points[(points > 1) & (points < most)]])
-        return bool((chance * more > self.plan.price * (verify.at(requests + more) - verify.cost(requests))).any())
+        return bool((chance * more > self.plan.price * (verify.at(roots + more) - verify.cost(roots))).any())
 
     def verified(self, value: ArrayLike, depth: ArrayLike, accepted: ArrayLike, greedy: ArrayLike) -> None:
         """Record the nodes [M] of a verification, with `accepted` of each, of requests that are `greedy` [M] or not."""

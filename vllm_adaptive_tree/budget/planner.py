@@ -27,11 +27,14 @@ MIN_TREES, MIN_STEPS = 8, 4
 PRIOR_ACCEPTANCE = 0.8
 """Acceptance probability of each node of such a chain, given its parent: optimistic, so that drafts get tried."""
 EVERY = 16
-"""Drafting steps of which one drafts a level more than the plan: a level that is never drafted is never measured."""
+"""Drafting steps of which one drafts a level more than the plan: a level that is never drafted is never measured. Also
+the steps of a batch at rest from one plan to the next."""
 MARGIN = 0.05
 """Least gain of drafting over plain steps, as log tokens per second: costs are no more accurate."""
 SURE = 1.3
 """Gain of drafting over plain steps, by the costs of the start, at which the first look at a plain step can wait."""
+TRIED = 8
+"""Nodes of look-ups that are verified in a trial of a batch that verifies none."""
 SIZES = 256
 """Most numbers of nodes that a plan is chosen from."""
 
@@ -48,7 +51,7 @@ class Planner(Budget):
     the step samples.
 
     A plan that is never run is never measured, so the planner explores with exponential back-off, per batch size:
-    drafts in a batch that rests from them, a step without drafts in one that drafts.
+    drafts in a batch that rests from them, a step without drafts in one that drafts, nodes of look-ups where none pays.
     """
 
     def __init__(self, costs: Costs, *, sampled: bool, drafts: bool = True):
@@ -75,9 +78,10 @@ class Planner(Budget):
         """Steps so far; most levels of a trial, until its trees are known."""
         self.resting: dict[int, Backoff] = {}
         self.drafting: dict[int, Backoff] = {}
-        """Back-offs of batches that rest, and of those that draft, by batch size in powers of two."""
+        self.looking: dict[int, Backoff] = {}
+        """Back-offs of batches that rest, that draft, and that verify nothing, by batch size in powers of two."""
         self._plans: dict[tuple[int, int], Plan] = {}
-        self._look_up_pays: dict[tuple[int, int, int], bool] = {}
+        self._look_up_pays: dict[tuple[int, int, int, int], bool] = {}
 
     def begin(self, greedy: Sequence[bool]) -> Plan:
         self.steps += 1
@@ -85,8 +89,14 @@ class Planner(Budget):
             self._forget_plans()
         if greedy:
             plan = self._planned(len(greedy), sum(greedy))
-            self.plan = self._explore(plan, len(greedy), sum(greedy)) if self.drafts else plan
+            plan = self._explore(plan, len(greedy), sum(greedy)) if self.drafts else plan
+            self.plan = plan if plan.levels or self.verifying else self._with_look_ups(plan, len(greedy))
         return self.plan
+
+    def _with_look_ups(self, plan: Plan, requests: int) -> Plan:
+        """Plan, occasionally of a few nodes of look-ups, whatever they cost."""
+        due = self.looking.setdefault(requests.bit_length(), Backoff(RETRY_AFTER, 2 * RETRY_AFTER)).due()
+        return plan._replace(price=0.0, most=TRIED) if due else plan
 
     def _explore(self, plan: Plan, requests: int, greedy: int) -> Plan:
         """Plan, occasionally replaced to learn about an alternative."""
@@ -141,10 +151,12 @@ class Planner(Budget):
         self._plans.clear()
         self._look_up_pays.clear()
 
-    def look_up_pays(self, greedy: Sequence[bool], nodes: int) -> bool:
-        key = len(greedy), sum(greedy), nodes
+    def look_up_pays(self, greedy: Sequence[bool], nodes: int, *, rows: int = 0) -> bool:
+        if not self.plan.price:
+            return True
+        key = len(greedy), sum(greedy), nodes, rows
         if key not in self._look_up_pays:
-            self._look_up_pays[key] = super().look_up_pays(greedy, nodes)
+            self._look_up_pays[key] = super().look_up_pays(greedy, nodes, rows=rows)
         return self._look_up_pays[key]
 
     def _best(self, requests: int, greedy: float) -> Plan:

@@ -529,6 +529,40 @@ def test_a_look_up_that_cannot_pay_gets_no_row(seed, sampled):
         assert not budget.share(random.uniform(0, 1, (3, 4)), deep, greedy).any()
 
 
+def test_look_ups_that_do_not_pay_are_tried():
+    """A text begins to repeat itself, after its look-ups have been wrong."""
+    verify = curve(*((rows, 0.02 + 0.0005 * rows) for rows in (1, 8, 16, 32, 64, 128)))
+    budget = Planner(Costs(verify, curve((1, 0.001), (1000, 0.001)), 0.0), sampled=False, drafts=False)
+    random, greedy = np.random.default_rng(0), [True] * 16
+    value, depth = np.full((16, 4), 0.9) ** np.arange(1, 5), np.tile(-np.arange(1, 5), (16, 1))
+    level, tried = np.zeros((16, 4), int), [0, 0]
+    for step in range(12000):
+        rate = 0.05 if step < 4000 else 0.95
+        budget.begin(greedy)
+        kept = np.zeros(16, int)
+        if budget.look_up_pays(greedy, 4):
+            budget.observe_trees(value, depth, greedy, budget.plan, level=level)
+            kept = budget.share(value, depth, greedy)
+        else:
+            budget.verifying = 0
+        there = np.arange(4) < kept[:, None]
+        hits = (random.random((16, 4)) < rate).cumprod(1).astype(bool)
+        budget.verified(value[there], depth[there], hits[there], np.ones(kept.sum(), bool))
+        rows = 16 + int(kept.sum())
+        budget.observe_step(rows, 0, 0.02 + 0.0005 * rows, 0.001, drafted=False)
+        tried[step >= 4000] += int(kept.sum())
+    assert 0 < tried[0] < 200, "nodes of 4,000 steps"
+    assert kept.min() > 0, "of each request"
+
+
+def test_a_look_up_beside_requests_without_trees_starts_at_their_rows():
+    """Where rows are free up to eight, they have taken those."""
+    budget = planner((1, 1.0), (8, 1.0), (16, 9.0))
+    budget.plan = budget.plan._replace(price=1.0)
+    assert budget.look_up_pays([True], 4)
+    assert not budget.look_up_pays([True], 4, rows=7)
+
+
 def test_whether_a_look_up_pays_is_asked_anew():
     """When plans are: a resting batch's every 16 steps."""
     budget = planner((1, 1.0), (2, 2.0), (100, 100.0))

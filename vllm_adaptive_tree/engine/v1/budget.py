@@ -109,9 +109,9 @@ class HostBudget(BatchBudget):
 
         return agreed
 
-    def look_up_pays(self, greedy: Sequence[bool], nodes: int) -> bool:
+    def look_up_pays(self, greedy: Sequence[bool], nodes: int, num_without_tree: int) -> bool:
         """As `Budget.look_up_pays`. If not, a look-up has no trees in this step."""
-        pays = bool(number_from_rank_0(int(self.budget.look_up_pays(greedy, nodes))))
+        pays = bool(number_from_rank_0(int(self.budget.look_up_pays(greedy, nodes, rows=num_without_tree))))
         self.has_lookup_trees = True
         if not pays:
             self.budget.verifying = 0

@@ -142,7 +142,9 @@ class HostDraft:
         started = time.perf_counter()
         roots = {item.row: item.root for item in self.rooted if item.root is not None}
         greedy = [self.greedy[row] for row in roots]
-        if not levels and self.budget is not None and not self.budget.look_up_pays(greedy, self.nodes):
+        without = self.num_without_tree
+        if not levels and self.budget is not None and not self.budget.look_up_pays(greedy, self.nodes, without):
+            self.engine.fallback_reasons |= dict.fromkeys(self.rooted_names, BUDGET)
             return None
         with self.runner.clock.phase("tree"):
             found = lookup.continuations(token_history(self.runner.input_batch, roots))
