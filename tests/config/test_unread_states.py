@@ -1,7 +1,5 @@
 """What a head reads late is what it would have read at once, and only what a tree needs."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -9,7 +7,7 @@ from torch import Tensor
 
 from vllm_adaptive_tree.engine.v1.catch_up import CatchUp
 from vllm_adaptive_tree.engine.v1.host_draft import has_gap
-from vllm_adaptive_tree.engine.v1.unread_states import ReadsStates, Unread, UnreadStates
+from vllm_adaptive_tree.engine.v1.unread_states import Unread, UnreadStates
 
 BLOCK = 8
 WIDTH = 2 * 8  # bytes of a position's states below
@@ -166,13 +164,6 @@ def test_little_room(rows: int, tokens: int) -> None:
         waiting = sum(len(one.rows) for one in requests.unread.waiting.values())
         assert waiting + requests.unread.num_free == rows
     assert requests.reads
-
-
-def test_a_head_that_cannot_wait_reads_in_every_step() -> None:
-    head: Any = type("Head", (), {"unread": None})()
-    item = CatchUp(0, 0, [1], 1, [0])
-    assert ReadsStates.to_read(head, [item], 0, True, []) == [item]
-    assert ReadsStates.to_read(head, [item], 0, False, []) == [item._replace(root=None)]
 
 
 def test_times_of_a_step_with_a_gap_are_not_those_of_others() -> None:

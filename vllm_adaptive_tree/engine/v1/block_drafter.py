@@ -24,8 +24,9 @@ from vllm_adaptive_tree.engine.drafts.registry import kind_in
 from vllm_adaptive_tree.engine.startup.finish import tree_options
 from vllm_adaptive_tree.engine.v1.catch_up import CatchUp
 from vllm_adaptive_tree.engine.v1.contexts import KeptContexts
+from vllm_adaptive_tree.engine.v1.reads_states import ReadsStates
 from vllm_adaptive_tree.engine.v1.shared_embedding import drop_adapters, embedding_of
-from vllm_adaptive_tree.engine.v1.unread_states import ReadsStates, Unread, states_of, unread_of
+from vllm_adaptive_tree.engine.v1.unread_states import Unread, states_of, unread_of
 from vllm_adaptive_tree.trees import SlicedMask
 
 
@@ -70,10 +71,7 @@ class BlockDrafter(ReadsStates, DFlashProposer):
         context = self.vllm_config.compilation_config.static_forward_context
         for name in self.layers:
             context[name].impl.written = self._written
-        self.begin_waiting()
-
-    def forget(self, requests: Collection[str]) -> None:
-        self.contexts.forget(requests)
+        self.begin_waiting(in_any_order=True)
 
     def catch_up(
         self, items: list[CatchUp], states: Sequence[Tensor] | None, mask: SlicedMask | None

@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from vllm_adaptive_tree.engine.common.coverage import Coverage
 from vllm_adaptive_tree.engine.common.request_flags import most_nodes
 
@@ -15,6 +17,7 @@ class CatchUp(NamedTuple):
     tokens: list[int]  # for the positions from there on
     root: int | None  # position of the root as the target counts; None: no tree
     states: Sequence[int] = ()  # rows of the step's flat batch with the target's states for a head
+    waited: tuple[Tensor, ...] = ()  # [n, H] states of the first tokens, of earlier steps
     late: int = 0  # positions before `start` that a head has read for it in this step
 
 

@@ -17,8 +17,9 @@ from vllm_adaptive_tree.engine.drafts.registry import kind_in
 from vllm_adaptive_tree.engine.startup.finish import tree_options
 from vllm_adaptive_tree.engine.v1.catch_up import CatchUp
 from vllm_adaptive_tree.engine.v1.paged_drafter import PagedDrafter
+from vllm_adaptive_tree.engine.v1.reads_states import ReadsStates
 from vllm_adaptive_tree.engine.v1.shared_embedding import drop_adapters
-from vllm_adaptive_tree.engine.v1.unread_states import ReadsStates, Unread, states_of, unread_of
+from vllm_adaptive_tree.engine.v1.unread_states import Unread, states_of, unread_of
 from vllm_adaptive_tree.trees import SlicedMask
 
 FEW = 64
@@ -38,8 +39,7 @@ class HeadDrafter(ReadsStates, PagedDrafter, EagleProposer):
 
     def begin_cache(self, blocks: int) -> None:
         super().begin_cache(blocks)
-        if len(self.layers) == 1:  # the K/V of a second layer depends on what the first reads
-            self.begin_waiting()
+        self.begin_waiting(in_any_order=len(self.layers) == 1)  # a second layer's depends on what the first reads
 
     def catch_up(
         self, items: list[CatchUp], states: Sequence[Tensor] | None, mask: SlicedMask | None

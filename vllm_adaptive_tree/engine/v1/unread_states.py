@@ -4,15 +4,14 @@ They wait by block of the cache: a prefix hit on a block that another request ha
 that gets new tokens forgets what waited there. What no tree needs is read for want of room alone.
 """
 
-from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_adaptive_tree.engine.v1.catch_up import CatchUp, StepView
+from vllm_adaptive_tree.engine.v1.catch_up import CatchUp
 
 MOST = 1 << 28
 """Most bytes of states that wait; then the oldest are read."""
@@ -163,38 +162,14 @@ class UnreadStates:
         self.num_free += len(rows)
 
 
-class ReadsStates:
-    """Mixin of heads on Model Runner V1, whose K/V of a position is made of the target's state there."""
-
-    runner: Any
-    block_table: Any
-    """vLLM's BlockTable of the cache group that holds the head's layers."""
-    unread: UnreadStates | None = None
-    """None if the head reads in every step."""
-
-    def begin_waiting(self) -> None:
-        """Let states wait, where a freed block does not become another group's, which a late reading would write to."""
-        if len(self.runner.kv_cache_config.kv_cache_groups) == 1:
-            self.unread = UnreadStates(self.read_keys, self.runner.scheduler_config.max_num_batched_tokens)
-
-    @abstractmethod
-    def read_keys(self, unread: Unread) -> Any:
-        """Write K/V of positions to the cache, in any order, whatever it holds before them."""
-
-    def pending(self, step: StepView, accepted: Mapping[int, Sequence[int]]) -> list[CatchUp]:
-        return step.new_states(accepted)
-
-    def to_read(self, pending: list[CatchUp], room: int, drafting: bool, states: Sequence[Tensor]) -> list[CatchUp]:
-        if self.unread is None:
-            return [item if drafting else item._replace(root=None) for item in pending]
-        table = self.block_table
-        return self.unread.to_read(pending, states, table.block_table.np, table.block_size, drafting=drafting)
-
-
 def states_of(items: Sequence[CatchUp], states: Sequence[Tensor]) -> Tensor:
-    """The target's states at the tokens of the items, [tokens, H]."""
+    """The target's states at the tokens of the items, [tokens, H]; `states` of this step."""
     rows = torch.tensor([row for item in items for row in item.states])
-    return torch.cat([state.index_select(0, rows) for state in states], -1)
+    new = torch.cat([state.index_select(0, rows) for state in states], -1)
+    if not any(item.waited for item in items):
+        return new
+    parts = zip(items, new.split([len(item.states) for item in items]), strict=True)
+    return torch.cat([part for item, own in parts for part in (*item.waited, own)])
 
 
 def unread_of(items: Sequence[CatchUp], states: Tensor, table: np.ndarray, block_size: int) -> Unread:
