@@ -30,7 +30,8 @@ class V1Drafter(Protocol):
         """Items that a step has for the draft. `accepted`: nodes of each tree, by row."""
 
     def to_read(self, pending: list[CatchUp], room: int, drafting: bool, states: Sequence[Tensor]) -> list[CatchUp]:
-        """Items to read in this step, which is `drafting` or not: at most `room` tokens; `states` as in `catch_up`."""
+        """Items to read in this step, which is `drafting` or not; of what a model has skipped, at most `room` tokens.
+        `states` as in `catch_up`."""
 
     def catch_up(
         self, items: list[CatchUp], states: Sequence[Tensor] | None, mask: SlicedMask | None
