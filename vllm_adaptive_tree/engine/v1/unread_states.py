@@ -105,7 +105,7 @@ class UnreadStates:
             self.states, self.free, self.num_free = new.new_empty(count, new.shape[1]), np.arange(count), count
         if len(new) > self.num_free:
             self._read_oldest(len(new) + len(self.free) // SHARE, block_size)
-        if len(new) > self.num_free:
+        if len(new) > self.num_free:  # more than all the room
             before = [waiting for item in items for waiting in self._before(item, table[item.row], block_size)]
             self._read(before, block_size)
             self.read(unread_of(items, new, table, block_size))
@@ -117,19 +117,24 @@ class UnreadStates:
         for item in items:
             end = item.start + len(item.tokens)
             for start in range(item.start // block_size * block_size, end, block_size):
-                first, block = max(start, item.start), int(table[item.row, start // block_size])
-                waiting = self.waiting.get(block)
-                if waiting is not None and waiting.first >= start and waiting.first + len(waiting.rows) == first:
-                    del self.waiting[block]  # to the end
-                else:
-                    waiting = self._take(block, start, first)
-                if waiting.first + len(waiting.rows) != first:  # a gap
-                    self._release(waiting.rows)
-                    waiting = Waiting(block, first, [], [])
+                first = max(start, item.start)
+                waiting = self._waiting_up_to(int(table[item.row, start // block_size]), start, first)
                 tokens = item.tokens[first - item.start : start + block_size - item.start]
                 waiting.tokens.extend(tokens)
                 waiting.rows.extend(row for _, row in zip(tokens, given, strict=False))
-                self.waiting[block] = waiting
+                self.waiting[waiting.block] = waiting
+
+    def _waiting_up_to(self, block: int, start: int, first: int) -> Waiting:
+        """Take what waits of a block, which begins at `start`, right before the position `first`. What ends elsewhere
+        is of a request that has gone back, or had the block before, and is forgotten."""
+        waiting = self.waiting.get(block)
+        if waiting is not None and waiting.first >= start and waiting.first + len(waiting.rows) == first:
+            return self.waiting.pop(block)
+        waiting = self._take(block, start, first)
+        if waiting.first + len(waiting.rows) == first:
+            return waiting
+        self._release(waiting.rows)
+        return Waiting(block, first, [], [])
 
     def _read_oldest(self, room: int, block_size: int) -> None:
         """Read until so many rows are free, or nothing waits."""
