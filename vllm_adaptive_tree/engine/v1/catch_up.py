@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from vllm_adaptive_tree.engine.common.coverage import Coverage
@@ -19,6 +20,13 @@ class CatchUp(NamedTuple):
     states: Sequence[int] = ()  # rows of the step's flat batch with the target's states for a head
     waited: tuple[Tensor, ...] = ()  # [n, H] states of the first tokens, of earlier steps
     late: int = 0  # positions before `start` that a head has read for it in this step
+
+
+def states_of_step(items: Sequence[CatchUp], states: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The target's states of this step, [n, H] of each item."""
+    rows = torch.tensor([row for item in items for row in item.states])
+    joined = torch.cat([state.index_select(0, rows) for state in states], -1)
+    return joined.split([len(item.states) for item in items])
 
 
 class StepView(NamedTuple):

@@ -142,8 +142,8 @@ class HostDraft:
         started = time.perf_counter()
         roots = {item.row: item.root for item in self.rooted if item.root is not None}
         greedy = [self.greedy[row] for row in roots]
-        without = self.num_without_tree
-        if not levels and self.budget is not None and not self.budget.look_up_pays(greedy, self.nodes, without):
+        budget = None if levels else self.budget
+        if budget is not None and not budget.look_up_pays(greedy, self.nodes, self.num_without_tree):
             self.engine.fallback_reasons |= dict.fromkeys(self.rooted_names, BUDGET)
             return None
         with self.runner.clock.phase("tree"):

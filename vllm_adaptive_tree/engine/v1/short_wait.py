@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from vllm_adaptive_tree.engine.v1.catch_up import CatchUp
+from vllm_adaptive_tree.engine.v1.catch_up import CatchUp, states_of_step
 
 LONGEST = 64
 """Most positions of a request that wait."""
@@ -45,9 +45,7 @@ class ShortWait:
             else:
                 waits.append(item)
         if waits:
-            rows = torch.tensor([row for item in waits for row in item.states])
-            new_states = torch.cat([state.index_select(0, rows) for state in states], -1)
-            for item, own in zip(waits, new_states.split([len(item.states) for item in waits]), strict=True):
+            for item, own in zip(waits, states_of_step(waits, states), strict=True):
                 self.waiting[names[item.row]] = item._replace(states=(), waited=(*item.waited, own))
         return items
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_adaptive_tree.engine.v1.catch_up import CatchUp
+from vllm_adaptive_tree.engine.v1.catch_up import CatchUp, states_of_step
 
 MOST = 1 << 28
 """Most bytes of states that wait; then the oldest are read."""
@@ -169,11 +169,7 @@ class UnreadStates:
 
 def states_of(items: Sequence[CatchUp], states: Sequence[Tensor]) -> Tensor:
     """The target's states at the tokens of the items, [tokens, H]; `states` of this step."""
-    rows = torch.tensor([row for item in items for row in item.states])
-    new = torch.cat([state.index_select(0, rows) for state in states], -1)
-    if not any(item.waited for item in items):
-        return new
-    parts = zip(items, new.split([len(item.states) for item in items]), strict=True)
+    parts = zip(items, states_of_step(items, states), strict=True)
     return torch.cat([part for item, own in parts for part in (*item.waited, own)])
 
 
