@@ -1,5 +1,6 @@
 """vLLM's V1 model runner on a CPU with trees: the hooks, in the order of a step."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -128,6 +129,12 @@ class TreeModelRunner(CPUModelRunner):
         computed = self.input_batch.num_computed_tokens_cpu[: len(counts)].tolist()
         self.step.verify(Rows(scheduler_output, counts, computed))
         return prepared
+
+    def _calc_spec_decode_metadata(self, num_draft_tokens: np.ndarray, cu_num_scheduled_tokens: np.ndarray) -> Any:
+        """Rows of the logits alone: vLLM's rejection sampler does not run."""
+        counts = 1 + num_draft_tokens
+        first = np.repeat(cu_num_scheduled_tokens - counts.cumsum(), counts)
+        return SimpleNamespace(logits_indices=torch.from_numpy(first + np.arange(len(first))))
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
         metadata, common = super()._build_attention_metadata(*args, **kwargs)
