@@ -30,7 +30,8 @@ EVERY = 16
 """Drafting steps of which one drafts a level more than the plan: a level that is never drafted is never measured. Also
 the steps of a batch at rest from one plan to the next."""
 MARGIN = 0.05
-"""Least gain of drafting over plain steps, as log tokens per second: costs are no more accurate."""
+"""Least gain of drafting over plain steps, as log tokens per second: costs are no more accurate. Also that of look-ups
+alone over drafting: they end with a repetition, and a draft beside them costs little while it lasts."""
 SURE = 1.3
 """Gain of drafting over plain steps, by the costs of the start, at which the first look at a plain step can wait."""
 TRIED = 8
@@ -160,15 +161,15 @@ class Planner(Budget):
         return self._look_up_pays[key]
 
     def _best(self, requests: int, greedy: float) -> Plan:
-        plain_rate = requests / self.plain_step_seconds(requests)
+        plain_rate = looking_rate = requests / self.plain_step_seconds(requests)
         if any(self.lookup_trees):
-            plain_rate = max(plain_rate, self._rate(self.lookup_trees, requests, greedy, range(1))[1])
+            looking_rate = max(plain_rate, self._rate(self.lookup_trees, requests, greedy, range(1))[1])
         if not self.drafts:
-            return Plan(0, plain_rate)
+            return Plan(0, looking_rate)
         levels, _, _ = self._rate(self.deep, requests, greedy, range(1, 1 + DEPTHS))
         _, rate, least = self._rate(self.recent, requests, greedy, range(levels, levels + 1))
-        if math.log(rate / plain_rate) < MARGIN:
-            return Plan(0, plain_rate)
+        if math.log(rate / plain_rate) < MARGIN or math.log(looking_rate / rate) > MARGIN:
+            return Plan(0, looking_rate)
         if min(known for known, share in zip(self.known, (1 - greedy, greedy), strict=True) if share) < 1:
             least = self._least_that_pays(requests, rate)
         return Plan(levels, rate, least)

@@ -471,6 +471,14 @@ def test_a_draft_is_compared_with_what_the_look_up_brings_without_it(brings: flo
     assert (sum(plan.levels > 0 for plan in plans[-20:]) > 10) == drafts
 
 
+@pytest.mark.parametrize(("level", "drafts"), [(0.03, True), (0.08, False)])
+def test_a_cheap_draft_goes_on_beside_a_copy(level: float, drafts: bool):
+    """It brings nothing while the copy lasts; nobody knows when that ends."""
+    budget = timed(planner((1, 1.0), (5, 1.0), (6, 2.0), (100, 100.0), level=level))
+    plans = [found(budget, brings=0.9, drafted=0.6)[0] for _ in range(40)]
+    assert (sum(plan.levels > 0 for plan in plans[-20:]) > 10) == drafts
+
+
 def test_nodes_of_a_look_up_are_no_levels():
     """They are as deep as they are: the draft's own depth is what pays for it."""
     budget = timed(planner((1, 1.0), (100, 1.001), level=0.2))
