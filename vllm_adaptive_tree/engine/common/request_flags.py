@@ -30,13 +30,11 @@ def draws_from_target(sampling: Any, pair: Pair, options: TreeOptions) -> bool:
     Greedy requests do, those whose children are chosen, and under `auto` those with a seed of their own, unless they
     ask for the draws of the rule.
     """
+    if pair.rule is TargetOnly or is_greedy(sampling):
+        return True
     asked, either = RequestOptions.of(sampling), pair.proposer.either
-    return (
-        pair.rule is TargetOnly
-        or is_greedy(sampling)
-        or (asked.kind == CHOSEN if asked.kind and either else pair.proposer.chooses(sampling.temperature))
-        or (options.rejection_sample_method == "auto" and sampling.seed is not None and asked.seed is None)
-    )
+    chosen = asked.kind == CHOSEN if asked.kind and either else pair.proposer.chooses(sampling.temperature)
+    return chosen or (options.rejection_sample_method == "auto" and sampling.seed is not None and asked.seed is None)
 
 
 def check_request(sampling: Any, pair: Pair, options: TreeOptions, varying: str | None) -> None:

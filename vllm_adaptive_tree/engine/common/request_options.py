@@ -25,14 +25,14 @@ class RequestOptions:
     """REPRODUCIBLE: a seed keys the draws of the rule; None: it asks for vLLM's own samples."""
 
     @classmethod
-    def of(cls, sampling: Any) -> Self:
+    def of(cls, sampling: Any) -> "RequestOptions":
         """Options of a request with these SamplingParams.
 
         Raises:
             ValueError: for an unknown key or a bad value, which it names.
         """
         extra = sampling.extra_args
-        return cls.parse(extra[KEY]) if extra and KEY in extra else cls()
+        return cls.parse(extra[KEY]) if extra and KEY in extra else NOTHING
 
     @classmethod
     def parse(cls, given: Any) -> Self:
@@ -58,6 +58,9 @@ class RequestOptions:
             return ["off"]
         given = {"nodes": self.nodes is not None, self.kind: self.kind is not None, self.seed: self.seed is not None}
         return [name for name, asked in given.items() if asked and name]
+
+
+NOTHING = RequestOptions()
 
 
 def _parsed(text: str) -> Any:

@@ -71,6 +71,8 @@ class TreeProm:
     def __init__(self, metric_types: Mapping[Any, Any], per_engine_labelvalues: dict[int, list[object]]):
         """`metric_types`: prometheus_client's classes -> classes of the metrics to make."""
         self.per_engine_labelvalues, self.metrics = per_engine_labelvalues, dict[str, Any]()
+        self.labelled: dict[tuple[Any, ...], Any] = {}
+        """Metrics with their labels, by engine, name and label."""
         for name, (kind, documentation, label) in METRICS.items():
             labels = LABELS if label is None else [*LABELS, label]
             more: dict[Any, dict[str, Any]] = {
@@ -82,16 +84,21 @@ class TreeProm:
             )
 
     def observe(self, figures: StepFigures, engine: int = 0) -> None:
-        labels = self.per_engine_labelvalues[engine]
         for phase, seconds in figures.seconds.items():
-            self.metrics["phase_seconds"].labels(*labels, phase).observe(seconds)
+            self._labelled(engine, "phase_seconds", phase).observe(seconds)
         for name, field in COUNTED_BY_LABEL.items():
             for label, count in getattr(figures, field).items():
-                self.metrics[name].labels(*labels, label).inc(count)
+                self._labelled(engine, name, label).inc(count)
         for name, field in COUNTED.items():
-            self.metrics[name].labels(*labels).inc(getattr(figures, field))
+            self._labelled(engine, name).inc(getattr(figures, field))
         for name, value in figures.gauges.items():
-            self.metrics[name].labels(*labels).set(value)
+            self._labelled(engine, name).set(value)
+
+    def _labelled(self, *key: Any) -> Any:
+        if key not in self.labelled:
+            engine, name, *label = key
+            self.labelled[key] = self.metrics[name].labels(*self.per_engine_labelvalues[engine], *label)
+        return self.labelled[key]
 
 
 def add_tree_metrics(stat_logger: Any) -> None:

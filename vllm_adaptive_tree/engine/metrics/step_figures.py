@@ -75,7 +75,8 @@ class StepFigures:
 
     def stat(self) -> CUDAGraphStat:
         """Value for `ModelRunnerOutput.cudagraph_stats`."""
-        return CUDAGraphStat(0, 0, 0, runtime_mode=json.dumps({KEY: vars(self)}))
+        fields = {name: value for name, value in vars(self).items() if value}
+        return CUDAGraphStat(0, 0, 0, runtime_mode=json.dumps({KEY: fields}))
 
     @classmethod
     def of(cls, stat: CUDAGraphStat) -> Self:

@@ -41,11 +41,11 @@ class StepView(NamedTuple):
         """Row of each request of the batch, its tokens read before this step, its tokens known now, and the position of
         its root; None: it is finishing, has tokens left to read, is too long for the draft, or wants no trees."""
         runner, batch, spans = self.runner, self.runner.input_batch, []
-        limit = min(runner.effective_drafter_max_model_len, runner.max_model_len)
-        for row, name in enumerate(batch.req_ids):
+        limit, count = min(runner.effective_drafter_max_model_len, runner.max_model_len), len(batch.req_ids)
+        starts, ends = batch.num_computed_tokens_cpu[:count].tolist(), batch.num_tokens_no_spec[:count].tolist()
+        for row, (name, start, end) in enumerate(zip(batch.req_ids, starts, ends, strict=True)):
             state = runner.requests[name]
-            start = int(batch.num_computed_tokens_cpu[row])
-            end = int(batch.num_tokens_no_spec[row]) if self.sampled[row] else start + self.scheduled[name]
+            end = end if self.sampled[row] else start + self.scheduled[name]
             max_tokens = state.sampling_params.max_tokens
             finishing = max_tokens is not None and max_tokens - len(state.output_token_ids) <= 1
             wanted = min(self.nodes, most_nodes(state.sampling_params)) > 0
