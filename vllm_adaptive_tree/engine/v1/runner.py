@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.outputs import DraftTokenIds, SamplerOutput
+from vllm.v1.outputs import SamplerOutput
 from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
@@ -159,7 +159,7 @@ class TreeModelRunner(CPUModelRunner):
         self.engine.end()
         if verification is not None:
             output.cudagraph_stats = self.engine.figures(verification).stat()
-            setattr(output, DRAFTS, drafted(self.take_draft_token_ids()))
+            setattr(output, DRAFTS, self.take_draft_token_ids())
         if self.profile is not None:
             self.profile.tick()
         return output
@@ -199,11 +199,3 @@ class TreeModelRunner(CPUModelRunner):
         drafted = (self.engine.drafts.get(name) for name in self.input_batch.req_ids)
         trees = (NO_TREE if draft is None else draft.tree for draft in drafted)
         return [TreeTokens(tree.tokens, tree.parents) for tree in trees]
-
-
-def drafted(drafts: DraftTokenIds | None) -> DraftTokenIds | None:
-    """The drafts that have a token. The scheduler keeps none of a request that has run since."""
-    if drafts is None:
-        return None
-    pairs = [pair for pair in zip(drafts.req_ids, drafts.draft_token_ids, strict=True) if pair[1]]
-    return DraftTokenIds([name for name, _ in pairs], [tokens for _, tokens in pairs])
