@@ -43,9 +43,9 @@ class StepView(NamedTuple):
         runner, batch, spans = self.runner, self.runner.input_batch, []
         limit, count = min(runner.effective_drafter_max_model_len, runner.max_model_len), len(batch.req_ids)
         starts, ends = batch.num_computed_tokens_cpu[:count].tolist(), batch.num_tokens_no_spec[:count].tolist()
-        for row, (name, start, end) in enumerate(zip(batch.req_ids, starts, ends, strict=True)):
+        for row, (name, start, known) in enumerate(zip(batch.req_ids, starts, ends, strict=True)):
             state = runner.requests[name]
-            end = end if self.sampled[row] else start + self.scheduled[name]
+            end = known if self.sampled[row] else start + self.scheduled[name]
             max_tokens = state.sampling_params.max_tokens
             finishing = max_tokens is not None and max_tokens - len(state.output_token_ids) <= 1
             wanted = min(self.nodes, most_nodes(state.sampling_params)) > 0
