@@ -12,7 +12,14 @@ LEAST = 1e-300
 
 
 def allocate(
-    values: ArrayLike, *, verify: Curve, price: float, sampled: bool, rows: int = 0, most: int | None = None
+    values: ArrayLike,
+    *,
+    verify: Curve,
+    price: float,
+    sampled: bool,
+    row: float = 0.0,
+    rows: int = 0,
+    most: int | None = None,
 ) -> NDArray[np.int64]:
     """Number of nodes of each tree to verify, [R]: a prefix of each list.
 
@@ -29,6 +36,7 @@ def allocate(
             for at most the value of the one before it in its list.
         verify: seconds by rows, roots included.
         price: tokens per second of the whole batch, from past steps.
+        row: seconds of each row besides, for its context.
         rows: rows of the verification other than roots and nodes.
         most: upper bound of the nodes of the whole batch.
     """
@@ -37,7 +45,7 @@ def allocate(
     order = np.argsort(-value, kind="stable")  # by value, ties by position in the list, then by request: never by token
     value = value[order]
     total_rows = np.arange(rows + requests, rows + requests + 1 + len(value))
-    cost = price * (verify.hull() if sampled else verify).at(total_rows)
+    cost = price * ((verify.hull() if sampled else verify).at(total_rows) + row * total_rows)
     if sampled:
         unprofitable = value < np.maximum(cost[1:] - cost[:-1], LEAST)
         size = int(unprofitable.argmax()) if unprofitable.any() else len(value)

@@ -132,7 +132,7 @@ class Costs:
     draft: Curve
     """Seconds of a draft level by rows."""
     context: float = 0.0
-    """Additional seconds of a verification per token of its requests' contexts."""
+    """Additional seconds of each row of a verification, per token of its context."""
 
     def in_graphs(self, sizes: Sequence[int]) -> "Costs":
         """Costs of verifications that CUDA graphs of so many rows run."""
@@ -151,7 +151,7 @@ class Costs:
     def __str__(self) -> str:
         return (
             f"ms of a verification by rows: {self.verify}; of a draft level by rows: {self.draft}; "
-            f"for 1000 tokens of context: {1e6 * self.context:.2f}"
+            f"of a row for 1000 tokens of its context: {1e6 * self.context:.2f}"
         )
 
 

@@ -47,6 +47,8 @@ class Budget:
         self.costs, self.plan = FREE, Plan(ALL if drafts else 0, 0.0, most=most)
         self.width = 1.0
         """Rows of a draft level for each request."""
+        self.context = 0.0
+        """Seconds of each row of the last verification due to its context."""
         self._taken = 0.0, 0.0
 
     def begin(self, greedy: Sequence[bool]) -> Plan:
@@ -83,7 +85,15 @@ class Budget:
             chance = np.where(kinds[:, None], certain.chances(value, depth), chance)
         verify, price = self.costs.verify, self.plan.price
         sampled_children = self.sampled and count < len(kinds)
-        kept = allocate(chance, verify=verify, price=price, sampled=sampled_children, rows=rows, most=self.plan.most)
+        kept = allocate(
+            chance,
+            verify=verify,
+            price=price,
+            sampled=sampled_children,
+            row=self.context,
+            rows=rows,
+            most=self.plan.most,
+        )
         self.verifying = int(kept.sum())
         return kept
 
@@ -96,7 +106,8 @@ class Budget:
         most = len(greedy) * nodes
         points = verify.rows - roots  # between them the cost is linear
         more = np.concatenate([[1, most], points[(points > 1) & (points < most)]])
-        return bool((chance * more > self.plan.price * (verify.at(roots + more) - verify.cost(roots))).any())
+        seconds = verify.at(roots + more) - verify.cost(roots) + self.context * more
+        return bool((chance * more > self.plan.price * seconds).any())
 
     def verified(self, value: ArrayLike, depth: ArrayLike, accepted: ArrayLike, greedy: ArrayLike) -> None:
         """Record the nodes [M] of a verification, with `accepted` of each, of requests that are `greedy` [M] or not."""
@@ -109,12 +120,12 @@ class Budget:
                 calibration.observe(*(np.asarray(part)[chosen] for part in (value, depth, accepted)))
 
     def observe_step(
-        self, rows: int, context: int, forward: float, rest: float, *, drafted: bool | None, reading: float = 0
+        self, rows: int, context: float, forward: float, rest: float, *, drafted: bool | None, reading: float = 0
     ) -> None:
         """Record the times of a step.
 
         Args:
-            rows, context: of its verification; tokens in the cache of all requests.
+            rows, context: of its verification; tokens in the cache before a row, in the mean.
             forward, rest: seconds of the verification, and of all else but draft levels.
             drafted: True if it drafted; None for a step whose times say nothing about others.
             reading: seconds in which the draft read prompts.

@@ -65,8 +65,6 @@ class Planner(Budget):
         not."""
         self.reading = deque[float]([0.0], maxlen=TREES)
         """Seconds of drafting steps in which the draft read prompts."""
-        self.context = 0.0
-        """Seconds of the last verification due to its contexts."""
         self.warm_sizes, self.warm_levels = set[int](), set[int]()
         """Row counts already run, of verifications and of draft levels."""
         self.recent, self.deep = ((PastTrees(), PastTrees()) for _ in (0, 1))
@@ -136,7 +134,7 @@ class Planner(Budget):
 
     def plain_step_seconds(self, requests: int) -> float:
         """Seconds of a step without drafts."""
-        return self.costs.verify.cost(requests) + self.context + max(0.0, self.overhead(drafted=False))
+        return self.costs.verify.cost(requests) + requests * self.context + max(0.0, self.overhead(drafted=False))
 
     def overhead(self, *, drafted: bool) -> float:
         """Seconds of a step besides its verification and draft levels."""
@@ -177,7 +175,8 @@ class Planner(Budget):
     def _least_that_pays(self, requests: int, price: float) -> float:
         """Log value of a node that brings what its row costs, where another row for each request is verified."""
         verify = self.costs.verify
-        tokens = (verify.cost(2 * requests) - verify.cost(requests)) / requests * price
+        seconds = (verify.cost(2 * requests) - verify.cost(requests)) / requests + self.context
+        tokens = seconds * price
         return math.log(tokens) if tokens > 0 else -math.inf
 
     def _rate(
@@ -200,7 +199,7 @@ class Planner(Budget):
         verify = self.costs.verify.hull() if self.sampled and greedy < 1 else self.costs.verify
         drafting = drafts * self.level(requests) + self.overhead(drafted=True) + mean(self.reading)
         besides = np.where(drafts > 0, drafting, self.overhead(drafted=False))[:, None]
-        rate = gain / (verify.at(rows) + self.context + np.maximum(besides, 0.0))
+        rate = gain / (verify.at(rows) + self.context * rows + np.maximum(besides, 0.0))
         best, size = divmod(int(rate.argmax()), len(cuts))
         verified = value[: cuts[size] + 1]
         least = float(verified[level[: cuts[size] + 1] <= drafts[best]].min(initial=np.inf))
@@ -248,10 +247,10 @@ class Planner(Budget):
                 self.deep[kind].append(*tree)
 
     def observe_step(
-        self, rows: int, context: int, forward: float, rest: float, *, drafted: bool | None, reading: float = 0
+        self, rows: int, context: float, forward: float, rest: float, *, drafted: bool | None, reading: float = 0
     ) -> None:
-        self.context = min(context * self.costs.context, forward / 2)
-        _observe(self.costs.verify, rows, forward - self.context, self.warm_sizes)
+        self.context = min(context * self.costs.context, forward / 2 / max(1, rows))
+        _observe(self.costs.verify, rows, forward - rows * self.context, self.warm_sizes)
         if drafted:
             self.reading.append(reading)
         if drafted is not None:

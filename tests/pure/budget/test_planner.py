@@ -338,12 +338,40 @@ def test_rows_that_never_come_twice_are_learnt_too():
     assert budget.costs.verify.cost(2012) > 2, "it was 0.2, and 1.1 by the mean slope"
 
 
-def test_what_the_contexts_cost_is_no_matter_of_rows():
-    budget = planner((1, 1.0), (100, 2.0), context=0.001)
+@pytest.mark.parametrize("rows", [1, 10])
+def test_what_a_context_costs_each_row_is_no_part_of_the_curve(rows):
+    budget = planner((1, 1.0), (10, 2.0), context=0.0001)
+    forward = budget.costs.verify.cost(rows)
     for _ in range(20):
-        budget.observe_step(1, 500, 1.5, 0.25, drafted=False)
-    assert budget.costs.verify.cost(1) == pytest.approx(1.0)
-    assert budget.plain_step_seconds(1) == pytest.approx(1.75)
+        budget.observe_step(rows, 500, forward + rows * 0.05, 0.25, drafted=False)
+    assert budget.costs.verify.cost(rows) == pytest.approx(forward)
+    assert budget.plain_step_seconds(1) == pytest.approx(1.0 + 0.05 + 0.25)
+
+
+def test_rows_after_long_contexts_must_bring_more():
+    """Attention reads a context for every row: what is free after a short one is dear after a long one."""
+    values, depth = np.full((1, 8), 0.5), np.arange(1, 9)[None]
+    kept, pays, floors = [], [], []
+    for context in (0, 1000):
+        budget = planner((1, 1.0), (100, 1.01), context=0.001)
+        budget.observe_step(1, context, 1.0 + 0.001 * context, 0.0, drafted=False)
+        budget.plan = Plan(1, 1.0)
+        kept.append(int(budget.share(values, depth, [True]).sum()))
+        pays.append(budget.look_up_pays([True], 8))
+        floors.append(budget._least_that_pays(1, 1.0))
+    assert kept[0] == 8 and kept[1] == 0
+    assert pays == [True, False]
+    assert floors[0] < math.log(0.1) < floors[1]
+
+
+def test_a_plan_counts_what_a_context_costs_its_rows():
+    rates = []
+    for context in (0, 1000):
+        budget = planner((1, 1.0), (100, 1.01), context=0.001)
+        budget.observe_step(1, context, 1.0 + 0.001 * context, 0.0, drafted=False)
+        plain = 1 / budget.plain_step_seconds(1)
+        rates.append(budget._rate(budget.recent, 1, 1.0, range(1, 9))[1] / plain)
+    assert rates[0] > 2.5 > rates[1] > 1
 
 
 def test_a_level_costs_what_was_measured_until_it_is_seen():

@@ -194,6 +194,5 @@ class HostBudget(BatchBudget):
         drafting = self.draft_seconds if drafted else seconds["draft"]
         verifying = seconds["verify"] + seconds["accept"] + seconds["commit"]  # each grows with the rows
         rest = time.perf_counter() - self.started - verifying - drafting - self.planning_seconds
-        self.budget.observe_step(
-            rows, sum(step.computed), verifying, rest, drafted=drafted, reading=self.prompt_seconds
-        )
+        context = float(np.average(step.computed, weights=step.row_count))
+        self.budget.observe_step(rows, context, verifying, rest, drafted=drafted, reading=self.prompt_seconds)

@@ -46,7 +46,7 @@ def measured_threshold(runner: Any, nodes: int) -> float:
 
 def measured_costs(runner: Any, nodes: int) -> MeasuredCosts:
     """Initial costs for `budget: "auto"`: those of a verification by rows of one tree after an empty context, of a
-    draft level of up to `nodes`, and of a context."""
+    draft level of up to `nodes`, and of a row's context."""
     most = min(MAX_ROWS, runner.scheduler_config.max_num_batched_tokens)
     rows, levels = profiled_rows(most), sorted({1, 2, min(4, max(2, nodes)), max(2, nodes)})
     few = min(8, most)
@@ -59,7 +59,7 @@ def measured_costs(runner: Any, nodes: int) -> MeasuredCosts:
         forwards, rounds=ROUNDS, seconds=SECONDS, least=least, device=runner.device
     )
     draft, (empty, full), verify = seconds[: len(levels)], seconds[len(levels) :][:2], seconds[len(levels) + 2 :]
-    reading = max(0.0, full - empty) / length if length else 0.0
+    reading = max(0.0, full - empty) / few / length if length else 0.0
     return MeasuredCosts(Costs(Curve(rows[: len(verify)], verify), Curve(levels, draft), reading), disturbance)
 
 

@@ -25,7 +25,7 @@ class StepCost(NamedTuple):
 
     requests: int
     rows: int  # of its verification
-    context: int  # tokens in the cache of all requests
+    context: float  # tokens in the cache before a row, in the mean
     levels: int  # draft levels, the roots' among them
     begin: Any  # marks of `PhaseTimes`
     end: Any = None
@@ -111,12 +111,12 @@ class DeviceBudget(BatchBudget):
             self.readback.send(figures, lambda values: temperature.learn(*values.tolist()))
 
     def end_step(
-        self, requests: int, rows: int, context: int, forwards: int, *, prefills: bool, missed: bool, trees: bool
+        self, requests: int, rows: int, context: float, forwards: int, *, prefills: bool, missed: bool, trees: bool
     ) -> None:
         """Choose the number of nodes of the next verification.
 
         Args:
-            rows, context: of this step's verification; tokens in the cache of all requests.
+            rows, context: of this step's verification; tokens in the cache before a row, in the mean.
             forwards: of the draft after the roots'.
             prefills: True if it read prompts.
             missed: True if the draft read tokens that it had skipped, or drafted nothing that could be used.

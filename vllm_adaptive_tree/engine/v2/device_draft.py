@@ -125,7 +125,7 @@ class DeviceDraft:
             speculator.budget.end_step(
                 batch.num_reqs,
                 batch.num_tokens,
-                int(batch.num_computed_tokens_np.sum()),
+                float(batch.num_computed_tokens_np @ batch.num_scheduled_tokens) / max(1, batch.num_tokens),
                 speculator.forwards,
                 prefills=batch.has_prefill,
                 missed=self.unused or bool(speculator.missed),
