@@ -359,7 +359,7 @@ def test_rows_after_long_contexts_must_bring_more():
         kept.append(int(budget.share(values, depth, [True]).sum()))
         pays.append(budget.look_up_pays([True], 8))
         floors.append(budget._least_that_pays(1, 1.0))
-    assert kept[0] == 8 and kept[1] == 0
+    assert kept == [8, 0]
     assert pays == [True, False]
     assert floors[0] < math.log(0.1) < floors[1]
 
