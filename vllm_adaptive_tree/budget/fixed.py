@@ -48,7 +48,7 @@ class Budget:
         self.width = 1.0
         """Rows of a draft level for each request."""
         self.context = 0.0
-        """Seconds of each row of the last verification due to its context."""
+        """Seconds of each row of a verification due to its context."""
         self._taken = 0.0, 0.0
 
     def begin(self, greedy: Sequence[bool]) -> Plan:

@@ -21,7 +21,8 @@ from vllm_adaptive_tree.budget.trial import trial_size
 from vllm_adaptive_tree.json_numbers import MAX_NUMBER, member, numbers, short
 
 LAST = 8
-"""Window of the median of a step's overhead: about one step in a hundred stalls; levels that a width remembers."""
+"""Window of the medians of a step's overhead and of what a row's context costs: about one step in a hundred stalls, and
+the rows of a prompt begin without one; levels that a width remembers."""
 MIN_TREES, MIN_STEPS = 8, 4
 """Fewest trees, of at least so many steps, that the planner relies on; until then chains replace the missing ones."""
 PRIOR_ACCEPTANCE = 0.8
@@ -65,6 +66,8 @@ class Planner(Budget):
         not."""
         self.reading = deque[float]([0.0], maxlen=TREES)
         """Seconds of drafting steps in which the draft read prompts."""
+        self.contexts = deque[float](maxlen=LAST)
+        """`context` of past steps."""
         self.warm_sizes, self.warm_levels = set[int](), set[int]()
         """Row counts already run, of verifications and of draft levels."""
         self.recent, self.deep = ((PastTrees(), PastTrees()) for _ in (0, 1))
@@ -249,8 +252,10 @@ class Planner(Budget):
     def observe_step(
         self, rows: int, context: float, forward: float, rest: float, *, drafted: bool | None, reading: float = 0
     ) -> None:
-        self.context = min(context * self.costs.context, forward / 2 / max(1, rows))
-        _observe(self.costs.verify, rows, forward - rows * self.context, self.warm_sizes)
+        seconds = min(context * self.costs.context, forward / 2 / max(1, rows))
+        self.contexts.append(seconds)
+        self.context = median(self.contexts)
+        _observe(self.costs.verify, rows, forward - rows * seconds, self.warm_sizes)
         if drafted:
             self.reading.append(reading)
         if drafted is not None:

@@ -28,9 +28,10 @@ def joint_bias(
     verify: Curve = PLATEAUS,
     prompts: int = 0,
     price: float = 2.0,
+    row: float = 0.0,
 ) -> tuple[float, set[tuple[int, int]]]:
     """Total variation between what two requests emit and what their targets say, and the numbers of nodes kept; with
-    rows of `prompts` in the step, after a second cut."""
+    rows of `prompts` in the step, after a second cut, and seconds of a `row` for its context."""
     drafts = [ToyLM.random(3, 2, seed=2 * pair + r, scale=1.5) for r in range(2)]
     targets = [
         ToyLM(draft.logits + ToyLM.random(3, 2, seed=90 + pair - r, scale=1.0).logits) for r, draft in enumerate(drafts)
@@ -49,9 +50,9 @@ def joint_bias(
     for i, a in enumerate(values[0]):
         for j, b in enumerate(values[1]):
             both = torch.stack([a, b])
-            first = torch.from_numpy(allocate(both, verify=verify, price=price, sampled=sampled))
+            first = torch.from_numpy(allocate(both, verify=verify, price=price, sampled=sampled, row=row))
             left = both.masked_fill(torch.arange(nodes) >= first[:, None], 0.0)
-            again = allocate(left, verify=verify, price=price, sampled=sampled, rows=prompts)
+            again = allocate(left, verify=verify, price=price, sampled=sampled, row=row, rows=prompts)
             kept = (again if prompts else first).tolist()
             sizes.add(tuple(kept))
             weight = sides[0].weight[i] * sides[1].weight[j]
@@ -76,6 +77,16 @@ def test_sampled_trees_that_share_a_budget_keep_the_distribution(name, rule):
         sizes |= kept
     assert len({sum(kept) for kept in sizes}) > 2, "the budget decides nothing here"
     assert len({a - b for a, b in sizes}) > 2, "the requests do not share it"
+
+
+@pytest.mark.parametrize("rule", ["rrsw", "traversal", "target_only"])
+def test_what_contexts_cost_cuts_more_and_keeps_the_distribution(rule):
+    usual, long = (
+        [joint_bias(SAMPLED["heap"](), rule, pair, verify=RISING, row=row) for pair in range(3)] for row in (0.0, 0.05)
+    )
+    assert max(bias for bias, _ in long) < 1e-9
+    assert [kept for _, kept in usual] != [kept for _, kept in long]
+    assert max(len(kept) for _, kept in long) > 1
 
 
 @pytest.mark.parametrize("rule", ["rrsw", "traversal", "target_only"])

@@ -348,6 +348,13 @@ def test_what_a_context_costs_each_row_is_no_part_of_the_curve(rows):
     assert budget.plain_step_seconds(1) == pytest.approx(1.0 + 0.05 + 0.25)
 
 
+def test_a_prompt_does_not_make_the_rows_of_other_requests_cheap():
+    budget = planner((1, 1.0), (500, 2.0), context=0.0001)
+    for rows, context in [(4, 1000), (4, 1001), (4, 1002), (504, 8), (4, 1003)]:
+        budget.observe_step(rows, context, 5.0, 0.0, drafted=True)
+        assert budget.context == pytest.approx(0.1, rel=0.01)
+
+
 def test_rows_after_long_contexts_must_bring_more():
     """Attention reads a context for every row: what is free after a short one is dear after a long one."""
     values, depth = np.full((1, 8), 0.5), np.arange(1, 9)[None]
