@@ -150,14 +150,16 @@ def _attend(
     tiling = Tiling.of(group, head_size, TYPES[dtype].itemsize, max(lanes // group, 1))
     assert tiling.lanes == lanes
     kernel = triton_tree._attend
-    types = dict.fromkeys(("out", "context_out", "query", "own_key", "own_value", "sinks"), f"*{dtype}")
-    types |= dict.fromkeys(("key_cache", "value_cache"), f"*{cache or dtype}")
-    types |= dict.fromkeys(("partial", "weight", "context_log"), "*fp32")
+    types = dict.fromkeys(("out", "context_out", "own_key", "own_value", "sinks"), f"*{dtype}")
+    types |= dict.fromkeys(("query", "key_cache", "value_cache"), f"*{cache or dtype}")
+    scales = "query_scale", "key_scale", "value_scale"
+    types |= dict.fromkeys(("partial", "weight", "context_log", *scales), "*fp32")
     types |= dict.fromkeys(("block_table", "row_start", "context", "work", "items", "merges"), "*i32")
-    types |= dict.fromkeys(("scale", "key_scale", "value_scale", "soft_cap"), "fp32") | {"ancestors": "*i64"}
+    types |= dict.fromkeys(("scale", "soft_cap"), "fp32") | {"ancestors": "*i64"}
     shapes = {"KV_HEADS": 8, "GROUP": group, "HEAD_SIZE": head_size, "PADDED_HEAD": triton.next_power_of_2(head_size)}
     sizes = {"BLOCK_SIZE": 16, "LANES": lanes, "TILE": tiling.tile, "WORD": WORD}
     kinds = {"WINDOW": window, "SOFT_CAP": soft_cap, "SINKS": sinks}
+    kinds |= {"QUERY_8_BITS": bool(cache), "CACHE_8_BITS": bool(cache), "SCALE_HEAD": 0}
     kinds |= {"OWN": own, "READ_CONTEXT": context, "LOG2_E": triton_tree.LOG2_E, "WIDEN": False}
     strides = ("_row", "_head", "_block", "_slot", "_request")
     aligned = tuple(name for name in kernel.arg_names if name.endswith(strides) and name != "context_log_head")

@@ -9,6 +9,7 @@ serves no other purpose.
 
 import os
 import sys
+from collections.abc import Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -54,8 +55,9 @@ def install(capability: tuple[int, int]) -> None:
         sys.modules[f"vllm.{compiled}"] = ModuleType(compiled)
     for compiled in ("_vllm_fa2_C", "_vllm_fa3_C", "cute", "cute.interface"):
         sys.modules[f"vllm.vllm_flash_attn.{compiled}"] = ModuleType(compiled)
-    other = sys.modules["vllm.model_executor.warmup.minimax_m3_msa_warmup"] = ModuleType("needs torchvision")
-    other.minimax_m3_msa_warmup = lambda _: None  # type: ignore[attr-defined]
+    for other in ("minimax_m3_msa_warmup", "step5_dsa_warmup"):
+        module = sys.modules[f"vllm.model_executor.warmup.{other}"] = ModuleType("needs torchvision")
+        setattr(module, other, lambda _: None)
     interpreter.after("vllm.model_executor.warmup.kernel_warmup", _without_others)
     interpreter.after("vllm.v1.worker.workspace", _workspace)
     sys.modules["vllm.vllm_flash_attn.cute.interface"]._flash_attn_fwd = _fa4  # type: ignore[attr-defined]
@@ -69,6 +71,7 @@ def install(capability: tuple[int, int]) -> None:
     for kernel in (topk_softmax, moe_align_block_size, moe_sum):
         setattr(namespaces._moe_C, kernel.__name__, kernel)
     namespaces._C.rms_norm = rms_norm
+    namespaces._C.static_scaled_fp8_quant = Quantisation("static_scaled_fp8_quant")
     namespaces._vllm_fa2_C = SimpleNamespace(varlen_fwd=_fa2)
     namespaces._vllm_fa3_C = SimpleNamespace(fwd=_fa3, get_scheduler_metadata=_scheduler_metadata)
     namespaces._C_cache_ops = SimpleNamespace(reshape_and_cache_flash=_write)
@@ -124,6 +127,13 @@ class Absent:
 
     def __call__(self, *_: Any, **__: Any) -> Any:
         raise NotImplementedError(f"{self.name} is compiled for GPUs alone")
+
+
+class Quantisation(Absent):
+    """The one that has a function here."""
+
+    def __call__(self, *args: Any, **given: Any) -> Any:
+        return in_8_bits(*args, **given)
 
 
 class Namespace(type(torch.ops._C)):  # type: ignore[misc]
@@ -190,8 +200,19 @@ def _accelerator(capability: tuple[int, int]) -> None:
     accelerator.reset_peak_memory_stats = lambda *_: None
 
 
-def _attention(kernel: str, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *, causal: bool, **arguments: Any) -> Tensor:
-    """Attention over a paged cache: `k`, `v` [blocks, block_size, Hkv, D]."""
+def _attention(
+    kernel: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    *,
+    causal: bool,
+    scales: Sequence[Tensor | None] = (None,) * 3,
+    **arguments: Any,
+) -> Tensor:
+    """Attention over a paged cache: `k`, `v` [blocks, block_size, Hkv, D]; `scales` [requests, Hkv], of `q`, `k`, `v`
+    of 8 bits."""
     LAUNCHES.append(Launch(kernel, q, k, v, {"out": out, **arguments}))
     starts, lengths, table = arguments["cu_seqlens_q"], arguments["seqused_k"], arguments["block_table"]
     group = q.shape[1] // k.shape[2]
@@ -201,7 +222,11 @@ def _attention(kernel: str, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *, cau
             continue
         blocks = table[request, : -(-length // k.shape[1])].long()
         keys, values = (one[blocks].flatten(0, 1)[:length].repeat_interleave(group, 1).float() for one in (k, v))
-        scores = torch.einsum("qhd,khd->hqk", q[first:last].float(), keys) * arguments["softmax_scale"]
+        query, keys, values = (
+            one if scale is None else one * scale[request].repeat_interleave(group)[:, None]
+            for one, scale in zip((q[first:last].float(), keys, values), scales, strict=True)
+        )
+        scores = torch.einsum("qhd,khd->hqk", query, keys) * arguments["softmax_scale"]
         row, column = torch.arange(length - (last - first), length)[:, None], torch.arange(length)
         weights = scores.masked_fill((column > row) & causal, -torch.inf).softmax(-1)
         out[first:last] = torch.einsum("hqk,khd->qhd", weights, values).to(out.dtype)
@@ -240,13 +265,16 @@ def _fa2(
 
 
 def _fa3(*arguments: Any) -> tuple[Tensor, None, None, None]:
-    """Attend as upstream's `fwd`; new keys, rotation, padding and descaling are not used."""
+    """Attend as upstream's `fwd`; new keys, rotation and padding are not used."""
     q, k, v, k_new, v_new, q_v, out, cu_seqlens_q, cu_seqlens_k, _, _, seqused_k, max_q, max_k, table = arguments[:15]
     scale, causal, left, right, softcap = arguments[23:28]
     assert (k_new, v_new, q_v, cu_seqlens_k, left, right, softcap) == (None,) * 4 + (-1, -1, 0)
     where = {"cu_seqlens_q": cu_seqlens_q, "seqused_k": seqused_k, "block_table": table}
     longest = {"max_seqlen_q": max_q, "max_seqlen_k": max_k}
-    return _attention("FA3", q, k, v, out, causal=causal, softmax_scale=scale, **where, **longest), None, None, None
+    scales = arguments[20:23]
+    assert len({one.dtype.itemsize for one in (q, k, v)}) == 1, "queries have 8 bits where the cache has"
+    attended = _attention("FA3", q, k, v, out, causal=causal, scales=scales, softmax_scale=scale, **where, **longest)
+    return attended, None, None, None
 
 
 def _fa4(
@@ -255,7 +283,9 @@ def _fa4(
     assert softcap == 0
     for absent in ("cu_seqlens_k", "window_size_left", "window_size_right", "mask_mod", "learnable_sink"):
         assert given.pop(absent) is None
-    return _attention("FA4", q, k, v, out, causal=causal, block_table=page_table, **given), None, None, None
+    scales = [given.pop(name) for name in ("q_descale", "k_descale", "v_descale")]
+    given |= {"block_table": page_table, "scales": scales}
+    return _attention("FA4", q, k, v, out, causal=causal, **given), None, None, None
 
 
 def _scheduler_metadata(batch_size: int, *_: Any) -> Tensor:
@@ -272,12 +302,22 @@ def _write(
     k_scale: Tensor,
     v_scale: Tensor,
 ) -> None:
-    assert kv_cache_dtype == "auto"
+    assert kv_cache_dtype in ("auto", "fp8")
     size = key_cache.shape[1]
     rows = (slot_mapping >= 0).nonzero().flatten()
     slot = slot_mapping[rows]
-    key_cache[slot // size, slot % size] = key[rows]
-    value_cache[slot // size, slot % size] = value[rows]
+    for cache, new, scale in ((key_cache, key, k_scale), (value_cache, value, v_scale)):
+        if cache.dtype == torch.uint8:
+            new = in_8_bits(torch.empty_like(new, dtype=torch.float8_e4m3fn), new, scale).view(torch.uint8)
+        cache[slot // size, slot % size] = new[rows]
+
+
+def in_8_bits(out: Tensor, rows: Tensor, scale: Tensor, group_shape: tuple[int, int] | None = None) -> Tensor:
+    """Quantise to `out`, by one scale for all, or one for each group of columns."""
+    most = torch.finfo(out.dtype).max
+    if scale.numel() > 1:
+        scale = scale.repeat_interleave(rows.shape[-1] // scale.numel())
+    return out.copy_((rows.float() / scale).clamp(-most, most))
 
 
 def rms_norm(out: Tensor, rows: Tensor, weight: Tensor, epsilon: float) -> None:

@@ -37,9 +37,9 @@ def test_targets_outside_the_allow_list(engines: Engines, monkeypatch: pytest.Mo
         setattr(layer.impl, attribute, before)
     with monkeypatch.context() as patch:
         patch.setattr(layer, "kv_cache_dtype", "fp8")  # as vLLM sets it where a checkpoint has a kv_cache_scheme
-        with pytest.raises(ValueError, match="'layer.0' uses a quantised KV cache"):
+        with pytest.raises(ValueError, match="'layer.0' uses a KV cache of fp8"):
             checks.check_layer("layer.0", layer, plain=False)
-        checks.check_layer("layer.0", layer, plain=False, quantised_cache=True)
+        checks.check_layer("layer.0", layer, plain=False, caches=checks.FP8)
     monkeypatch.setattr(layer.impl, "sliding_window", (-1, -1))  # FlashAttention's form of none
     checks.check_layer("layer.0", layer)
     checks.check_packing({"layer.0": layer})

@@ -163,6 +163,24 @@ class Level(Batch):
         return (found.double() - expected).abs().max().item()
 
 
+def in_eight_bits(batch: Batch, scales: list[list[float]], *, queries: bool) -> tuple[Batch, Batch, Any]:
+    """The batch with a cache of 8 bits, and such queries; what it stands for, in float64; its scales, of queries, keys
+    and values."""
+    factors = [torch.tensor(one, device=DEVICE) for one in scales]
+    heads = batch.key_cache.shape[2]
+    wide = [one.expand(heads)[:, None] for one in factors]
+    wide[0] = wide[0].repeat_interleave(batch.query.shape[1] // heads, 0)
+    stored, meant = [], []
+    for at, (part, factor) in enumerate(zip(batch[:3], wide, strict=True)):
+        if at == 0 and not queries:
+            stored.append(part)
+            meant.append(part.double())
+            continue
+        stored.append(torch.where(part.isnan(), 0.0, part / factor).to(torch.float8_e4m3fn))
+        meant.append(stored[-1].double() * factor)
+    return Batch(*stored, *batch[3:]), Batch(*meant, *batch[3:]), kernel().Scales(*factors)
+
+
 CHAIN = list(range(-1, 6))
 FORK = [-1, -1, 0, 0, 1, 4, 4, 5, -1]
 
@@ -347,22 +365,30 @@ class TestKernels:
             for offset in (0, 6, 3):
                 assert one.error(offset, plan=plan) < ERROR[torch.float32]
 
-    @pytest.mark.parametrize("heads", [(2, 1), (4, 2)])
-    def test_eight_bit_cache(self, heads):
-        """Scales of keys and of values; the expectation is over the values that the cache stands for."""
-        batch = Batch.of([(37, FORK), (16, []), (0, CHAIN)], heads=heads, dtype=torch.bfloat16)
-        scales = 0.5, 0.25
-        stored = [
-            torch.where(cache.isnan(), 0.0, cache / scale).to(torch.float8_e4m3fn)
-            for cache, scale in zip((batch.key_cache, batch.value_cache), scales, strict=True)
-        ]
-        meant = [cache.float() * scale for cache, scale in zip(stored, scales, strict=True)]
-        expected = batch._replace(key_cache=meant[0], value_cache=meant[1]).expected()
-        stored_batch = batch._replace(key_cache=stored[0], value_cache=stored[1])
-        found = kernel().tree_attention(
-            *stored_batch, torch.zeros_like(batch.query), key_scale=scales[0], value_scale=scales[1]
-        )
-        assert (found.double() - expected).abs().max() < ERROR[torch.bfloat16]
+    @pytest.mark.parametrize("queries", [False, True])
+    @pytest.mark.parametrize("scales", [[[0.5], [0.25], [2.0]], [[0.5, 2.0], [0.25, 1.0], [1.0, 0.5]]])
+    def test_eight_bits(self, scales, queries):
+        """A cache, with queries or without, by one scale or one for each KV head; the expectation is over the values
+        that they stand for."""
+        batch = Batch.of([(37, FORK), (16, []), (0, CHAIN)], heads=(4, 2), dtype=torch.bfloat16)
+        stored, meant, factors = in_eight_bits(batch, scales, queries=queries)
+        found = kernel().tree_attention(*stored, torch.zeros_like(batch.query), scales=factors)
+        assert (found.double() - meant.expected()).abs().max() < ERROR[torch.bfloat16]
+
+    @pytest.mark.parametrize("queries", [False, True])
+    def test_a_level_over_contexts_of_eight_bits(self, queries):
+        """Its own K/V has the model's dtype, and no scale."""
+        level = Level.of([33, 2], 4, 2, heads=(4, 2), dtype=torch.bfloat16)
+        stored, meant, factors = in_eight_bits(level, [[0.5], [0.25], [2.0]], queries=queries)
+        for offset in (0, 4):
+            bits = level.masks[:, offset : offset + 4].flatten(0, 1)
+            own, doubled = kernel().OwnKeys(*level.own, offset), tuple(part.double() for part in level.own)
+            out = torch.zeros_like(level.query)
+            found = kernel().tree_attention(*stored[:6], bits, level.scale, out, own=own, scales=factors)
+            expected = reference.tree_attention(
+                *meant[:6], bits, level.scale, torch.zeros_like(meant.query), own=(*doubled, offset)
+            )
+            assert (found.double() - expected).abs().max() < ERROR[torch.bfloat16]
 
     def test_the_host_reads_shapes_only(self, monkeypatch):
         """Meta tensors have no values; the launches are all that is left out."""

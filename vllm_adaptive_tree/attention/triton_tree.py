@@ -85,7 +85,10 @@ def _fold(
 
 @triton.jit(
     do_not_specialize=["offset", "ancestors_row"],
-    do_not_specialize_on_alignment=["row_start", "context", "ancestors", "work", "items", "merges"],
+    do_not_specialize_on_alignment=[
+        *("row_start", "context", "ancestors", "work", "items", "merges"),
+        *("query_scale", "key_scale", "value_scale"),
+    ],
 )
 def _attend(
     out,  # [rows, H, D], written where a context is not split
@@ -107,7 +110,8 @@ def _attend(
     merges,  # [rows, 3]
     offset,  # place of each request's first row among its own keys
     scale,  # times log2(e)
-    key_scale,  # of the cache
+    query_scale,  # [1] or [Hkv] float32, if QUERY_8_BITS, as the next two if CACHE_8_BITS
+    key_scale,
     value_scale,
     sinks,  # [H], if SINKS
     soft_cap,  # times log2(e), if SOFT_CAP
@@ -141,6 +145,9 @@ def _attend(
     WINDOW: tl.constexpr,  # positions that a row sees, its own included; 0: all
     SOFT_CAP: tl.constexpr,
     SINKS: tl.constexpr,
+    QUERY_8_BITS: tl.constexpr,
+    CACHE_8_BITS: tl.constexpr,
+    SCALE_HEAD: tl.constexpr,  # 1: each KV head has its own scales; 0: one for all
     WORD: tl.constexpr,
     LOG2_E: tl.constexpr,
     WIDEN: tl.constexpr,
@@ -171,7 +178,14 @@ def _attend(
         flat = (start + row).to(tl.int64)
         written = live[:, None] & (dim < HEAD_SIZE)[None, :]
         query_at = (flat * query_row + head * query_head)[:, None] + dim[None, :]
-        queries = tl.load(query + query_at, mask=written, other=0.0)
+        queries = tl.load(query + query_at, mask=written, other=0.0).to(out.dtype.element_ty)
+        own_scale, key_factor, value_factor = scale, 1.0, 1.0
+        if QUERY_8_BITS:
+            own_scale = scale * tl.load(query_scale + kv_head * SCALE_HEAD)
+        if CACHE_8_BITS:
+            key_factor = tl.load(key_scale + kv_head * SCALE_HEAD)
+            value_factor = tl.load(value_scale + kv_head * SCALE_HEAD)
+        cache_scale = own_scale * key_factor
         table = block_table + request.to(tl.int64) * table_row
         keys, values = key_cache + kv_head * key_head, value_cache + kv_head * value_head
         own_at = request.to(tl.int64) * own_request + kv_head * own_head
@@ -204,7 +218,7 @@ def _attend(
                 value_at = block * value_block + position % BLOCK_SIZE * value_slot
                 peak, total, sums = _fold(
                     peak, total, sums, queries, seen, keys, values, key_at, value_at, exists, dim,
-                    scale * key_scale, value_scale, soft_cap, HEAD_SIZE, SOFT_CAP, WIDEN,
+                    cache_scale, value_factor, soft_cap, HEAD_SIZE, SOFT_CAP, WIDEN,
                 )  # fmt: skip
         elif (split == 0) & (length > 0):
             log = tl.load(context_log + head * context_log_head + flat, mask=live, other=float("-inf"))
@@ -222,7 +236,7 @@ def _attend(
                     key_at = own_at + place * own_slot
                     peak, total, sums = _fold(
                         peak, total, sums, queries, seen, own_key, own_value, key_at, key_at, exists, dim,
-                        scale, 1.0, soft_cap, HEAD_SIZE, SOFT_CAP, WIDEN,
+                        own_scale, 1.0, soft_cap, HEAD_SIZE, SOFT_CAP, WIDEN,
                     )  # fmt: skip
                 else:
                     position = length + place
@@ -231,7 +245,7 @@ def _attend(
                     value_at = block * value_block + position % BLOCK_SIZE * value_slot
                     peak, total, sums = _fold(
                         peak, total, sums, queries, seen, keys, values, key_at, value_at, exists, dim,
-                        scale * key_scale, value_scale, soft_cap, HEAD_SIZE, SOFT_CAP, WIDEN,
+                        cache_scale, value_factor, soft_cap, HEAD_SIZE, SOFT_CAP, WIDEN,
                     )  # fmt: skip
 
         norm = tl.where(total > 0, total, 1.0)
@@ -296,6 +310,14 @@ class OwnKeys(NamedTuple):
     """Slot of the first row of each request: a level of W rows sees, by its bits, the slots 0 .. offset + W - 1."""
 
 
+class Scales(NamedTuple):
+    """Factors of queries and of a cache of 8 bits, in its device's memory: float32, one for all KV heads, or [Hkv]."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
 def tree_attention(
     query: Tensor,
     key_cache: Tensor,
@@ -309,8 +331,7 @@ def tree_attention(
     *,
     plan: AttentionPlan | None = None,
     own: OwnKeys | None = None,
-    key_scale: float = 1.0,
-    value_scale: float = 1.0,
+    scales: Scales | None = None,
     context_result: tuple[Tensor, Tensor] | None = None,
     window: int = 0,
     soft_cap: float = 0.0,
@@ -320,11 +341,11 @@ def tree_attention(
     yields 0.
 
     Args:
-        query, out: bfloat16, float16 or float32.
-        key_cache, value_cache: of the same dtype, or of 8 bits (float8_e4m3fn, from sm_89 on).
+        query, out: bfloat16, float16 or float32; the query also of 8 bits, with a cache of 8 bits.
+        key_cache, value_cache: of the dtype of `out`, or of 8 bits (float8_e4m3fn, from sm_89 on).
         plan: `AttentionPlan.update`d with `row_start` and `context`; None: makes one, for this call alone.
         own: the rows' own K/V; None: it is in the cache, after the context.
-        key_scale, value_scale: factors of an 8-bit cache.
+        scales: of what has 8 bits; None: all are 1.
         context_result: another kernel's attention over the contexts, [rows, H, D], and its log-sum-exp, [H, rows]
             float32; then only the requests' own rows are read here. Not with a `plan`, nor with what follows.
         window: as in the reference, and longer than a tree is deep: all ancestors are inside it.
@@ -347,12 +368,15 @@ def tree_attention(
         plan.update(row_start, context if context_result is None else torch.zeros_like(context))
     assert len(plan.merges) >= rows
     own_key, own_value, offset = (key_cache, value_cache, 0) if own is None else own
+    bits_8 = query.dtype.itemsize == 1 and scales is not None, key_cache.dtype.itemsize == 1 and scales is not None
+    factors = (plan.weight,) * 3 if scales is None else scales
     context_out, context_log = (out, plan.weight) if context_result is None else context_result
     tensors = query, out, key_cache, value_cache, own_key, block_table, ancestors, context_out, context_log
     key = (
         *(tensor.stride() for tensor in tensors),
         *(query.dtype, out.dtype, key_cache.dtype, None if sinks is None else sinks.dtype),
         *(heads, head_size, block_size, kv_heads, window, soft_cap != 0, own is None, context_result is None),
+        *(*bits_8, factors[0].numel() > 1),
     )
     shape = {
         "KV_HEADS": kv_heads,
@@ -383,6 +407,9 @@ def tree_attention(
             "WINDOW": window,
             "SOFT_CAP": soft_cap != 0,
             "SINKS": sinks is not None,
+            "QUERY_8_BITS": bits_8[0],
+            "CACHE_8_BITS": bits_8[1],
+            "SCALE_HEAD": int(scales is not None and scales.key.numel() > 1),
             "WORD": WORD,
             "LOG2_E": LOG2_E,
             "WIDEN": WIDEN,
@@ -397,7 +424,7 @@ def tree_attention(
         (
             *(out, plan.partial, plan.weight, context_out, context_log),
             *(query, key_cache, value_cache, own_key, own_value, block_table, row_start, context, ancestors),
-            *(plan.work, plan.items, plan.merges, offset, scale * LOG2_E, key_scale, value_scale),
+            *(plan.work, plan.items, plan.merges, offset, scale * LOG2_E, *factors),
             *(sink_of, soft_cap * LOG2_E),
         ),
         (out, query, key_cache, value_cache, own_key, own_value, block_table, context_out, context_log, sink_of),

@@ -196,7 +196,7 @@ def adopt_layers(
     drafts: Collection[str],
     kind: type[TreeAttention],
     *,
-    quantised_cache: bool = False,
+    caches: Collection[str] = (),
     levels: int | None = None,
 ) -> None:
     """Check the attention layers of the loaded models, and replace their implementations.
@@ -204,12 +204,12 @@ def adopt_layers(
     Args:
         config: vLLM's VllmConfig.
         drafts: layers of the draft.
-        quantised_cache: as in `check_layer`, for a target with a tested class.
+        caches: as in `check_layer`, beside a target with a tested class.
         levels: of the trees; None: a window may end inside them.
     """
     named = checks.is_named(config.model_config)
     for name, layer in checks.attention_layers(config).items():
-        checks.check_layer(name, layer, plain=name in drafts or not named, quantised_cache=quantised_cache and named)
+        checks.check_layer(name, layer, plain=name in drafts or not named, caches=caches if named else ())
         if levels is not None and name not in drafts:
             checks.check_window(name, AttentionVariant.of(layer.impl).window, levels)
         kind.adopt(layer, drafts=name in drafts)

@@ -1,7 +1,7 @@
 """Check A: tree attention kernel, in the shapes of a layer, against the reference in float64.
 
 The yardstick is the error of PyTorch's own attention in the same dtype on the causal rows of the same batch; on CUDA
-that is FlashAttention.
+that is FlashAttention. Queries and K/V of 8 bits are widened for it.
 """
 
 from collections.abc import Sequence
@@ -43,17 +43,32 @@ class Batch(NamedTuple):
     ancestors: Tensor
     scale: float
     variant: AttentionVariant
+    scales: triton_tree.Scales | None
+    dtype: torch.dtype  # of the result
+
+    def widened(self, dtype: torch.dtype) -> "Batch":
+        """The same in `dtype`, over a copy of the blocks in use: the cache itself may be as large as the device."""
+        used, table = self.block_table.unique(return_inverse=True)
+        wide = [part.double() for part in (self.query, self.key_cache[used.long()], self.value_cache[used.long()])]
+        if self.scales is not None:
+            heads = self.key_cache.shape[2]
+            query, key, value = (scale.double().expand(heads) for scale in self.scales)
+            if self.query.dtype.itemsize == 1:
+                wide[0] *= query.repeat_interleave(self.query.shape[1] // heads)[:, None]
+            wide[1:] = wide[1] * key[:, None], wide[2] * value[:, None]
+        query, key, value = (part.to(dtype) for part in wide)
+        return self._replace(
+            query=query, key_cache=key, value_cache=value, block_table=table.int(), scales=None, dtype=dtype
+        )
 
     def exact(self) -> Tensor:
-        """Exact result in float64, from a copy of the blocks in use: the cache itself may be as large as the device."""
-        used, table = self.block_table.unique(return_inverse=True)
-        key, value = (cache[used.long()].double() for cache in (self.key_cache, self.value_cache))
-        query = self.query.double()
-        rest = table.int(), *self[4:-1]
-        return reference.tree_attention(query, key, value, *rest, torch.zeros_like(query), **self.variant._asdict())
+        """Exact result, in float64."""
+        wide = self.widened(torch.float64)
+        return reference.tree_attention(*wide[:8], torch.zeros_like(wide.query), **self.variant._asdict())
 
     def computed(self) -> Tensor:
-        return triton_tree.tree_attention(*self[:-1], torch.zeros_like(self.query), **self.variant._asdict())
+        out = torch.zeros_like(self.query, dtype=self.dtype)
+        return triton_tree.tree_attention(*self[:8], out, scales=self.scales, **self.variant._asdict())
 
 
 def check(
@@ -85,7 +100,7 @@ def check(
                 exact = batch.exact()
                 peak = max(peak, float(exact.abs().max()))
                 error = max(error, _distance(batch.computed(), exact))
-                yardstick = max(yardstick, _causal_error(batch))
+                yardstick = max(yardstick, _causal_error(batch.widened(batch.dtype)))
                 flipped = batch.ancestors.clone()
                 flipped[nodes, 0] ^= 1  # the last row of the first request no longer sees its root
                 control = max(control, _distance(batch._replace(ancestors=flipped).computed(), exact))
@@ -130,23 +145,35 @@ class _Noise:
     blocks of our own in the layout of a GPU."""
 
     def __init__(self, layer: Any, block_size: int, blocks: int):
-        cache = layer.kv_cache
-        self.dtype, self.device, self.blocks, self.block_size = cache.dtype, cache.device, blocks, block_size
+        self.cache = cache = layer.kv_cache
+        self.device, self.blocks, self.block_size = cache.device, blocks, block_size
         self.heads, self.kv_heads, self.size = layer.num_heads, layer.num_kv_heads, layer.head_size
-        self.cache = cache
-        if not hasattr(getattr(layer, "impl", None), "split"):
-            self.cache = torch.zeros(1 + blocks, self.kv_heads, block_size, 2 * self.size, dtype=self.dtype)
         self.random = torch.Generator(self.device).manual_seed(0)
+        self.scales: triton_tree.Scales | None = None
+        self.query_dtype = self.dtype = cache.dtype
+        if hasattr(getattr(layer, "impl", None), "split"):
+            self.key, self.value, self.scales = layer.impl.views(layer, cache)
+        else:
+            self.cache = torch.zeros(1 + blocks, self.kv_heads, block_size, 2 * self.size, dtype=self.dtype)
+            self.key, self.value = self.cache.transpose(1, 2).split(self.size, dim=-1)
+        if self.scales is not None:
+            self.dtype = layer.dtype
+            self.query_dtype = self.dtype if layer.query_quant is None else self.key.dtype
 
     def __enter__(self) -> "_Noise":
-        self.cache[-self.blocks :] = self.normal(*self.cache[-self.blocks :].shape)
+        factors: Sequence[Tensor | float] = (1.0, 1.0) if self.scales is None else self.scales[1:]
+        for part, factor in zip((self.key, self.value), factors, strict=True):
+            part[-self.blocks :] = self.normal(*part[-self.blocks :].shape, dtype=part.dtype, factor=factor)
         return self
 
     def __exit__(self, *_: object) -> None:
         self.cache[-self.blocks :] = 0
 
-    def normal(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self.random, device=self.device).to(self.dtype)
+    def normal(self, *shape: int, dtype: torch.dtype, factor: Tensor | float) -> Tensor:
+        """Noise [.., heads, D] of deviation 1, once it is multiplied by `factor`, 1 or one for each of the heads."""
+        factor = torch.as_tensor(factor, device=self.device).reshape(-1, 1)
+        noise = torch.randn(shape, generator=self.random, device=self.device) / factor
+        return noise.clamp(*(torch.finfo(dtype).min, torch.finfo(dtype).max)).to(dtype)
 
     def batch(
         self,
@@ -169,15 +196,16 @@ class _Noise:
             if parent is not None:
                 rows.append(_bits(parent, words, depth_first_order=depth_first_order))
         bits = torch.cat(rows)
-        key, value = self.cache.transpose(1, 2).split(self.size, dim=-1)
         start = torch.tensor([0, *counts]).cumsum(0).int()
+        factor: Tensor | float = 1.0
+        if self.scales is not None and self.query_dtype != self.dtype:
+            factor = self.scales.query.expand(self.kv_heads).repeat_interleave(self.heads // self.kv_heads)
         return Batch(
-            self.normal(sum(counts), self.heads, self.size),
-            *(key, value, table.to(self.device), start.to(self.device)),
+            self.normal(sum(counts), self.heads, self.size, dtype=self.query_dtype, factor=factor),
+            *(self.key, self.value, table.to(self.device), start.to(self.device)),
             torch.tensor(contexts, dtype=torch.int32, device=self.device),
             bits.to(self.device),
-            scale,
-            variant,
+            *(scale, variant, self.scales, self.dtype),
         )
 
 

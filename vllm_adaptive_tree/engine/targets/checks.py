@@ -9,8 +9,10 @@ from vllm_adaptive_tree.engine.targets.families import ALLOWED
 from vllm_adaptive_tree.proposers import Proposer
 from vllm_adaptive_tree.versions import minor
 
-FP8 = "fp8", "fp8_e4m3", "fp8_e5m2"
-"""Types of 8-bit K/V that vLLM's CPU kernel reads."""
+FP8 = "fp8", "fp8_e4m3"
+"""Values of `kv_cache_dtype` for K/V of 8 bits, as FlashAttention and the tree kernel read it."""
+FP8_ON_CPUS = *FP8, "fp8_e5m2"
+"""As vLLM's CPU kernel reads it: Model Runner V1 alone, and no draft with K/V; the rest gathers K/V as it is."""
 NO_WINDOW = None, -1, (-1, -1)
 """Values of `sliding_window` in vLLM's implementations without one, FlashAttention's the last."""
 UNSUPPORTED_ARGUMENTS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
@@ -81,17 +83,21 @@ def check_config(config: Any, options: TreeOptions) -> None:
     ):
         if refused:
             raise _not_served(target, what)
+    caches: tuple[str, ...] = FP8
+    if current_platform.is_cpu():
+        caches = () if config.use_v2_model_runner or options.text is None else FP8_ON_CPUS
     for name, dtype in (
         ("kv_cache_dtype", config.cache_config.cache_dtype),
         ("speculative_config['kv_cache_dtype']", spec.kv_cache_dtype or "auto"),
     ):
         if dtype in ("auto", str(target.dtype).removeprefix("torch.")):
             continue
-        if dtype in FP8 and options.text is not None and current_platform.is_cpu() and not config.use_v2_model_runner:
+        if dtype in caches:
             continue
         raise ValueError(
-            f"{name}={dtype!r} is not supported with a tree method; use 'auto' (the model's own dtype). {FP8[0]!r} is, "
-            "on a CPU and Model Runner V1, where the draft has no K/V of its own ('model': 'ngram' or 'suffix')"
+            f"{name}={dtype!r} is not supported with a tree method; use 'auto' (the model's own dtype). {FP8[0]!r} is "
+            "on a GPU, and on a CPU and Model Runner V1 where the draft has no K/V of its own ('model': 'ngram' or "
+            "'suffix')"
         )
     if config.cache_config.sliding_window is not None and options.text is None:
         raise ValueError(
@@ -246,14 +252,14 @@ def check_draft_groups(groups: Sequence[Any], layers: Collection[str]) -> None:
         )
 
 
-def check_layer(name: str, layer: Any, *, plain: bool = True, quantised_cache: bool = False) -> None:
+def check_layer(name: str, layer: Any, *, plain: bool = True, caches: Collection[str] = ()) -> None:
     """Refuse an attention layer for which a tree would be wrong.
 
     Args:
         layer: one of `attention_layers`.
         plain: of a draft, or of a class without a test: full causal attention with one scale alone, no windows,
             soft-caps or sinks.
-        quantised_cache: its K/V may have fewer bits than the model; a checkpoint, too, can ask for that.
+        caches: types of K/V of 8 bits that it may have; a checkpoint, too, can ask for one.
     """
     from vllm.model_executor.layers.attention import Attention
     from vllm.platforms import current_platform
@@ -276,7 +282,10 @@ def check_layer(name: str, layer: Any, *, plain: bool = True, quantised_cache: b
         (getattr(impl, "alibi_slopes", None) is not None, "ALiBi"),
         (plain and getattr(impl, "logits_soft_cap", 0) not in (0, None), "a soft-cap on its logits"),
         (plain and getattr(impl, "sinks", None) is not None, "attention sinks"),
-        (not quantised_cache and is_quantized_kv_cache(layer.kv_cache_dtype), "a quantised KV cache"),
+        (
+            is_quantized_kv_cache(layer.kv_cache_dtype) and layer.kv_cache_dtype not in caches,
+            f"a KV cache of {layer.kv_cache_dtype}",
+        ),
         (layer.kv_sharing_target_layer_name is not None, "the KV cache of another layer"),
         (layer.head_size != layer.head_size_v, "value heads of another size"),
     ):

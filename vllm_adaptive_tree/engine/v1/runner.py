@@ -86,7 +86,7 @@ class TreeModelRunner(CPUModelRunner):
         layers = self.drafter.layers
         self.draft_memory = draft_memory(self, layers, getattr(self.drafter, "model", None), requests=self.max_num_reqs)
         # The grown contexts of a draft with K/V are read out of the cache as they are.
-        adopt_layers(self.vllm_config, layers, CPUTreeAttention, quantised_cache=not layers)
+        adopt_layers(self.vllm_config, layers, CPUTreeAttention, caches=() if layers else checks.FP8_ON_CPUS)
         self.model.compute_logits = self.clock.phase("verify")(self.model.compute_logits)
 
     def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from vllm_adaptive_tree.attention.cpu import attend, window_bias
 from vllm_adaptive_tree.attention.plan import AttentionPlan
+from vllm_adaptive_tree.attention.triton_tree import Scales, tree_attention
 from vllm_adaptive_tree.engine.common.attention import AttentionVariant, TreeAttention, TreeMetadata
 from vllm_adaptive_tree.trees.masks import ancestor_bits
 
@@ -29,15 +30,14 @@ class KernelTrees(TreeMetadata):
     def attend(
         self, impl: Any, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, out: Tensor
     ) -> Tensor:
-        from vllm_adaptive_tree.attention.triton_tree import tree_attention
-
         if self.native is not None:
             impl.forward(layer, query, key, value, kv_cache, self.native, out)
-        keys, values = impl.views(kv_cache)
+        keys, values, scales = impl.views(layer, kv_cache)
         where = self.block_table, self.row_start, self.context, self.ancestors
         tree_attention(
             *(query[: self.rows], keys, values, *where, impl.scale, out[: self.rows]),
             plan=self.plan,
+            scales=scales,
             **impl.variant,
         )
         return out
@@ -73,18 +73,19 @@ class PagedTreeAttention(TreeAttention):
     def variant(self) -> dict[str, Any]:
         return AttentionVariant.of(self)._asdict()
 
-    def views(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-        """As `split`; those of one cache are made once."""
+    def views(self, layer: Any, kv_cache: Tensor) -> tuple[Tensor, Tensor, Scales | None]:
+        """As `split`, and the scales of a cache of 8 bits; those of one cache are made once."""
         if self.cache is not kv_cache:
-            self.cache, self.cache_views = kv_cache, self.split(kv_cache)
+            key, value = self.split(kv_cache)
+            scales = Scales(layer._q_scale, layer._k_scale, layer._v_scale) if key.dtype.itemsize == 1 else None
+            self.cache, self.cache_views = kv_cache, (key, value, scales)
         return self.cache_views
 
-    def gather(self, layer: Any, kv_cache: Tensor, block_table: Tensor) -> tuple[Tensor, Tensor]:
-        key, value = (part[block_table.long()].flatten(1, 2).transpose(1, 2).float() for part in self.split(kv_cache))
-        return key, value
-
     def split(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-        """[blocks, Hkv, block_size, 2 * D] -> key, value [blocks, block_size, Hkv, D]."""
+        """[blocks, Hkv, block_size, 2 * D] -> key, value [blocks, block_size, Hkv, D]. vLLM's cache of 8 bits is one of
+        integers."""
+        if kv_cache.dtype == torch.uint8:
+            kv_cache = kv_cache.view(torch.float8_e4m3fn)
         key, value = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
         return key, value
 

@@ -90,10 +90,11 @@ class LevelKeys(TreeMetadata):
         for whole, new in zip(node_keys, (key, value), strict=True):  # 0 times a NaN of a dead row would be NaN
             new = new.unflatten(0, (self.requests, self.width))
             torch.nan_to_num(new, nan=0.0, posinf=0.0, neginf=0.0, out=whole[:, start : self.end])
-        keys, values = impl.views(kv_cache)
+        keys, values, scales = impl.views(layer, kv_cache)
         return tree_attention(
             *(query, keys, values, self.block_table, self.row_start, self.context, self.bits.flatten(0, 1)),
             *(impl.scale, out),
             plan=self.plans[layer.layer_name][self.requests - 1],
             own=OwnKeys(node_keys[0], node_keys[1], start),
+            scales=scales,
         )

@@ -132,8 +132,9 @@ class TreeModelRunnerV2(ModelRunner):
         rows = max(requests * speculator.width(requests) for requests in range(1, 1 + most))
         memory = draft_memory(self, layers, draft, requests=most, rows=rows)
         self.draft_memory = memory._replace(profiled=getattr(speculator, "level_keys", None) is not None)
-        kind = PagedTreeAttention if compiles(self.device) else CPUTreeAttention
-        adopt_layers(self.vllm_config, layers, kind, levels=speculator.levels)
+        gpu = compiles(self.device)
+        kind, caches = (PagedTreeAttention, checks.FP8) if gpu else (CPUTreeAttention, ())
+        adopt_layers(self.vllm_config, layers, kind, caches=caches, levels=speculator.levels)
         if self.batch_sharder is not None or self.sampler.return_sampling_mask:
             raise ValueError("return_sampling_mask and a sampler sharded over ranks are not supported with trees")
         self.attention = TargetAttention(self)
