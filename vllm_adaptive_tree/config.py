@@ -34,7 +34,6 @@ TEXT_DEPTH = 16
 UNSERVED = {
     "medusa": "Medusa heads, which vLLM 0.33 has removed",
     "mlp_speculator": "an MLP speculator",
-    "xpress": "an XPress head",
 }
 """Kinds of drafts that other software serves and this release does not, and their names in errors."""
 
@@ -205,7 +204,7 @@ def supported_drafts_hint() -> str:
     """Hint at the supported drafts, the end of an error about a draft."""
     return (
         "this release drafts with an independent model, an EAGLE, EAGLE-3 or P-EAGLE head, the target's MTP layers, "
-        "a DFlash, DFlash2, LiLiCorr or DSpark head, or 'model': "
+        "a DFlash, DFlash2, LiLiCorr, DSpark or XPress head, or 'model': "
         f"{' or '.join(map(repr, DRAFTERS))}{_registered_kinds()}"
     )
 

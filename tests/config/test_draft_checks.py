@@ -29,7 +29,9 @@ from tests.config.checkpoints import (
 from tests.engine import heads
 from tests.engine.engines import DRAFT, TARGET
 from tests.engine.heads import CONFIG, HIDDEN, VOCABULARY
+from vllm_adaptive_tree.engine.checkpoint import Checkpoint
 from vllm_adaptive_tree.engine.drafts import block, registry
+from vllm_adaptive_tree.engine.drafts.block import XPress
 from vllm_adaptive_tree.engine.startup.finish import tree_options
 from vllm_adaptive_tree.engine.targets import vocabulary
 
@@ -348,6 +350,27 @@ def test_an_embedding_with_adapters(on_v2: None, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="reads an embedding without LoRA; remove enable_lora"):
         build(heads.lilicorr(tmp_path / "draft"), keys=keys, enable_lora=True)
     assert build(heads.lilicorr(tmp_path / "draft"), keys=keys).use_v2_model_runner
+
+
+@pytest.mark.skipif(heads.XPRESS, reason="vLLM has these heads here")
+def test_an_xpress_head_needs_another_vllm(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"is an XPress head, which vLLM 0\.32 does not have; use vLLM 0\.33"):
+        build(heads.xpress(tmp_path / "draft"))
+
+
+def test_an_xpress_head_mixes_as_many_places_as_it_predicts(tmp_path: Path) -> None:
+    folder = Path(heads.xpress(tmp_path / "draft"))
+    config = json.loads((folder / "config.json").read_text())
+    for given, message in (
+        ({"xpress_block_size": 9}, r"xpress_block_size 9 .* tensor 'xpress_head\.mix\.L' is one of 6 places"),
+        ({"xpress_block_size": 1}, "xpress_block_size 1 in its config.json"),
+    ):
+        (folder / "config.json").write_text(json.dumps({**config, **given}))
+        with pytest.raises(ValueError, match=message):
+            XPress("xpress").levels(Checkpoint.read(str(folder), None, False))
+    del config["xpress_block_size"]
+    (folder / "config.json").write_text(json.dumps(config))
+    assert XPress("xpress").levels(Checkpoint.read(str(folder), None, False)) == heads.DEPTH, "by its block_size"
 
 
 def test_a_lilicorr_head_names_its_width(tmp_path: Path) -> None:

@@ -92,6 +92,9 @@ KINDS: dict[str, tuple[Make, str]] = {
     ),
 }
 
+if heads.XPRESS:
+    KINDS["XPress"] = heads.xpress, "xpress"
+
 
 def on_v1(kind: str) -> list[Any]:
     return [heads.ON_V1] * (kind == "peagle")
@@ -127,6 +130,7 @@ LEVELS: list[tuple[Make, int | None, str]] = [
     (partial(heads.dspark, sample_from_anchor=False), heads.DEPTH - 1, "dspark"),
     (lambda folder: written(folder, speculators("dspark", block_size=8, markov_rank=16), DSPARK_TENSORS), 7, "dspark"),
     (heads.eagle3, None, "eagle3"),
+    *([(heads.xpress, heads.DEPTH, "xpress")] if heads.XPRESS else []),
 ]
 
 
@@ -154,7 +158,6 @@ REFUSED: dict[str, tuple[dict[str, Any], Shapes, list[str]]] = {
         {"speculator.emb.0.weight": (VOCABULARY, HIDDEN)},
         ["an MLP speculator", "model_type"],
     ),
-    "XPress": ({**ONE_LAYER, "architectures": ["Qwen3XPressModel"]}, {}, ["an XPress head", "'Qwen3XPressModel'"]),
     "MTP of speculators": (speculators("mtp"), {}, ["of a kind that is not known", "'mtp'"]),
     "nothing that is known": (
         SILENT,

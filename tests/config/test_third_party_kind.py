@@ -56,7 +56,7 @@ def test_names_and_classes_that_are_refused() -> None:
     with pytest.raises(ValueError, match=r"is no kind of draft: derive it from .*engine\.drafts\.DraftKind"):
         DRAFT_KINDS.load("vllm_adaptive_tree.drafters.ngram:NGram")
     register("distilled", Distilled)
-    with pytest.raises(ValueError, match=r"\['draft'\] must be one of model, .*, dspark, distilled, ngram, suffix"):
+    with pytest.raises(ValueError, match=r"\['draft'\] must be one of model, .*, xpress, distilled, ngram, suffix"):
         build(DRAFT, "other")
 
 

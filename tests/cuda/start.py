@@ -1,6 +1,7 @@
 """An engine on the faked platform, in a process of its own: `python -m tests.cuda.start 9.0 llama [CUDAGraphMode]`."""
 
 import json
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -20,7 +21,7 @@ SIZES = {
 }
 # All of them: which two of four are taken may hang on a rounding.
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 64, "norm_topk_prob": True}
-BLOCKS = "dspark", "dflash2", "lilicorr"
+BLOCKS = "dspark", "dflash2", "lilicorr", "xpress"
 """Heads of one forward, each of which replays vLLM's graph of its block."""
 NODES, DEPTH, TOKENS = 8, 4, 12
 PROMPTS = [[7, 3, 9], list(range(20, 70)), [5] * 33, [11, 2] * 3]
@@ -39,6 +40,34 @@ def written(folder: Path, kind: str, **more: Any) -> str:
     return str(folder)
 
 
+def scaled(folder: Path) -> str:
+    """The bundled target as a checkpoint that asks for K/V of 8 bits, with scales of each KV head of each layer."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from tests.engine.engines import TARGET
+
+    shutil.copytree(TARGET, folder)
+    config = json.loads((folder / "config.json").read_text())
+    arguments = {"num_bits": 8, "type": "float", "strategy": "attn_head", "symmetric": True, "dynamic": False}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {},
+        "ignore": [],
+        "kv_cache_scheme": arguments,
+        "total_num_kv_heads": config["num_key_value_heads"],
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    weights, heads = load_file(folder / "model.safetensors"), config["num_key_value_heads"]
+    random = torch.Generator().manual_seed(0)
+    for layer in range(config["num_hidden_layers"]):
+        for name, count in (("q", config["num_attention_heads"]), ("k", heads), ("v", heads)):
+            weights[f"model.layers.{layer}.self_attn.{name}_scale"] = 0.02 + 0.02 * torch.rand(count, generator=random)
+    save_file(weights, folder / "model.safetensors")
+    return str(folder)
+
+
 def models(case: str, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Engine arguments and `speculative_config`."""
     from tests.engine import heads
@@ -48,6 +77,10 @@ def models(case: str, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     if case in ("llama", "depth first"):
         verification.IN_GENERATION_ORDER = NODES // 2 if case == "depth first" else NODES
         return {"model": TARGET}, {"model": DRAFT}
+    if case == "fp8":
+        return {"model": TARGET, "kv_cache_dtype": "fp8"}, {"model": DRAFT}
+    if case == "fp8 checkpoint":
+        return {"model": scaled(folder / "target")}, {"model": DRAFT}
     if case == "head":
         head = heads.eagle3(folder / "head")
         return {"model": TARGET}, {"method": "dyspec", "model": head, "tree": {"budget": "auto"}}

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.cuda.start import BLOCKS
+from tests.engine.heads import XPRESS
 
 ROOT = Path(__file__).parents[2]
 TIE = 0.25
@@ -19,6 +20,8 @@ that may change places."""
 LARGEST = 32  # graph
 HEADS, HEAD_SIZE, NODES, REQUESTS = (2, 4), 64, 8, 3
 """Query heads of a draft or a target."""
+
+FROM_0_33 = pytest.mark.skipif(not XPRESS, reason="vLLM 0.33 is the first that has it")
 
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="no Triton")
 
@@ -43,6 +46,8 @@ def started(capability: str, case: str, cache: Path, *graphs: str) -> dict[str, 
         ("8.0", "qwen3", "FA2"),
         pytest.param("9.0", "head", "FA3", marks=pytest.mark.slow),
         pytest.param("10.0", "moe", "FA4", marks=pytest.mark.slow),
+        ("9.0", "fp8", "FA3"),
+        pytest.param("10.0", "fp8 checkpoint", "FA4", marks=pytest.mark.slow),
     ],
 )
 def test_start(capability: str, case: str, kernel: str, tmp_path: Path) -> None:
@@ -59,7 +64,7 @@ def test_start(capability: str, case: str, kernel: str, tmp_path: Path) -> None:
     assert found["drafts"] > 0
     assert found["trees"]
     for launch in found["trees"]:
-        check_launch(launch)
+        check_launch(launch, of_8_bits="fp8" in case)
     same_tokens(found["plain"], found["tree"])
 
 
@@ -71,10 +76,12 @@ def test_start(capability: str, case: str, kernel: str, tmp_path: Path) -> None:
         ("9.0", "dspark", "FULL_AND_PIECEWISE"),
         pytest.param("8.0", "dflash2", "FULL_AND_PIECEWISE", marks=pytest.mark.slow),
         pytest.param("9.0", "lilicorr", "FULL_AND_PIECEWISE", marks=pytest.mark.slow),
+        pytest.param("9.0", "xpress", "FULL_AND_PIECEWISE", marks=[pytest.mark.slow, FROM_0_33]),
         pytest.param("9.0", "llama", "PIECEWISE", marks=pytest.mark.slow),
         pytest.param("8.0", "depth first", "FULL_AND_PIECEWISE", marks=pytest.mark.slow),
         pytest.param("9.0", "head", "FULL_AND_PIECEWISE", marks=pytest.mark.slow),
         pytest.param("10.0", "moe", "FULL_AND_PIECEWISE", marks=pytest.mark.slow),
+        pytest.param("9.0", "fp8", "FULL_AND_PIECEWISE", marks=pytest.mark.slow),
     ],
 )
 def test_graphs(capability: str, case: str, graphs: str, tmp_path: Path) -> None:
@@ -98,17 +105,18 @@ def test_graphs(capability: str, case: str, graphs: str, tmp_path: Path) -> None
     same_tokens({**found["plain"], "tokens": found["plain_briefly"]}, {"tokens": found["at_rest"]})
 
 
-def check_launch(launch: dict[str, Any]) -> None:
-    """The arguments are those of vLLM's own buffers, read where they are."""
+def check_launch(launch: dict[str, Any], *, of_8_bits: bool) -> None:
+    """The arguments are those of vLLM's own buffers, read where they are. `of_8_bits`: cache and queries are."""
     half = "torch.bfloat16"
+    stored = "torch.float8_e4m3fn" if of_8_bits else half
     (rows, heads, size), strides, dtype = launch["query"]
     assert heads in HEADS
-    assert (size, strides[-1], dtype) == (HEAD_SIZE, 1, half)
+    assert (size, strides[-1], dtype) == (HEAD_SIZE, 1, stored)
     assert launch["out"][0] == [rows, heads, size]
     assert launch["out"][2] == half
     for name in ("keys", "values"):
         (_, block, kv_heads, width), (per_block, per_slot, per_head, step), dtype = launch[name]
-        assert (kv_heads, width, step, dtype) == (2, HEAD_SIZE, 1, half)
+        assert (kv_heads, width, step, dtype) == (2, HEAD_SIZE, 1, stored)
         # vLLM's [blocks, heads, block_size, 2 * head_size], the heads of a slot side by side, without a copy
         assert (per_head, per_slot, per_block) == (2 * width, 2 * width * kv_heads, 2 * width * kv_heads * block)
     (requests,), _, dtype = launch["context"]

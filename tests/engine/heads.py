@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ HIDDEN, INNER, VOCABULARY = CONFIG["hidden_size"], CONFIG["intermediate_size"], 
 QUERIES, KEYS = (CONFIG[name] * CONFIG["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
 REDUCED = 512
 
+MODELS = Path(str(find_spec("vllm").origin)).parent / "model_executor" / "models"  # type: ignore[union-attr]
+XPRESS = (MODELS / "qwen3_xpress.py").exists()
+"""True if vLLM has these heads, from 0.33 on."""
 ON_V1 = pytest.mark.skipif(V2, reason="vLLM has these heads on Model Runner V1 alone")
 
 
@@ -147,6 +151,26 @@ def dflash2(folder: Path, *, scale: float = 1.0, **changes: Any) -> str:
     weights["candidate_selector.hidden_projection.weight"] = _random(92, 16, HIDDEN)
     own = {**DFLASH, "architectures": ["DFlash2DraftModel"], "dflash_config": {**DFLASH["dflash_config"], **SELECTOR}}
     return _written(folder, {**own, **changes}, weights)
+
+
+def xpress(folder: Path, *, most: int = 0) -> str:
+    """XPress: the same layers, and a refiner; over the `most` best tokens of each depth, 0 for all."""
+    places, rank, inner = 1 + DEPTH, 16, 64
+    shapes = {
+        "w1.weight": (VOCABULARY, rank),
+        "down_h.weight": (rank, HIDDEN),
+        "down_g.weight": (rank, HIDDEN),
+        "in_proj.weight": (rank, 3 * rank),
+        "mix.L": (rank, places, places),
+        "mlp.gate_proj.weight": (inner, rank),
+        "mlp.up_proj.weight": (inner, rank),
+        "mlp.down_proj.weight": (rank, inner),
+        "w2.weight": (VOCABULARY, rank),
+    }
+    weights = {f"xpress_head.{name}": 4 * _random(130 + at, *shape) for at, (name, shape) in enumerate(shapes.items())}
+    weights["xpress_head.w2.weight"] /= 4
+    own = {"xpress_block_size": places, "xpress_rank": rank, "xpress_mlp_hidden": inner, "xpress_topc": most}
+    return _written(folder, {**DFLASH, **own, "architectures": ["Qwen3XPressModel"]}, {**_block(None), **weights})
 
 
 CORRELATOR: dict[str, Any] = {
@@ -294,3 +318,5 @@ HEADS: dict[str, Callable[[Path], str]] = {
     "dspark reduced": partial(dspark, vocabulary=THREE_OF_FOUR),
 }
 """Name, which begins with the kind -> what writes such a checkpoint into a folder."""
+if XPRESS:
+    HEADS |= {"xpress": xpress, "xpress candidates": partial(xpress, most=512)}

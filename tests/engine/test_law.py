@@ -82,6 +82,9 @@ DRAFTS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "a model and ngram, target_only": ("opt_tree", "target_only", {"lookup": "ngram", "threshold": 0}, PLAIN),
     "a model and ngram among drawn children": ("adaptive_tree", "auto", {"lookup": "ngram"}, PLAIN),
 }
+if heads.XPRESS:
+    HEADS["xpress"] = partial(heads.xpress, most=512)
+    DRAFTS["paths of candidates, rrsw"] = "dyspec", "rrsw", {"draft": "xpress"}, PLAIN
 WRONG: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "top_k children, rrsw": ("static_tree", "rrsw", {"shape": [2, 2, 1], "children": "top_k"}, PLAIN),
     "without replacement, k_seq": (

@@ -27,6 +27,7 @@ CASES = [
     ("dspark", "dyspec", "rrsw", {}),
     ("peagle", "opt_tree", "auto", {"threshold": 0}),
     ("peagle", "dyspec", "rrsw", {}),
+    *([("xpress", "opt_tree", "auto", {"threshold": 0}), ("xpress", "dyspec", "rrsw", {})] if heads.XPRESS else []),
 ]
 MANY = ("dflash", "dspark")
 """Heads that are tried with every method and every rule."""

@@ -333,16 +333,16 @@ def test_mtp_layers_may_be_the_target_s():
     [
         (
             {"tree": {"draft": "beagle"}},
-            r"\['draft'\] must be one of model, eagle, eagle3, mtp, peagle, dflash, dflash2, lilicorr, dspark",
+            r"\['draft'\] must be one of model, eagle, eagle3, mtp, peagle, dflash, dflash2, lilicorr, dspark, xpress",
         ),
         ({"tree": {"draft": ["eagle"]}}, r"\['draft'\] must be one of .*, got \['eagle'\]"),
         ({"tree": {"draft": "ngram"}}, r"'ngram', which has no checkpoint: give 'model' as 'ngram' too, not 'draft'"),
-        ({"tree": {"draft": "xpress"}}, r"\['draft'\] asks for an XPress head, not served; .* P-EAGLE head"),
+        ({"tree": {"draft": "mlp_speculator"}}, r"\['draft'\] asks for an MLP speculator, not served; .* P-EAGLE head"),
         (
             {"tree": {"draft": "medusa"}},
             r"asks for Medusa heads, which vLLM 0\.33 has removed, not served; this release",
         ),
-        ({"model": "xpress"}, r"\['model'\] asks for an XPress head, not served; .* 'ngram' or 'suffix'"),
+        ({"model": "mlp_speculator"}, r"\['model'\] asks for an MLP speculator, not served; .* 'ngram' or 'suffix'"),
         (
             {"parallel_drafting": True},
             r"\['parallel_drafting'\] is of vLLM's chains; remove it: .* PARD drafts are not served yet; this release",

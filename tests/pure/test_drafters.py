@@ -5,6 +5,7 @@ The model that says the same is a `ToyLM`: one row for every history, -inf throu
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import combinations, product
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.oracles.growth import as_the_engine, grow
-from vllm_adaptive_tree.drafters import ByDepth, ByPair, ByParent, Continuations, Lookup, Rows
+from vllm_adaptive_tree.drafters import ByDepth, ByPair, ByParent, ByPath, Continuations, Lookup, Rows
 from vllm_adaptive_tree.proposers import StaticTree
 from vllm_adaptive_tree.proposers.opt_tree import OptTree
 from vllm_adaptive_tree.testing import drafts, outcomes
@@ -119,6 +120,30 @@ def by_pair() -> Kind:
     return Kind(ByPair(VOCABULARY), (scores, CANDIDATES), law)
 
 
+def by_path(*, candidates: bool = False, levels: int = LEVELS) -> Kind:
+    """vLLM's `XPressRefinerHead.refine_bias` for one path, of a block whose tokens are settled."""
+    size = 4
+    logits, states = random(REQUESTS, levels, VOCABULARY, seed=7), random(REQUESTS, 1 + levels, size, seed=8)
+    mixer = random(1 + levels, 1 + levels, size, seed=9)
+    embedding, out = random(VOCABULARY, size, seed=10), random(size, VOCABULARY, seed=11)
+    roots = torch.tensor([2, 0, 1, 1])
+
+    def put(tokens: Tensor, places: Tensor) -> Tensor:
+        return (embedding[tokens] + places).tanh()
+
+    def law(r: int, path: tuple[int, ...]) -> Tensor:
+        if len(path) >= levels:
+            return NOTHING
+        before = torch.tensor([roots[r], roots[r], *path])  # the token before each place
+        entered, below = put(before, states[r, : len(before)]), len(path) + 1
+        mixture = sum(mixer[below, place] * entered[place] for place in range(below + 1))
+        row = logits[r, len(path)] + mixture.sin() @ out
+        return cut(row, r, path) if candidates else row
+
+    given = (logits.gather(2, CANDIDATES), CANDIDATES, roots, states) if candidates else (logits, None, roots, states)
+    return Kind(ByPath(put, mixer, lambda mixtures: mixtures.sin() @ out, VOCABULARY), given, law)
+
+
 class Given(Lookup):
     """Look-up that finds the continuations that it is given."""
 
@@ -159,6 +184,8 @@ LATTICES = {
     "candidates by depth": by_depth_of_candidates,
     "candidates by parent": by_parent_of_candidates,
     "pairs": by_pair,
+    "paths": by_path,
+    "candidates of paths": partial(by_path, candidates=True),
 }
 DRAFTS = {**LATTICES, "look-up": lookup}
 EVERY = pytest.mark.parametrize("draft", DRAFTS)
@@ -176,6 +203,22 @@ def test_a_proposer_does_not_know_which_it_has(draft, name):
     for one, other in zip((*found[0].tree, *found[0][1:3]), (*found[1].tree, *found[1][1:3]), strict=True):
         assert one.equal(other)
     assert found[0].tree.valid.any()
+
+
+def test_a_path_is_mixed_down_to_the_last_level():
+    kind, levels = by_path(levels=4), 4
+    paths: list[list[tuple[int, ...]]] = [[()]]
+    rows, state = kind.drafter.begin(*kind.said)
+    for _ in range(levels):
+        for r, column in product(range(REQUESTS), range(len(paths[-1]))):
+            torch.testing.assert_close(rows.logits[r, column], kind.law(r, paths[-1][column]))
+        start = sum(map(len, paths[:-1]))
+        paths.append([(*path, token) for path in paths[-1] for token in (2, 0)])
+        parent = start + torch.arange(len(paths[-1])) // 2
+        tokens = torch.tensor([path[-1] for path in paths[-1]])
+        rows, state = kind.grow(tokens.expand(REQUESTS, -1), parent.expand(REQUESTS, -1), state)
+    assert rows.dead is not None
+    assert rows.dead.all()
 
 
 @EVERY

@@ -4,7 +4,7 @@ from typing import Any
 
 from vllm_adaptive_tree.drafters.base import Drafter, DraftOptions, Frontier, Rows, TextDrafter, Texts
 from vllm_adaptive_tree.drafters.lookup import Continuations, Lookup
-from vllm_adaptive_tree.drafters.one_forward import ByDepth, ByPair, ByParent
+from vllm_adaptive_tree.drafters.one_forward import ByDepth, ByPair, ByParent, ByPath
 from vllm_adaptive_tree.registry import Registry
 
 KINDS = "vllm_adaptive_tree.engine.drafts"
@@ -24,6 +24,7 @@ DRAFT_KINDS: Registry[Any] = Registry(
         "dflash2": f"{KINDS}.block:DFlash2",
         "lilicorr": f"{KINDS}.block:LiLiCorr",
         "dspark": f"{KINDS}.block:DSpark",
+        "xpress": f"{KINDS}.block:XPress",
     },
     group="vllm_adaptive_tree.draft_kinds",
 )
@@ -49,6 +50,7 @@ __all__ = [
     "ByDepth",
     "ByPair",
     "ByParent",
+    "ByPath",
     "Continuations",
     "DraftOptions",
     "Drafter",

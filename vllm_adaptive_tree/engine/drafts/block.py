@@ -1,4 +1,4 @@
-"""Heads that predict a block, a mask token for each depth: DFlash, DFlash2, LiLiCorr and DSpark.
+"""Heads that predict a block, a mask token for each depth: DFlash, DFlash2, LiLiCorr, DSpark and XPress.
 
 vLLM builds the configuration of each as that of a DFlash head. To its scheduler each is an EAGLE-3 head, which has the
 same states and cache, but no slots besides the nodes'.
@@ -11,13 +11,15 @@ from vllm_adaptive_tree.config import supported_drafts_hint
 from vllm_adaptive_tree.engine.checkpoint import Checkpoint
 from vllm_adaptive_tree.engine.drafts.base import extend_context
 from vllm_adaptive_tree.engine.drafts.causes import LAYERS, LENGTH, MASK, PRECISION, TARGET, VOCABULARY
-from vllm_adaptive_tree.engine.drafts.lattice import Marginals, Markov, Pairs, Scores
+from vllm_adaptive_tree.engine.drafts.lattice import Marginals, Markov, Pairs, Refined, Scores
 from vllm_adaptive_tree.engine.drafts.parallel import OneForward
 from vllm_adaptive_tree.engine.targets import auxiliary
+from vllm_adaptive_tree.versions import minor
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
 DFLASH = "DFlashDraftModel"
+MIXER = "xpress_head.mix.L"
 
 
 class BlockHead(OneForward):
@@ -32,7 +34,11 @@ class BlockHead(OneForward):
     section: ClassVar[tuple[str, ...]] = ()  # keys of its config.json in addition to those of a DFlash head
     optional: ClassVar[tuple[str, ...]] = ()  # further ones that may be null
     anchors: ClassVar[bool] = False  # True if the root's row may predict the token after it, otherwise nothing
+    reducible: ClassVar[bool] = True  # False if it drafts from the target's whole vocabulary only
     scorer: ClassVar[str | None] = None  # name of what scores pairs of candidates in vLLM's model
+    whole_block: ClassVar[bool] = (
+        False  # True if the distributions need the state of the root's row, which predicts nothing
+    )
     needed_layers = "target_layer_ids"
     causes = LAYERS, MASK, TARGET, VOCABULARY, PRECISION, LENGTH
 
@@ -59,7 +65,7 @@ class BlockHead(OneForward):
             (markov != "vanilla", f"a Markov head of type {markov!r}"),
             *((merged.get(key) in (None, 0), f"no {key}") for key in self.section),
             *((key not in merged, f"no {key} (null: the head's own)") for key in self.optional),
-            (self.scorer and reduced, "a reduced vocabulary (draft_vocab_size)"),
+            (not self.reducible and reduced, "a reduced vocabulary (draft_vocab_size)"),
         ):
             if refused:
                 raise draft.refused(f"is {self.title} with {what}, not served yet; {supported_drafts_hint()}")
@@ -169,9 +175,48 @@ class DSpark(BlockHead):
         return Markov(model, vocabulary, getattr(config, "dspark_draft_topk", None))
 
 
+class XPress(BlockHead):
+    title = "an XPress head"
+    forward = "vllm_adaptive_tree.engine.v2.block_speculator:BlockForward"
+    cls = "Qwen3XPressModel"
+    reducible = False
+    whole_block = True
+    architecture = "(?i)xpress"
+    tensors = (r"xpress_head\.",)
+
+    def check_config(self, draft: Checkpoint, config: Any, vocabulary: int) -> None:
+        import vllm
+
+        super().check_config(draft, config, vocabulary)
+        if minor(vllm.__version__) == "0.32":
+            raise draft.refused("is an XPress head, which vLLM 0.32 does not have; use vLLM 0.33")
+
+    def levels(self, draft: Checkpoint) -> int:
+        """One less than the places that its refiner mixes, in which vLLM's kernels take the block to be."""
+        size, shape = (
+            draft.flat.get("xpress_block_size", draft.flat.get("block_size")),
+            (draft.tensors or {}).get(MIXER),
+        )
+        if not isinstance(size, int) or size < 2 or (shape is not None and tuple(shape[-2:]) != (size, size)):
+            mixes = "" if shape is None else f", and its tensor {MIXER!r} is one of {shape[-1]} places"
+            raise draft.refused(
+                f"says that its refiner has xpress_block_size {size!r} in its config.json{mixes}; set it to the number "
+                "of tokens that it was trained with, the root included"
+            )
+        return size - 1
+
+    def finalize(self, config: Any, draft: Checkpoint) -> None:
+        config.speculative_config.draft_model_config.hf_config.xpress_block_size = 1 + self.levels(draft)
+        super().finalize(config, draft)
+
+    def lattice(self, model: Any, config: Any, vocabulary: int, scores: Scores) -> Marginals:
+        return Refined(model, vocabulary, getattr(config, "xpress_topc", 512))
+
+
 class PairHead(BlockHead):
     """Head that scores pairs of candidates."""
 
+    reducible = False
     scorer: ClassVar[str]
 
     def lattice(self, model: Any, config: Any, vocabulary: int, scores: Scores) -> Marginals:

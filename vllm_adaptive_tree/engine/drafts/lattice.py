@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import silu
 
-from vllm_adaptive_tree.drafters import ByDepth, ByPair, ByParent, Rows
+from vllm_adaptive_tree.drafters import ByDepth, ByPair, ByParent, ByPath, Rows
 from vllm_adaptive_tree.drafters.one_forward import Lattice, OneForward
 
 
@@ -19,8 +20,8 @@ class Marginals:
         self.nodes: OneForward = ByDepth()
 
     def begin(self, hidden: Tensor, roots: Tensor) -> tuple[Rows, Lattice]:
-        """The roots' rows and the state of R trees. `hidden` [R, K, H] of the rows that predict depths 1 to K; `roots`
-        [R]: tokens."""
+        """The roots' rows and the state of R trees. `hidden` [R, K, H] of the rows that predict depths 1 to K, after
+        that of the root where the kind needs the whole block; `roots` [R]: tokens."""
         return self.nodes.begin(self.logits(hidden), roots=roots)
 
     def grow(self, tokens: Tensor, parent: Tensor, state: Lattice) -> tuple[Rows, Lattice]:
@@ -54,6 +55,35 @@ class Markov(Marginals):
             places = torch.arange(len(moved), device=moved.device) + moved
             bias = bias.new_zeros(len(bias), self.vocabulary).index_copy_(1, places, bias)
         return bias.unflatten(0, tokens.shape)
+
+
+class Refined(Marginals):
+    """XPress: with a bias by all tokens before, as its refiner has it at the end of its passes."""
+
+    def __init__(self, model: Any, vocabulary: int, most: int):
+        """`most`: tokens that the head predicts at each depth; 0: all."""
+        super().__init__(model, vocabulary)
+        self.head, self.most = model.model.xpress_head, most
+        mixer = self.head.mix_L.permute(1, 2, 0).float()  # of bfloat16 in vLLM's passes, which sum in float32
+        self.nodes: ByPath = ByPath(self.put, mixer, self.bias, vocabulary)
+
+    def begin(self, hidden: Tensor, roots: Tensor) -> tuple[Rows, Lattice]:
+        logits, places = self.logits(hidden[:, 1:].contiguous()), self.head.hidden_cache(hidden)
+        if not self.most:
+            return self.nodes.begin(logits, None, roots, places)
+        best = logits.topk(min(self.most, self.vocabulary))
+        return self.nodes.begin(best.values, best.indices, roots, places)
+
+    def put(self, tokens: Tensor, places: Tensor) -> Tensor:
+        """What `tokens` [R, W] and the states of their places put in there, [R, W, D]."""
+        put: Tensor = self.head.in_proj(torch.cat([places, self.head.w1(tokens)], -1))
+        return put
+
+    def bias(self, mixed: Tensor) -> Tensor:
+        """Bias [R, W, V] of places with these mixtures [R, W, D]."""
+        head, mixed = self.head, mixed.to(self.head.w2.weight.dtype)
+        bias: Tensor = head.w2(mixed + head.mlp_down(silu(head.mlp_gate(mixed)) * head.mlp_up(mixed)))
+        return bias
 
 
 Scores = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]

@@ -25,5 +25,4 @@ KINDS = (
     Unserved(
         "mlp_speculator", model_type="mlp_speculator", architecture="(?i)mlpspeculator", tensors=(r"speculator\.",)
     ),
-    Unserved("xpress", speculators="xpress", architecture="(?i)xpress"),
 )

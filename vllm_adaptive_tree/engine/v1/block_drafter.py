@@ -1,4 +1,4 @@
-"""DFlash, DFlash2, LiLiCorr and DSpark heads: one forward over a block, a root and a mask token for each depth below.
+"""Heads of a block (`drafts/block.py`): one forward over it, a root and a mask token for each depth below.
 
 The head's K/V of a position comes from the target's states there, without a forward; they wait until a tree needs them.
 The block's own K/V never enters the cache.
@@ -93,7 +93,8 @@ class BlockDrafter(ReadsStates, DFlashProposer):
         return self.lattice.grow(tokens, parent, state)
 
     def sample_state(self) -> Any:
-        hidden = torch.zeros(1, self.levels, self.draft_model_config.get_hidden_size(), dtype=self.dtype)
+        rows = self.levels + self.kind.whole_block
+        hidden = torch.zeros(1, rows, self.draft_model_config.get_hidden_size(), dtype=self.dtype)
         return self.lattice.begin(hidden, torch.zeros(1, dtype=torch.int64))[1]
 
     def read_keys(self, unread: Unread) -> Tensor:
@@ -128,7 +129,7 @@ class BlockDrafter(ReadsStates, DFlashProposer):
             self.contexts.write(layer, self.places, key, value)
 
     def _block(self, rows: list[int], ends: list[int], tokens: Tensor) -> Tensor:
-        """Hidden states [R, K, H] that predict the depths below the roots. `tokens` [R]: the roots, of these `rows` of
+        """Hidden states, as `Marginals.begin` takes them. `tokens` [R]: the roots, of these `rows` of
         the batch, at the positions `ends`."""
         width = self.levels + (not self.anchored)
         blocks, size = self.block_table.block_table, self.block_table.block_size
@@ -142,7 +143,8 @@ class BlockDrafter(ReadsStates, DFlashProposer):
         metadata = dict.fromkeys(self.layers, keys)
         with set_forward_context(metadata, self.vllm_config, num_tokens=block.numel(), slot_mapping={}):
             hidden: Tensor = self.model(input_ids=block.flatten().int(), positions=positions.flatten())
-        return hidden.unflatten(0, block.shape)[:, width - self.levels :]
+        unused = 0 if self.kind.whole_block else width - self.levels
+        return hidden.unflatten(0, block.shape)[:, unused:]
 
     @property
     def block_table(self) -> Any:

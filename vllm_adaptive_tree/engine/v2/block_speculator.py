@@ -1,4 +1,4 @@
-"""DFlash, DFlash2, LiLiCorr and DSpark heads on Model Runner V2: vLLM's forward over the block, and trees from it."""
+"""Heads of a block (`drafts/block.py`) on Model Runner V2: vLLM's forward over it, and trees from that."""
 
 import copy
 import weakref
@@ -34,19 +34,21 @@ class BlockForward(DFlashSpeculator):
     resting = False
     """True if only the head's K/V is written."""
 
-    def __init__(self, vllm_config: Any, device: torch.device, rows: int):
-        """`rows`: most of a request in a step without prompts."""
-        self.rows = rows
+    def __init__(self, vllm_config: Any, device: torch.device, rows: int, *, whole_block: bool):
+        """`rows`: most of a request in a step without prompts; `whole_block`: as a `BlockHead` says."""
+        self.rows, self.whole_block = rows, whole_block
         super().__init__(vllm_config, device)
-        count = min(self.max_num_reqs, MOST_TREES) * self.num_speculative_steps
-        self.predicting = torch.zeros(count, self.draft_model_config.get_hidden_size(), dtype=self.dtype, device=device)
-        """Hidden states of the last forward, [R * K, H], by request, then depth."""
+        self.rows_kept = self.num_query_per_req if self.whole_block else self.num_speculative_steps
+        shape = min(self.max_num_reqs, MOST_TREES), self.rows_kept, self.draft_model_config.get_hidden_size()
+        self.predicting = torch.zeros(shape, dtype=self.dtype, device=device)
+        """Hidden states of the last forward, by request, then depth."""
 
     def _generate_draft(self, num_reqs: int, *rest: Any, **options: Any) -> None:
         if self.resting:
             return
-        kept = self.predicting[: num_reqs * self.num_speculative_steps]
-        kept.copy_(self._run_model(*rest, **options)[self.sample_indices[: len(kept)]])
+        kept, hidden = self.predicting[:num_reqs], self._run_model(*rest, **options)
+        count = num_reqs * self.rows_kept
+        kept.copy_((hidden[:count] if self.whole_block else hidden[self.sample_indices[:count]]).view(kept.shape))
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """Create vLLM's manager for the numbers of requests that the trees' graphs have: by the sizes of the target's
@@ -96,9 +98,11 @@ class BlockSpeculator(TreeDrafting, DraftModelSpeculator):
         assert isinstance(kind, BlockHead)
         self.kind, forward = kind, imported(kind.forward)
         rows = 1 + runner.options.num_speculative_tokens
-        self.block: BlockForward = forward(as_vllm_drafts(vllm_config, kind.method, levels), device, rows)
+        self.block: BlockForward = forward(
+            as_vllm_drafts(vllm_config, kind.method, levels), device, rows, whole_block=kind.whole_block
+        )
         TreeDrafting.__init__(self, runner, req_states)
-        self.block_levels, self.vocabulary = levels, vllm_config.model_config.get_vocab_size()
+        self.vocabulary = vllm_config.model_config.get_vocab_size()
         self.limit = min(self.block.draft_model_config.max_model_len, self.block.max_model_len)
 
     def __getattr__(self, name: str) -> Any:
@@ -195,8 +199,7 @@ class BlockSpeculator(TreeDrafting, DraftModelSpeculator):
         )
 
     def roots(self, requests: int) -> tuple[Rows, Any]:
-        hidden = self.block.predicting[: requests * self.block_levels].unflatten(0, (requests, self.block_levels))
-        return self.lattice.begin(hidden, self.block.tokens[:requests].long())
+        return self.lattice.begin(self.block.predicting[:requests], self.block.tokens[:requests].long())
 
     def grow(self, tokens: Tensor, parent: Tensor, state: Any) -> tuple[Rows, Any]:
         self.forwards += 1
