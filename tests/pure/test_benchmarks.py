@@ -27,6 +27,8 @@ def test_the_enlarged_pair_is_that_of_its_results() -> None:
     section = " ".join(PAGE.read_text().split("## The bundled pair, enlarged\n")[1].split("\n## ")[0].split())
     new, old = rows_of("enlarged.json", "adaptive_tree"), rows_of("0.1.0-cpu-amx.json", "opt_tree")
     cells = [new[f"offline {load}"] for load in ("1 T=0", "8 T=0", "1 sampled")]
+    head = rows_of("enlarged_head.json", "adaptive_tree")
+    cells += [head[f"offline 1 {law}"] for law in ("T=0", "sampled")]
     cells += [old[f"offline {load}"] for load in ("1 T=0", "32 T=0")]
     ratios = [f"{estimate(row['to_base'])} and {estimate(row['to_best_chain'])}" for row in cells]
     assert re.findall(r"\d\.\d\d \[[^]]*\] and \d\.\d\d \[[^]]*\]", section) == ratios
