@@ -63,14 +63,15 @@ def bench(name: str, draft: str) -> Part:
 
 PARTS = (
     Part("self check", DOCTOR, 6, VLLM, "doctor.json", DOCTOR, (0, 2)),
+    Part("engine", ENGINE, 4, VLLM, "engine.json", [*ENGINE, "--rehearse", "--methods", "opt_tree"]),
+    bench("head", HEAD),
+    bench("model", DRAFT),
     Part("kernels", [*MODULE, "pytest", "-q", "tests/pure/test_kernels.py", "tests/pure/test_tree_attention.py"], 2,
          ("torch", "triton", "pytest")),
-    Part("engine", ENGINE, 4, VLLM, "engine.json", [*ENGINE, "--rehearse", "--methods", "opt_tree"]),
     Part("attention", ATTENTION, 3, result="attention.json"),
     Part("operations", OPERATIONS, 2, result="tree_operations.json"),
-    bench("model", DRAFT),
-    bench("head", HEAD),
 )  # fmt: skip
+"""In the order of risk: does it start, is it right, what is it worth; then what explains it."""
 
 
 def run(part: Part, folder: Path, *, rehearse: bool) -> dict[str, Any]:
@@ -97,10 +98,30 @@ def run(part: Part, folder: Path, *, rehearse: bool) -> dict[str, Any]:
     return found
 
 
+def verdicts(parts: dict[str, Any]) -> list[tuple[str, str]]:
+    """Questions and answers of the first page; - where a part has no result."""
+    started = parts.get("self check", {}).get("passed")
+    found = [("starts, and passes its check", "-" if started is None else "yes" if started else "no")]
+    methods = [row for row in parts.get("engine", {}).get("result", {}).get("rows", []) if "good" in row]
+    good = sum(row["good"] for row in methods)
+    found.append(("says what vLLM says, without a wait", f"{good} of {len(methods)} methods" if methods else "-"))
+    for name in ("head", "model"):
+        for row in parts.get(name, {}).get("result", {}).get("rows", []):
+            if row.get("to_best_chain") is not None:
+                ratios = " and ".join(ratio(row[key]) for key in ("to_base", "to_best_chain"))
+                found.append((f"{name}, {row['cell']}: {row['config']} of none, and of {row['best_chain']}", ratios))
+    return found
+
+
+def ratio(estimate: dict[str, float]) -> str:
+    return "{median:.2f} [{low:.2f}, {high:.2f}]".format_map(estimate)
+
+
 def markdown(results: dict[str, Any]) -> str:
-    """The results as tables."""
-    lines = [
-        f"{results['device']}, vllm-adaptive-tree {results['version']}",
+    """The results as tables, the verdicts first."""
+    lines = [f"{results['device']}, vllm-adaptive-tree {results['version']}", "", "| | |", "| --- | --- |"]
+    lines += [f"| {question} | {answer} |" for question, answer in verdicts(results["parts"])]
+    lines += [
         "",
         "| part | passed | seconds |",
         "| --- | --- | --- |",

@@ -38,13 +38,26 @@ def test_all_parts_fit() -> None:
 
 def test_the_table() -> None:
     row = {"method": "none", "margins": [0.125], "host_ms": 1.5, "launches": {"kernels": 7.0, "graphs": 1.0}}
-    speed = {"cell": "offline 1 T=0", "config": "opt_tree", "tokens_per_second": {"median": 12.34}}
+    wrong, right = ({**row, "method": method, "good": method == "eagle2"} for method in ("opt_tree", "eagle2"))
+    estimates = {"median": 1.5, "low": 1.4, "high": 1.625}, {"median": 1.1, "low": 0.9, "high": 1.2}
+    compared = dict(zip(("to_base", "to_best_chain"), estimates, strict=True)) | {"best_chain": "chain 3"}
+    plain = {"cell": "offline 1 T=0", "config": "none", "tokens_per_second": {"median": 8.2}, "to_best_chain": None}
+    speed = {"cell": "offline 1 T=0", "config": "opt_tree", "tokens_per_second": {"median": 12.34}, **compared}
     parts = {
-        "engine": {"passed": True, "seconds": 9, "code": 0, "result": {"rows": [row]}},
-        "model": {"passed": False, "seconds": 9, "code": 1, "result": {"rows": [speed]}},
+        "self check": {"passed": True, "seconds": 9, "code": 0},
+        "engine": {"passed": True, "seconds": 9, "code": 0, "result": {"rows": [row, wrong, right]}},
+        "model": {"passed": False, "seconds": 9, "code": 1, "result": {"rows": [plain, speed]}},
         "head": {"left out": "needs rich"},
     }
     found = markdown({"version": "0.2", "device": "a GPU", "parts": parts})
+    first = found.split("| part |")[0].splitlines()
+    assert first[4:-1] == [
+        "| starts, and passes its check | yes |",
+        "| says what vLLM says, without a wait | 1 of 2 methods |",
+        "| model, offline 1 T=0: opt_tree of none, and of chain 3 | 1.50 [1.40, 1.62] and 1.10 [0.90, 1.20] |",
+    ]
+    nothing = markdown({"version": "0.2", "device": "a GPU", "parts": {}})
+    assert "| starts, and passes its check | - |" in nothing
     for line in (
         "| engine | yes | 9 |",
         "| model | no (1) | 9 |",
