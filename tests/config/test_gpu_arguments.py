@@ -64,14 +64,17 @@ def test_no_nvidia_gpu_that_the_kernels_are_compiled_for_is_refused(
     gpu_arguments.check_device()
 
 
-def built(target: torch.dtype, draft: torch.dtype, *, fused: bool = False) -> Any:
-    """A VllmConfig of models of these dtypes."""
+def built(
+    target: torch.dtype, draft: torch.dtype, *, fused: bool = False, cache: str = "auto", draft_cache: str | None = None
+) -> Any:
+    """A VllmConfig of models and caches of these dtypes."""
     target_model, draft_model = (SimpleNamespace(dtype=one) for one in (target, draft))
     compilation = CompilationConfig(cudagraph_mode="PIECEWISE", pass_config={"fuse_attn_quant": fused})
     return SimpleNamespace(
         compilation_config=compilation,
         model_config=target_model,
-        speculative_config=SimpleNamespace(draft_model_config=draft_model),
+        cache_config=SimpleNamespace(cache_dtype=cache),
+        speculative_config=SimpleNamespace(draft_model_config=draft_model, kv_cache_dtype=draft_cache),
     )
 
 
@@ -83,6 +86,22 @@ def test_float32_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=f"^{name}.*use dtype='bfloat16' or 'float16'"):
             gpu_arguments.check_config(built(*dtypes))
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)])
+@pytest.mark.parametrize("where", ["cache", "draft_cache"])
+def test_k_v_of_8_bits_where_flash_attention_reads_it(
+    where: str, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_arguments, "current_platform", platform("CUDA", capability))
+    config = built(torch.bfloat16, torch.bfloat16, **{where: "fp8"})
+    if capability[0] in (9, 10):
+        gpu_arguments.check_config(config)
+        return
+    with pytest.raises(
+        ValueError, match=r"kv_cache_dtype.*='fp8' .* on this card: .* 9\.x and 10\.x alone; use 'auto'"
+    ):
+        gpu_arguments.check_config(config)
 
 
 def test_attention_that_quantises_is_refused() -> None:

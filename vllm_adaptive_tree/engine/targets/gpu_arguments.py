@@ -8,8 +8,12 @@ from vllm.config.attention import AttentionConfig
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from vllm_adaptive_tree.engine.targets.checks import FP8
+
 LEAST = 80
 """Least compute capability, 8.0: bfloat16, asynchronous copies and FlashAttention begin there."""
+OF_8_BITS = 90, 100
+"""Families of compute capabilities on which vLLM's FlashAttention reads K/V of 8 bits."""
 ROWS = 2048
 """Rows of a step up to which CUDA graphs are captured; above, a forward takes longer than launching its kernels."""
 REQUESTS = 256
@@ -40,9 +44,18 @@ def check_config(config: Any) -> None:
     """Refuse what a built VllmConfig says of layers that the tree kernel takes over.
 
     Raises:
-        ValueError: float32: FlashAttention, whose cache the kernel reads, has 16 bits. Or the attention's results are
-            quantised inside it, in one compiled piece with what follows.
+        ValueError: float32: FlashAttention, whose cache the kernel reads, has 16 bits; or K/V of 8 bits where it has
+            none. Or the attention's results are quantised inside it, in one compiled piece with what follows.
     """
+    for name, asked in (
+        ("kv_cache_dtype", config.cache_config.cache_dtype),
+        ("speculative_config['kv_cache_dtype']", config.speculative_config.kv_cache_dtype),
+    ):
+        if asked in FP8 and not any(map(current_platform.is_device_capability_family, OF_8_BITS)):
+            raise ValueError(
+                f"{name}={asked!r} is not supported with a tree method on {current_platform.get_device_name()}: "
+                "FlashAttention reads K/V of 8 bits on GPUs of compute capability 9.x and 10.x alone; use 'auto'"
+            )
     if config.compilation_config.pass_config.fuse_attn_quant:
         raise ValueError(
             "compilation_config['pass_config']['fuse_attn_quant'] is not supported with a tree method: the attention "
