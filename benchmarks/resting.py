@@ -5,7 +5,8 @@
 Each cell is a process: requests of a short text each, float32, eager, 100 tokens. The planner is told that a draft
 level takes ten seconds and that a row costs what a token does, so drafts rest and look-ups do not pay. Counted is the
 processor time of the engine's thread outside of the target's forward and its logits, in ms a step; the least of the
-rounds. `draft`: of that, the worker's call that drafts.
+rounds. `draft`: of that, the worker's call that drafts. vLLM's own n-gram chain is asked for matches longer than any
+text: what vLLM takes to speculate, drafting nothing.
 """
 
 import argparse
@@ -23,7 +24,8 @@ from vllm_adaptive_tree.bench.environment import PAIR
 from vllm_adaptive_tree.bench.provenance import save
 
 TOKENS, ROUNDS = 100, 4
-DRAFTS = {"no speculation": None, "EAGLE-3 head": PAIR / "head", "model": PAIR / "draft", "ngram": "ngram"}
+CHAIN = "vLLM's n-gram chain"
+DRAFTS = {"no speculation": None, CHAIN: None, "EAGLE-3 head": PAIR / "head", "model": PAIR / "draft", "ngram": "ngram"}
 REQUESTS = 1, 8, 32
 
 
@@ -58,11 +60,16 @@ def measure(name: str, requests: int) -> dict[str, float]:
     from vllm import LLM, SamplingParams
 
     draft = DRAFTS[name]
-    tree = {"cost_profile": None}
-    speculation = {"method": "adaptive_tree", "model": str(draft), "num_speculative_tokens": 16, "tree": tree}
+    speculation: dict[str, Any] | None = None
+    if draft is not None:
+        speculation = {"method": "adaptive_tree", "model": str(draft), "tree": {"cost_profile": None}}
+    elif name == CHAIN:
+        speculation = {"method": "ngram", "prompt_lookup_min": 400, "prompt_lookup_max": 400}
+    if speculation is not None:
+        speculation["num_speculative_tokens"] = 16
     llm = LLM(
         str(PAIR / "target"),
-        speculative_config=None if draft is None else speculation,
+        speculative_config=speculation,
         dtype="float32",
         max_model_len=512,
         max_num_seqs=requests,
