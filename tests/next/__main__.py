@@ -1,7 +1,8 @@
 """The tests on the newest supported vLLM release, where it is not the installed one (`overlay.py`).
 
 python -m tests.next            all engine tests, the laws too, on both model runners
-python -m tests.next --short    identity, a law, hybrids, scheduling, sessions, the server, both model runners
+python -m tests.next --short    identity, a law, hybrids, a head, its graphs on a tape, scheduling, sessions, a server,
+                                both model runners
 python -m tests.next v2 SET     a set of `tests.v2`
 python -m tests.next ARGUMENT.. what pytest makes of the arguments
 """
@@ -19,12 +20,14 @@ SHORT = [
     "tests/engine/test_identity.py",
     "tests/engine/test_law.py::test_tokens_follow_the_target_s_law[dyspec, rrsw]",
     "tests/engine/test_hybrids.py",
+    "tests/engine/test_one_forward.py::test_greedy_and_seeded[xpress-opt_tree-auto]",
+    "tests/cuda/test_start.py::test_graphs[9.0-xpress-FULL_AND_PIECEWISE]",
     "tests/engine/test_scheduling.py",
     "tests/engine/test_sessions.py::test_answers[head]",
     "tests/engine/test_server.py",
 ]
 EVERY = ["-m", "slow or not slow"]
-WHOLE = ["tests/engine", "tests/config", "tests/test_patches.py"]
+WHOLE = ["tests/engine", "tests/config", "tests/cuda", "tests/test_patches.py"]
 
 
 def main(arguments: list[str]) -> int:
