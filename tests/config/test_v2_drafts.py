@@ -10,8 +10,9 @@ import torch
 from tests.pure.test_accept import batch
 from tests.pure.test_no_host_sync import NoHostSync
 from vllm_adaptive_tree.config import TreeOptions
-from vllm_adaptive_tree.engine.v2.drafting import DraftedTrees, TreeDrafting
+from vllm_adaptive_tree.engine.v2.drafting import KEPT, DraftedTrees, TreeDrafting, level_width
 from vllm_adaptive_tree.engine.v2.drafts import Drafts
+from vllm_adaptive_tree.engine.v2.graphs import ladder
 from vllm_adaptive_tree.engine.v2.kernel_dispatch import acceptance_bytes
 from vllm_adaptive_tree.engine.v2.node_selection import NodeSelection
 from vllm_adaptive_tree.kernels.reading import CHOSEN, READY
@@ -131,3 +132,19 @@ def test_memory_of_the_largest_acceptance() -> None:
     assert 2 * 16 * 52 * row < 1 << 30 < 2 * 16 * 56 * row
     greedy = resolve(TreeOptions.parse({**spec, "method": "opt_tree"})[0])
     assert acceptance_bytes(greedy, **sizes) == logits
+
+
+@pytest.mark.parametrize("nodes", [8, 24, 64])
+@pytest.mark.parametrize("levels", [2, 8, 16])
+def test_kept_logits_are_bounded(levels: int, nodes: int) -> None:
+    """In bytes, whatever the vocabulary; one column a level is always read."""
+    for requests in ladder(256):
+        free = level_width(requests, nodes, 8192)
+        for vocabulary in (2048, 152_064, 262_144):
+            kept = KEPT // (2 * vocabulary)
+            width = level_width(requests, nodes, 8192, levels=levels, kept=kept)
+            rows = requests * (1 + (levels - 1) * width)
+            assert 1 <= width <= free
+            assert width == 1 or rows <= kept
+            assert width == free or requests * (1 + (levels - 1) * (width + 1)) > kept, "as wide as they may be"
+    assert level_width(256, 64, 8192, levels=16, kept=KEPT // (2 * 152_064)) == 1, "of 4: 1.2 GB in place of 4.7"

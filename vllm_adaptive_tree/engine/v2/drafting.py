@@ -35,17 +35,26 @@ from vllm_adaptive_tree.trees.tree_batch import EMPTY
 LEVEL_ROWS = 256
 """Rows of a draft level of the whole batch that cost a GPU hardly more than one row: the draft's weights bound it."""
 FEWEST_COLUMNS = 4
+KEPT = 1 << 30
+"""Bytes of logits that stay until their trees are verified; vLLM's sampler takes as many at once."""
 
 
-def level_width(requests: int, nodes: int, rows: int) -> int:
-    """Columns that a draft level reads of each of `requests` trees of `nodes` nodes; `rows`: most rows of any forward
-    (`max_num_batched_tokens`).
+def level_width(requests: int, nodes: int, rows: int, *, levels: int = 1, kept: int | None = None) -> int:
+    """Columns that a draft level reads of each of `requests` trees of `nodes` nodes.
+
+    Args:
+        rows: most rows of any forward (`max_num_batched_tokens`).
+        levels: that the draft reads, the root's too.
+        kept: rows whose logits may stay until the trees are verified, if they do; one column a level always does.
 
     Lossless for every rule: the width follows from the number of requests alone, before anything is sampled, and a node
     whose column is trimmed counts as never read, so a rule takes the target's own distribution after it. Nodes are kept
     by their order, which the proposer fixes before their children are drawn.
     """
-    return max(1, min(nodes, max(LEVEL_ROWS // requests, FEWEST_COLUMNS), rows // requests))
+    widths = [nodes, max(LEVEL_ROWS // requests, FEWEST_COLUMNS), rows // requests]
+    if kept is not None and levels > 1:
+        widths.append((kept // requests - 1) // (levels - 1))
+    return max(1, min(widths))
 
 
 class TargetOutput(NamedTuple):
@@ -82,6 +91,8 @@ class TreeDrafting(BaseSpeculator):
     """Width of its `Rows.hidden`."""
     reads_late = False
     """True if it reads nothing in a step that drafts nothing, and needs a `DraftBacklog` to read that later."""
+    kept_rows: int | None = None
+    """Rows of a batch whose logits may stay until its trees are verified; None: none do."""
     forwards = 0
     """Draft forwards after the roots', for the last trees; `grow` counts them."""
     limit = 1 << 62
@@ -138,6 +149,9 @@ class TreeDrafting(BaseSpeculator):
             self.levels = min(max(self.levels, self.offers.length or nodes), nodes)
         self.captures = compiles(self.device) and self.pair.proposer.capturable
         """True if graphs may hold its pieces."""
+        if self.keeps_levels:
+            self.kept_rows = KEPT // (vocabulary * self.vllm_config.model_config.dtype.itemsize)
+            self.drafts.most_kept = max(size * self._slots(size) for size in self.sizes)
         self.inputs = DraftInputs.empty(self.most_trees, self.reading_width, self.device)
         self.everyone = torch.ones(self.most_trees, dtype=torch.int8, device=self.device)
         self.accepted: tuple[Verification, Accepted] | None = None
@@ -146,7 +160,8 @@ class TreeDrafting(BaseSpeculator):
 
     def width(self, requests: int) -> int:
         """Columns of a level in a batch of so many requests."""
-        return level_width(requests, self.num_speculative_steps, self.most_rows)
+        nodes, levels = self.num_speculative_steps, self.drafted_levels
+        return level_width(requests, nodes, self.most_rows, levels=levels, kept=self.kept_rows)
 
     @property
     def sizes(self) -> list[int]:
@@ -349,9 +364,13 @@ class TreeDrafting(BaseSpeculator):
         cell = None if cell is None else cell[:requests]
         return Proposal(TreeBatch(*(part[:requests] for part in tree)), read[:requests], planned[:requests], cell)
 
-    def _open(self, padded: int) -> None:
+    def _slots(self, requests: int) -> int:
+        """Rows of each of so many requests whose logits stay until the trees are verified."""
         levels = self.drafted_levels if self.keeps_levels else 1
-        self.drafts.open(padded, 1 + (levels - 1) * self.width(padded))
+        return 1 + (levels - 1) * self.width(requests)
+
+    def _open(self, padded: int) -> None:
+        self.drafts.open(padded, self._slots(padded))
 
     def trees(self, requests: int, levels: int) -> DraftedTrees:
         """Trees of at most so many levels for so many requests, padding included, grown from `inputs`; a piece."""

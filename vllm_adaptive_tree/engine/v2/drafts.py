@@ -61,6 +61,8 @@ class Drafts:
         """Shape of the last batch: B, S."""
         self.kept: Tensor | None = None
         """Logits of the nodes that the draft has read, [B * S or more, V]."""
+        self.most_kept = 0
+        """Rows of that, if it is known which batch has most: a graph may hold the buffer, so it never grows."""
         self.unread = self.temperature.new_zeros(1, 1, vocabulary)
         """Logits [1, 1, V] in place of those that the draft has not made, where no node was drawn: of its type."""
 
@@ -73,7 +75,7 @@ class Drafts:
         """Keep logits [B, W, V] of the slots from `first` on."""
         requests, slots = self.shape
         if self.kept is None or len(self.kept) < requests * slots:
-            self.kept = logits.new_zeros(requests * slots, logits.shape[2])
+            self.kept = logits.new_zeros(max(requests * slots, self.most_kept), logits.shape[2])
             self.unread = self.kept[:1][None]
         whole = self.kept[: requests * slots].unflatten(0, self.shape)
         whole[:, first : first + logits.shape[1]] = logits
