@@ -35,12 +35,20 @@ def model(**changes: int) -> Model:
     return Model(**{**sizes, "vocabulary": 4096, **changes}, tied=True)
 
 
+class Gathered(PagedTreeAttention):
+    """Without kernels a draft's levels read the cache as a CPU's do, in the layout of a GPU."""
+
+    def gather(self, layer: Any, kv_cache: Tensor, block_table: Tensor) -> tuple[Tensor, Tensor]:
+        key, value = (part[block_table.long()].flatten(1, 2).transpose(1, 2).float() for part in self.split(kv_cache))
+        return key, value
+
+
 class Layer:
     """An attention layer of one rank behind our implementation for GPUs, with a cache of its own."""
 
     def __init__(self, name: str, shard: Shard, blocks: int):
         self.layer_name, size = name, shard.model.head_size
-        self.impl: Any = object.__new__(PagedTreeAttention)
+        self.impl: Any = object.__new__(Gathered)
         self.impl.head_size, self.impl.scale = size, size**-0.5
         self.kv_cache = torch.zeros(blocks, shard.kv_heads, BLOCK, 2 * size, dtype=torch.bfloat16)
 

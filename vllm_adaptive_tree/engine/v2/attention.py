@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vllm_adaptive_tree.attention import triton_tree
 from vllm_adaptive_tree.attention.cpu import attend, window_bias
 from vllm_adaptive_tree.attention.plan import AttentionPlan
-from vllm_adaptive_tree.attention.triton_tree import Scales, tree_attention
+from vllm_adaptive_tree.attention.triton_tree import Scales
 from vllm_adaptive_tree.engine.common.attention import AttentionVariant, TreeAttention, TreeMetadata
 from vllm_adaptive_tree.trees.masks import ancestor_bits
 
@@ -34,7 +35,7 @@ class KernelTrees(TreeMetadata):
             impl.forward(layer, query, key, value, kv_cache, self.native, out)
         keys, values, scales = impl.views(layer, kv_cache)
         where = self.block_table, self.row_start, self.context, self.ancestors
-        tree_attention(
+        triton_tree.tree_attention(
             *(query[: self.rows], keys, values, *where, impl.scale, out[: self.rows]),
             plan=self.plan,
             scales=scales,
