@@ -99,7 +99,7 @@ def test_k_v_of_8_bits_where_flash_attention_reads_it(
         gpu_arguments.check_config(config)
         return
     with pytest.raises(
-        ValueError, match=r"kv_cache_dtype.*='fp8' .* on this card: .* 9\.x and 10\.x alone; use 'auto'"
+        ValueError, match=r"kv_cache_dtype.*='fp8' .* on this card: .* 9\.x and 10\.x alone; use 'bfloat16'"
     ):
         gpu_arguments.check_config(config)
 

@@ -148,3 +148,30 @@ def test_kept_logits_are_bounded(levels: int, nodes: int) -> None:
             assert width == 1 or rows <= kept
             assert width == free or requests * (1 + (levels - 1) * (width + 1)) > kept, "as wide as they may be"
     assert level_width(256, 64, 8192, levels=16, kept=KEPT // (2 * 152_064)) == 1, "of 4: 1.2 GB in place of 4.7"
+
+
+def test_the_buffer_of_kept_logits_never_moves() -> None:
+    """A smaller batch may have more rows than a larger one; graphs hold the buffer of either."""
+    drafts = Drafts(4, 4, 3, 8, torch.device("cpu"))
+    drafts.most_kept = 6
+    drafts.open(2, 1)
+    drafts.keep(torch.zeros(2, 1, 8), 0)
+    kept = drafts.kept
+    assert kept is not None
+    drafts.open(1, 6)
+    drafts.keep(torch.ones(1, 6, 8), 0)
+    assert drafts.kept is kept
+    assert len(kept) == 6
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_blocks_of_more_requests_than_have_trees(whole: bool) -> None:
+    """As in vLLM's memory profile, of 1,024 requests where 256 have trees."""
+    from vllm_adaptive_tree.engine.v2.block_speculator import BlockForward
+
+    block: Any = object.__new__(BlockForward)
+    block.whole_block, block.rows_kept, block.predicting = whole, 3, torch.zeros(2, 3, 4)
+    block.sample_indices, hidden = torch.arange(15).flip(0), torch.arange(60.0).view(15, 4)
+    block._run_model = lambda *_: hidden
+    block._generate_draft(5)
+    assert torch.equal(block.predicting.flatten(0, 1), hidden[:6] if whole else hidden.flip(0)[:6])

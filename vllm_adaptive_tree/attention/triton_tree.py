@@ -364,7 +364,7 @@ def tree_attention(
         return out
 
     if plan is None:
-        plan = AttentionPlan(rows, requests, heads, kv_heads, head_size, query.dtype, query.device)
+        plan = AttentionPlan(rows, requests, heads, kv_heads, head_size, out.dtype, query.device)
         plan.update(row_start, context if context_result is None else torch.zeros_like(context))
     assert len(plan.merges) >= rows
     own_key, own_value, offset = (key_cache, value_cache, 0) if own is None else own

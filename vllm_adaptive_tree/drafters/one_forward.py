@@ -126,7 +126,7 @@ class ByPath(OneForward):
 
     A token is put into the place below its own, and a mixer carries it to all places from there on, so a node's mixture
     is its parent's and one more term; that of the place below the node gives the bias of its children. vLLM refines a
-    chain in passes over all places until its tokens stay, which are then those of this law's best path.
+    chain in passes over all places; after as many as there are places its tokens stay, those of this law's best path.
     """
 
     def __init__(

@@ -54,7 +54,8 @@ def check_config(config: Any) -> None:
         if asked in FP8 and not any(map(current_platform.is_device_capability_family, OF_8_BITS)):
             raise ValueError(
                 f"{name}={asked!r} is not supported with a tree method on {current_platform.get_device_name()}: "
-                "FlashAttention reads K/V of 8 bits on GPUs of compute capability 9.x and 10.x alone; use 'auto'"
+                "FlashAttention reads K/V of 8 bits on GPUs of compute capability 9.x and 10.x alone; use "
+                f"{str(config.model_config.dtype).removeprefix('torch.')!r}, the model's own dtype"
             )
     if config.compilation_config.pass_config.fuse_attn_quant:
         raise ValueError(

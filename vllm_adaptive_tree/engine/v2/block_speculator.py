@@ -47,7 +47,7 @@ class BlockForward(DFlashSpeculator):
         if self.resting:
             return
         kept, hidden = self.predicting[:num_reqs], self._run_model(*rest, **options)
-        count = num_reqs * self.rows_kept
+        count = len(kept) * self.rows_kept  # a batch of more requests than have trees keeps nothing of the others
         kept.copy_((hidden[:count] if self.whole_block else hidden[self.sample_indices[:count]]).view(kept.shape))
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:

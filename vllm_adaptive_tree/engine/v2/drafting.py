@@ -36,7 +36,7 @@ LEVEL_ROWS = 256
 """Rows of a draft level of the whole batch that cost a GPU hardly more than one row: the draft's weights bound it."""
 FEWEST_COLUMNS = 4
 KEPT = 1 << 30
-"""Bytes of logits that stay until their trees are verified; vLLM's sampler takes as many at once."""
+"""Bytes of logits that stay until their trees are verified, in the target's dtype; vLLM's sampler takes as many."""
 
 
 def level_width(requests: int, nodes: int, rows: int, *, levels: int = 1, kept: int | None = None) -> int:
