@@ -36,9 +36,7 @@ class BlockHead(OneForward):
     anchors: ClassVar[bool] = False  # True if the root's row may predict the token after it, otherwise nothing
     reducible: ClassVar[bool] = True  # False if it drafts from the target's whole vocabulary only
     scorer: ClassVar[str | None] = None  # name of what scores pairs of candidates in vLLM's model
-    whole_block: ClassVar[bool] = (
-        False  # True if the distributions need the state of the root's row, which predicts nothing
-    )
+    whole_block: ClassVar[bool] = False  # True if its lattice needs the root's row, which predicts nothing
     needed_layers = "target_layer_ids"
     causes = LAYERS, MASK, TARGET, VOCABULARY, PRECISION, LENGTH
 
@@ -193,10 +191,8 @@ class XPress(BlockHead):
 
     def levels(self, draft: Checkpoint) -> int:
         """One less than the places that its refiner mixes, in which vLLM's kernels take the block to be."""
-        size, shape = (
-            draft.flat.get("xpress_block_size", draft.flat.get("block_size")),
-            (draft.tensors or {}).get(MIXER),
-        )
+        size = draft.flat.get("xpress_block_size", draft.flat.get("block_size"))
+        shape = (draft.tensors or {}).get(MIXER)
         if not isinstance(size, int) or size < 2 or (shape is not None and tuple(shape[-2:]) != (size, size)):
             mixes = "" if shape is None else f", and its tensor {MIXER!r} is one of {shape[-1]} places"
             raise draft.refused(

@@ -58,7 +58,7 @@ class Markov(Marginals):
 
 
 class Refined(Marginals):
-    """XPress: with a bias by all tokens before, as its refiner has it at the end of its passes."""
+    """XPress: with a bias by all tokens before, as the passes of its refiner converge to it."""
 
     def __init__(self, model: Any, vocabulary: int, most: int):
         """`most`: tokens that the head predicts at each depth; 0: all."""
