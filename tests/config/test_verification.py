@@ -1,10 +1,12 @@
 """A verification of random trees on vLLM's CPU kernels, against masked attention in float64, and its commit."""
 
 from dataclasses import dataclass, field
+from itertools import chain
 from random import Random
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -121,8 +123,17 @@ class Batch:
         start, own = self.starts[request], row - self.starts[request]
         if request not in self.trees:
             return request, list(range(start, row + 1))
-        path = [] if own == 0 else self.trees[request].path_to(own - 1)
-        return request, [start, *(start + 1 + node for node in path)]
+        path = [] if own == 0 else self.trees[request].path_to(self.order(request)[own - 1])
+        return request, self.rows_of(request, path)
+
+    def order(self, request: int) -> list[int]:
+        """Nodes in the order of their rows."""
+        return list(chain.from_iterable(self.trees[request].branches()))
+
+    def rows_of(self, request: int, path: list[int]) -> list[int]:
+        """Rows of the root and of a path."""
+        start, order = self.starts[request], self.order(request)
+        return [start, *(start + 1 + order.index(node) for node in path)]
 
 
 def random_batch(seed: int) -> Batch:
@@ -156,6 +167,7 @@ class Caches:
             layer = SimpleNamespace(layer_name=name, isa=ISA, kv_cache=cache, impl=Native())
             CPUTreeAttention.adopt(layer)
             self.layers[name] = layer
+            scratch.begin_cache({name: cache})
             for request, length in enumerate(batch.computed):
                 key, value = torch.randn(2, length, heads, DIM)
                 layer.impl.do_kv_cache_update(layer, key, value, cache, self.slots(request, range(length)))
@@ -212,11 +224,41 @@ def test_every_row_sees_its_path_and_commit_puts_it_in_place(seed: int, blocks: 
     step.commit(nodes, caches.layers)
     for name in LAYERS:
         for request, length in enumerate(batch.computed):
-            start = batch.starts[request]
-            kept = [start, *(start + 1 + node for node in paths[request])] if request in batch.trees else []
-            kept = kept or list(range(start, start + batch.counts[request]))
+            start, end = batch.starts[request], batch.starts[request] + batch.counts[request]
+            kept = batch.rows_of(request, paths[request]) if request in batch.trees else list(range(start, end))
             whole = torch.cat([caches.contexts[name][request], new[name][:, kept]], 1)
             assert torch.equal(caches.read(name, request, length + len(kept)), whole)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_rows_of_a_tree_come_depth_first(seed: int) -> None:
+    """Its tokens and positions move there, and the target's logits stay in generation order."""
+    batch = random_batch(seed)
+    drafts = {row: Draft(tree, None, [], [], 1.0) for row, tree in batch.trees.items()}
+    step = Verification(drafts, batch.starts, batch.counts, batch.computed, vocabulary=0)
+    linear = [range(computed, computed + count) for computed, count in zip(batch.computed, batch.counts, strict=True)]
+    tokens, positions = np.arange(batch.rows, dtype=np.int32), torch.tensor(list(chain.from_iterable(linear)))
+    logits_rows = torch.tensor(
+        [
+            row
+            for request, (start, count) in enumerate(zip(batch.starts, batch.counts, strict=True))
+            for row in range(start if request in batch.trees else start + count - 1, start + count)
+        ]
+    )
+    before = positions.clone()
+    step.write_rows(tokens, positions, logits_rows)
+    for request, tree in batch.trees.items():
+        rows = batch.rows_of(request, list(range(len(tree))))
+        start = batch.starts[request]
+        assert tokens[rows].tolist() == list(range(start, start + len(rows)))
+        assert positions[rows].tolist() == [batch.computed[request] + depth for depth in (0, *tree.depths)]
+        begin = sum(1 + len(batch.trees[r]) if r in batch.trees else 1 for r in range(request))
+        assert logits_rows[begin : begin + len(rows)].tolist() == rows
+        assert [step.row_of(request, node) for node in range(-1, len(tree))] == rows
+    (plain,) = batch.plain
+    rows = list(range(batch.starts[plain], batch.starts[plain] + batch.counts[plain]))
+    assert tokens[rows].tolist() == rows
+    assert torch.equal(positions[rows], before[rows])
 
 
 def random_path(tree: TokenTree, random: Random) -> list[int]:

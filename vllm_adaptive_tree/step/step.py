@@ -30,9 +30,9 @@ class TreeStep(Generic[V]):
         """Accepted paths of these trees, until the draft has read them."""
 
     def verify(self, batch: Any) -> V | None:
-        """Lay out the trees of a batch: root and nodes are rows, node i after its root in generation order, at position
-        root + depth. Each row attends to the context and to its ancestors alone, so that one forward of the target
-        gives its distribution after every node.
+        """Lay out the trees of a batch: root and nodes are rows, parents before children, each node at position root +
+        depth. Each row attends to the context and to its ancestors alone, so that one forward of the target gives its
+        distribution after every node.
         """
         self.verification, self.accepted = self.engine.lay_out(batch), None
         return self.verification

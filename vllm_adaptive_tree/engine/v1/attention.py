@@ -18,13 +18,11 @@ class AttentionRound:
     """Sequences that attend together: plain rows and first branches over the request's own blocks, other branches over
     scratch blocks, numbered from 0 here."""
 
-    rows: Tensor  # [attending] int64: rows of the flat batch that attend
+    rows: slice  # of the flat batch, which attend
     written: Tensor  # [paths] int64: rows with K/V to write, a node once for every branch through it
     copies: list[tuple[int, int, int]]  # a block of the context, and the scratch blocks [start, end) that begin as it
-    slots: Tensor  # [paths] int64
-    slot_step: Tensor  # [paths] int64: added per block before the scratch blocks
-    table: Tensor  # [sequences, B] int32: block table
-    block_step: Tensor  # [sequences, B] int32: the same for the block table
+    slots: dict[str, Tensor]  # layer -> [paths] int64
+    tables: dict[str, Tensor]  # layer -> [sequences, B] int32: block table
     native: CPUAttentionMetadata  # with the block table of the layer that attends
 
 
@@ -32,8 +30,9 @@ class AttentionRound:
 class VerifyMetadata(TreeMetadata):
     """Metadata of trees cut into branches, each a causal sequence for vLLM's native kernel.
 
-    The first branch is in the request's own slots. The others have scratch blocks in place of those that they do not
-    share with the first, so one call of the kernel reads them all; commit needs their K/V again.
+    The rows of a tree come depth first, so each branch is consecutive rows, and the first one is in the request's own
+    slots as vLLM has written them. The others have scratch blocks in place of those that they do not share with the
+    first, so one call of the kernel reads them all; commit needs their K/V again.
     """
 
     rounds: list[AttentionRound]  # mostly one; more if the branches of a batch outnumber the scratch blocks
@@ -43,19 +42,16 @@ class VerifyMetadata(TreeMetadata):
     def attend(
         self, impl: Any, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, out: Tensor
     ) -> Tensor:
-        cache, first = self.scratch.seen_from(layer.layer_name, kv_cache)
-        saved = self.saved[layer.layer_name] = []
+        name = layer.layer_name
+        cache, first = self.scratch.views[name]
+        saved = self.saved[name] = []
         for turn in self.rounds:
             for source, start, end in turn.copies:
                 cache[first + start : first + end] = cache[source]
-            slots = torch.add(turn.slots, turn.slot_step, alpha=first)
             saved.append((key.index_select(0, turn.written), value.index_select(0, turn.written)))
-            impl.do_kv_cache_update(layer, *saved[-1], cache, slots)
-            turn.native.block_table = torch.add(turn.table, turn.block_step, alpha=first)
-            queries = query.index_select(0, turn.rows)
-            results = torch.empty_like(queries)
-            impl.forward(layer, queries, key, value, cache, turn.native, results)
-            out.index_copy_(0, turn.rows, results)
+            impl.do_kv_cache_update(layer, *saved[-1], cache, turn.slots[name])
+            turn.native.block_table = turn.tables[name]
+            impl.forward(layer, query[turn.rows], key, value, cache, turn.native, out[turn.rows])
         return out
 
 

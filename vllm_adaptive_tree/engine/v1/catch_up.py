@@ -73,9 +73,13 @@ class StepView(NamedTuple):
         for row, start, end, root in self.spans():
             end = min(end - 1 if self.sampled[row] else end, limit)
             if end > start:
-                first = self.runner.step.verification.row_start[row]
-                path = accepted.get(row, range(end - start - 1))
-                rows = [first, *(first + 1 + node for node in path)][: end - start]
+                verification, path = self.runner.step.verification, accepted.get(row)
+                first = verification.row_start[row]
+                rows = (
+                    list(range(first, first + end - start))
+                    if path is None
+                    else [verification.row_of(row, node) for node in (-1, *path)][: end - start]
+                )
                 assert len(rows) == end - start, f"{len(rows)} states of {end - start} tokens in row {row}"
                 items.append(CatchUp(row, start, self._text(row, start + 1, end + 1), root, rows))
         return items

@@ -23,13 +23,15 @@ from vllm_adaptive_tree.proposers.acceptance_table import AcceptanceTable
 
 
 class Rows(NamedTuple):
-    """Rows of a batch, as vLLM prepares them: [R] numbers on the host."""
+    """Rows of a batch, as vLLM prepares them, on the host."""
 
     scheduled: SchedulerOutput
     counts: list[int]
-    """Rows of each request."""
+    """[R]: rows of each request."""
     computed: list[int]
-    """Tokens of each request with K/V in the cache."""
+    """[R]: tokens of each request with K/V in the cache."""
+    logits_rows: Tensor
+    """Row of each of the target's logits."""
 
 
 class HostEngine:
@@ -77,7 +79,7 @@ class HostEngine:
         starts = np.cumsum([0, *batch.counts[:-1]]).tolist()
         vocabulary = runner.model_config.get_vocab_size()
         verification = Verification(scheduled, starts, batch.counts, batch.computed, vocabulary)
-        verification.write_positions(runner.positions)
+        verification.write_rows(runner.input_ids.np, runner.positions, batch.logits_rows)
         rows = zip(batch.computed, batch.counts, verification.sizes, strict=True)
         roots = [computed + count - 1 - size for computed, count, size in rows]
         self.requests = HostRequests(runner, input_batch.req_ids, roots)

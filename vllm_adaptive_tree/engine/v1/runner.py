@@ -93,6 +93,7 @@ class TreeModelRunner(CPUModelRunner):
         checks.check_draft_groups(kv_cache_config.kv_cache_groups, self.drafter.layers)
         super().initialize_kv_cache(self.attention.extended(kv_cache_config), *args, **kwargs)
         self.input_batch.thinking_budget_state_holder = ThinkingBudgets.of(self.vllm_config, self.device)
+        self.attention.begin_cache()
         self.drafter.begin_cache(self.kv_cache_config.num_blocks)
         checks.check_packing(checks.attention_layers(self.vllm_config))
 
@@ -127,7 +128,7 @@ class TreeModelRunner(CPUModelRunner):
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         counts = num_scheduled_tokens.tolist()
         computed = self.input_batch.num_computed_tokens_cpu[: len(counts)].tolist()
-        self.step.verify(Rows(scheduler_output, counts, computed))
+        self.step.verify(Rows(scheduler_output, counts, computed, prepared[0]))
         return prepared
 
     def _calc_spec_decode_metadata(self, num_draft_tokens: np.ndarray, cu_num_scheduled_tokens: np.ndarray) -> Any:

@@ -1,5 +1,6 @@
 """Blocks after vLLM's KV cache, for the branches of trees while a layer attends."""
 
+from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -19,6 +20,7 @@ class ScratchBlocks:
         self.count = count
         self.start = 0  # first byte after vLLM's own
         self.views: dict[str, tuple[Tensor, int]] = {}
+        """Of each layer: its cache [first + count, Hkv, block_size, 2 * head_dim], scratch blocks included; `first`."""
 
     def extended(self, config: Any) -> Any:
         """vLLM's KVCacheConfig with room for the scratch blocks; the layers stay where they are."""
@@ -30,11 +32,9 @@ class ScratchBlocks:
             tensor.size += (self.count + 1) * page  # one more: blocks of this layer may not begin at `start`
         return config
 
-    def seen_from(self, layer: str, kv_cache: Tensor) -> tuple[Tensor, int]:
-        """Cache of the layer [first + count, Hkv, block_size, 2 * head_dim], scratch blocks included, and `first`."""
-        if layer not in self.views:
-            page = kv_cache.stride(0) * kv_cache.element_size()
-            first = -(-(self.start - kv_cache.storage_offset() * kv_cache.element_size()) // page)
-            shape = (first + self.count, *kv_cache.shape[1:])
-            self.views[layer] = kv_cache.as_strided(shape, kv_cache.stride()), first
-        return self.views[layer]
+    def begin_cache(self, caches: Mapping[str, Tensor]) -> None:
+        """Look at the caches of these layers, which exist now."""
+        for layer, cache in caches.items():
+            page = cache.stride(0) * cache.element_size()
+            first = -(-(self.start - cache.storage_offset() * cache.element_size()) // page)
+            self.views[layer] = cache.as_strided((first + self.count, *cache.shape[1:]), cache.stride()), first

@@ -20,6 +20,13 @@ class TargetAttention:
         self.scratch = ScratchBlocks(scratch.COUNT + longest)
         return self.scratch.extended(kv_cache_config)
 
+    def begin_cache(self) -> None:
+        """Prepare for the KV cache, which now exists."""
+        if not self.scratch.count:
+            return
+        layers = self.runner.compilation_config.static_forward_context
+        self.scratch.begin_cache({name: layers[name].kv_cache for _, names in self.groups() for name in names})
+
     def groups(self) -> Iterator[tuple[Any, list[str]]]:
         """vLLM's attention groups that hold layers of the target, and those layers."""
         drafts = self.runner.drafter.layers

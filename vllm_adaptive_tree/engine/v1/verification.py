@@ -1,7 +1,7 @@
 """One verification: the tree of each request, its rows in the batch, its attention metadata, and the commit of K/V."""
 
 from functools import cached_property
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -151,18 +151,47 @@ class Verification:
         nodes = [path + [-1] * (length - len(path)) for path in paths]
         return Accepted(torch.tensor(tokens), torch.tensor(nodes))
 
-    def write_positions(self, positions: Tensor) -> None:
-        """Write root position + depth of each node to vLLM's flat buffer; slots stay linear."""
+    @cached_property
+    def place(self) -> NDArray[np.int64]:
+        """[M]: place of each node among the rows of its tree, which come depth first: each branch is consecutive rows,
+        and the first one's slots are those of its depths."""
+        branches = self.branches
+        place, first = np.empty_like(branches.order), np.repeat(branches.start[:-1], np.diff(branches.start))
+        place[first + branches.order] = np.arange(len(place)) - first
+        return place
+
+    def write_rows(self, tokens: NDArray[np.int32], positions: Tensor, logits_rows: Tensor) -> None:
+        """Move the nodes of branching trees to their rows in vLLM's flat batch, where they are in generation order; a
+        position becomes that of the root plus the depth, and slots stay linear. The target's logits stay in generation
+        order.
+
+        Args:
+            tokens, positions: [rows] of the flat batch.
+            logits_rows: [L] int: a row of the flat batch for each of the target's logits.
+        """
         if not self.branching:
             return
-        branching = np.repeat(~self.branches.chain, np.diff(self.branches.start))
-        row, node, depth = self.row[branching], self.node[branching], self.branches.depth[branching]
-        at, value = np.array(self.row_start)[row] + 1 + node, np.array(self.computed)[row] + depth
-        positions.numpy()[at] = value
+        moved = np.arange(self.row_start[-1] + self.row_count[-1])
+        start = 1 + np.array(self.row_start)[self.row]
+        rows = moved[start + self.node] = start + self.place
+        drafted, branching = tokens[start + self.node], np.repeat(~self.branches.chain, np.diff(self.branches.start))
+        tokens[rows] = drafted
+        depth = np.array(self.computed)[self.row] + self.branches.depth
+        positions.numpy()[rows[branching]] = depth[branching]
+        logits_rows.numpy()[:] = moved[logits_rows.numpy()]
 
     def row_of(self, request: int, node: int) -> int:
         """Row of a node in the flat batch; -1 is the root."""
-        return self.row_start[request] + 1 + node
+        return self.rows[request][1 + node]
+
+    @cached_property
+    def rows(self) -> dict[int, list[int]]:
+        """Rows of each tree's root and nodes in the flat batch."""
+        place, rows = (1 + self.place).tolist(), {}
+        for request, (begin, end) in zip(self.trees, pairwise(self.branches.start.tolist()), strict=True):
+            first = self.row_start[request]
+            rows[request] = [first, *(first + one for one in place[begin:end])]
+        return rows
 
     def metadata(self, builder: Any, layers: list[str], native: Any, scratch: ScratchBlocks) -> VerifyMetadata:
         """Metadata of one attention group.
@@ -174,19 +203,19 @@ class Verification:
             scratch: blocks for the branches that are not a tree's first.
         """
         sequences = [Sequences(builder.block_size, scratch.count)]
-        for request, (first, count) in enumerate(zip(self.row_start, self.row_count, strict=True)):
-            if request in self.branching:
-                sequences[0].add_first_branch(request, first, self.computed[request], self.branching[request][0])
-            else:
-                sequences[0].add(request, list(range(first, first + count)), self.computed[request] + count)
-        for request, branches in self.branching.items():
-            first, computed, tree = self.row_start[request], self.computed[request], self.trees[request]
-            for branch in branches[1:]:
-                path = tree.path_to(branch[-1])
+        for request, (count, computed) in enumerate(zip(self.row_count, self.computed, strict=True)):
+            if request not in self.branching:
+                sequences[-1].add(request, count, computed + count)
+                continue
+            own, *others = self.branching[request]
+            sequences[-1].add(request, 1 + len(own), computed + 1 + len(own))
+            for branch in others:
+                path = [self.row_of(request, node) for node in self.trees[request].path_to(branch[-1])]
                 if not sequences[-1].fits(computed, len(path)):
-                    sequences.append(Sequences(builder.block_size, scratch.count))
-                sequences[-1].add_branch(request, first, computed, path, length=len(branch))
-        metadata = VerifyMetadata([turn.round(builder, native) for turn in sequences], {}, scratch)
+                    sequences.append(Sequences(builder.block_size, scratch.count, sequences[-1].end))
+                sequences[-1].add_branch(request, path, computed, len(branch))
+        firsts = {name: scratch.views[name][1] for name in layers}
+        metadata = VerifyMetadata([turn.round(builder, native, firsts) for turn in sequences], {}, scratch)
         self.groups.append((metadata, layers, native.slot_mapping))
         return metadata
 
@@ -199,10 +228,11 @@ class Verification:
             layers: vLLM's static forward context, layer name -> Attention.
         """
         homes = {}  # row of an accepted node -> row that has its final slot
-        for request, branches in self.branching.items():
-            for place, node in enumerate(nodes[request].tolist()):
-                if node >= 0 and branches[0][place : place + 1] != [node]:
-                    homes[self.row_of(request, node)] = self.row_start[request] + 1 + place
+        for request in self.branching:
+            for depth, node in enumerate(nodes[request].tolist(), 1):
+                row, home = self.row_of(request, node), self.row_start[request] + depth
+                if node >= 0 and row != home:
+                    homes[row] = home
         if not homes:
             return
         for metadata, names, slot_mapping in self.groups:
