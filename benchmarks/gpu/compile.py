@@ -129,7 +129,9 @@ def variants() -> Iterator[Variant]:
     for own in (False, True):
         for lanes in (16, 64):
             yield _attend(256, 4, lanes, own=own)
-        yield _attend(128, 4, 128, own=own, cache="fp8e4nv")
+        for wide_queries, scale_head in ((False, False), (False, True), (True, True)):
+            yield _attend(128, 4, 128, own=own, cache="fp8e4nv", wide_queries=wide_queries, scale_head=scale_head)
+        yield _attend(256, 4, 16, own=own, cache="fp8e4nv")
         for head_size, lanes in ((64, 64), (128, 32), (256, 16)):
             yield _attend(head_size, 4, lanes, own=own, dtype="fp32")
     yield from (
@@ -145,13 +147,15 @@ def variants() -> Iterator[Variant]:
 
 def _attend(
     head_size: int, group: int, lanes: int, *, own: bool = False, context: bool = True, dtype: str = "bf16",
-    cache: str | None = None, window: int = 0, soft_cap: bool = False, sinks: bool = False,
+    cache: str | None = None, wide_queries: bool = False, scale_head: bool = False,
+    window: int = 0, soft_cap: bool = False, sinks: bool = False,
 ) -> Variant:  # fmt: skip
     tiling = Tiling.of(group, head_size, TYPES[dtype].itemsize, max(lanes // group, 1))
     assert tiling.lanes == lanes
     kernel = triton_tree._attend
     types = dict.fromkeys(("out", "context_out", "own_key", "own_value", "sinks"), f"*{dtype}")
-    types |= dict.fromkeys(("query", "key_cache", "value_cache"), f"*{cache or dtype}")
+    types |= dict.fromkeys(("key_cache", "value_cache"), f"*{cache or dtype}")
+    types["query"] = f"*{dtype if wide_queries else cache or dtype}"
     scales = "query_scale", "key_scale", "value_scale"
     types |= dict.fromkeys(("partial", "weight", "context_log", *scales), "*fp32")
     types |= dict.fromkeys(("block_table", "row_start", "context", "work", "items", "merges"), "*i32")
@@ -159,11 +163,13 @@ def _attend(
     shapes = {"KV_HEADS": 8, "GROUP": group, "HEAD_SIZE": head_size, "PADDED_HEAD": triton.next_power_of_2(head_size)}
     sizes = {"BLOCK_SIZE": 16, "LANES": lanes, "TILE": tiling.tile, "WORD": WORD}
     kinds = {"WINDOW": window, "SOFT_CAP": soft_cap, "SINKS": sinks}
-    kinds |= {"QUERY_8_BITS": bool(cache), "CACHE_8_BITS": bool(cache), "SCALE_HEAD": 0}
+    kinds |= {"QUERY_8_BITS": bool(cache) and not wide_queries, "CACHE_8_BITS": bool(cache)}
+    kinds["SCALE_HEAD"] = int(scale_head)
     kinds |= {"OWN": own, "READ_CONTEXT": context, "LOG2_E": triton_tree.LOG2_E, "WIDEN": False}
     strides = ("_row", "_head", "_block", "_slot", "_request")
     aligned = tuple(name for name in kernel.arg_names if name.endswith(strides) and name != "context_log_head")
     notes = (dtype, f"{cache} cache" if cache else "", "own keys" if own else "", "" if context else "no context")
+    notes += f"{dtype} queries" if wide_queries else "", "scales per head" if scale_head else ""
     notes += f"window {window}" if window else "", "soft-cap" if soft_cap else "", "sinks" if sinks else ""
     name = f"attend {head_size} x {group}, {lanes} lanes, {', '.join(note for note in notes if note)}"
     return Variant(name, kernel, types, shapes | sizes | kinds, tiling.warps, aligned, 90 if cache else 80)

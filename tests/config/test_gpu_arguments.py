@@ -1,5 +1,6 @@
 """Arguments of a GPU's engine, and refused devices, before anything is loaded."""
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,10 +66,22 @@ def test_no_nvidia_gpu_that_the_kernels_are_compiled_for_is_refused(
 
 
 def built(
-    target: torch.dtype, draft: torch.dtype, *, fused: bool = False, cache: str = "auto", draft_cache: str | None = None
+    target: torch.dtype,
+    draft: torch.dtype,
+    *,
+    fused: bool = False,
+    cache: str = "auto",
+    draft_cache: str | None = None,
+    schemes: Sequence[str] = (),
 ) -> Any:
-    """A VllmConfig of models and caches of these dtypes."""
-    target_model, draft_model = (SimpleNamespace(dtype=one) for one in (target, draft))
+    """A VllmConfig of models and caches of these dtypes; `schemes`: models whose checkpoints have a cache scheme."""
+    scheme = {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}
+    target_model, draft_model = (
+        SimpleNamespace(
+            dtype=one, model=name, hf_config=SimpleNamespace(quantization_config=scheme if name in schemes else {})
+        )
+        for one, name in ((target, "target"), (draft, "draft"))
+    )
     compilation = CompilationConfig(cudagraph_mode="PIECEWISE", pass_config={"fuse_attn_quant": fused})
     return SimpleNamespace(
         compilation_config=compilation,
@@ -102,6 +115,17 @@ def test_k_v_of_8_bits_where_flash_attention_reads_it(
         ValueError, match=r"kv_cache_dtype.*='fp8' .* on this card: .* 9\.x and 10\.x alone; use 'bfloat16'"
     ):
         gpu_arguments.check_config(config)
+
+
+@pytest.mark.parametrize("model", ["target", "draft"])
+def test_a_checkpoint_that_asks_for_8_bits(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_arguments, "current_platform", platform("CUDA", (8, 9)))
+    config = built(torch.bfloat16, torch.bfloat16, schemes=[model])
+    with pytest.raises(ValueError, match=rf"kv_cache_dtype.*='auto' .*kv_cache_scheme.*'{model}'.*use 'bfloat16'"):
+        gpu_arguments.check_config(config)
+    gpu_arguments.check_config(built(torch.bfloat16, torch.bfloat16, cache="bfloat16", schemes=[model]))
+    monkeypatch.setattr(gpu_arguments, "current_platform", platform("CUDA", (9, 0)))
+    gpu_arguments.check_config(config)
 
 
 def test_attention_that_quantises_is_refused() -> None:

@@ -118,7 +118,7 @@ def test_a_plain_draft_is_a_plain_draft_whatever_its_path(name: str, tmp_path: P
         ({"tree": {"draft_temperature": 1e-300}}, ["draft_temperature", "between 0.01 and 100 or 'auto'", "1e-300"]),
         ({"tree": {"draft": "eagle"}}, ["'draft'", "'eagle'", "an independent model", "token embedding"]),
         ({"tree": {"draft": "mtp"}}, ["model_type 'llama'", "no MTP module", "remove 'draft'"]),
-        ({"kv_cache_dtype": "fp8"}, ["kv_cache_dtype", "auto"]),
+        ({"kv_cache_dtype": "fp8"}, ["kv_cache_dtype", "the model's own dtype"]),
         ({"draft_tensor_parallel_size": 2}, ["draft_tensor_parallel_size"]),
     ],
 )
@@ -250,6 +250,20 @@ def test_refused_arguments(arguments: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ValueError, match=words[0]) as error:
         build(tree(25), **arguments)
     assert all(word in str(error.value) for word in words)
+
+
+def test_a_checkpoint_that_asks_for_a_cache_of_8_bits(tmp_path: Path) -> None:
+    stored = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {},
+        "ignore": [],
+        "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False},
+    }
+    target = edited(TARGET, tmp_path, quantization_config=stored)
+    with pytest.raises(ValueError, match=r"^kv_cache_dtype='auto' .*kv_cache_scheme .*edited.*use 'bfloat16'"):
+        build(tree(25), target, dtype="bfloat16")
+    build(tree(25), target, dtype="bfloat16", kv_cache_dtype="bfloat16")
 
 
 UNSUPPORTED: dict[str, Any] = {

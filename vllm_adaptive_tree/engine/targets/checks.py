@@ -1,6 +1,6 @@
 """Allow-list of supported configurations. Anything else is refused by name at start-up until it has a test."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from vllm_adaptive_tree.config import TreeOptions
@@ -86,19 +86,14 @@ def check_config(config: Any, options: TreeOptions) -> None:
     caches: tuple[str, ...] = FP8
     if current_platform.is_cpu():
         caches = () if config.use_v2_model_runner or options.text is None else FP8_ON_CPUS
-    for name, dtype in (
-        ("kv_cache_dtype", config.cache_config.cache_dtype),
-        ("speculative_config['kv_cache_dtype']", spec.kv_cache_dtype or "auto"),
-    ):
-        if dtype in ("auto", str(target.dtype).removeprefix("torch.")):
-            continue
-        if dtype in caches:
-            continue
-        raise ValueError(
-            f"{name}={dtype!r} is not supported with a tree method; use 'auto' (the model's own dtype). {FP8[0]!r} is "
-            "on a GPU, and on a CPU and Model Runner V1 where the draft has no K/V of its own ('model': 'ngram' or "
-            "'suffix')"
-        )
+    own = own_dtype(target)
+    for asked, dtype in cache_dtypes(config):
+        if dtype not in ("auto", own, *caches):
+            raise ValueError(
+                f"{asked} is not supported with a tree method; use {own!r}, the model's own dtype. {FP8[0]!r} is on a "
+                "GPU, and on a CPU and Model Runner V1 where the draft has no K/V of its own ('model': 'ngram' or "
+                "'suffix')"
+            )
     if config.cache_config.sliding_window is not None and options.text is None:
         raise ValueError(
             f"model: {target.model!r} has a sliding window in every layer, which vLLM gives to the layers of its draft "
@@ -136,6 +131,27 @@ def check_config(config: Any, options: TreeOptions) -> None:
             f"speculative_config['num_speculative_tokens']={nodes} does not fit {limit}={room}: one "
             f"request needs {2 + nodes} tokens in a step; lower the first to {room - 2} or raise the second"
         )
+
+
+def own_dtype(model: Any) -> str:
+    """A model's own type, as a value of `kv_cache_dtype`; `model`: vLLM's ModelConfig."""
+    return str(model.dtype).removeprefix("torch.")
+
+
+def cache_dtypes(config: Any) -> Iterator[tuple[str, str]]:
+    """What a built VllmConfig asks for, in words, and the type of K/V that it gets. Where the argument is 'auto',
+    vLLM's layers take 8 bits for a checkpoint with a `kv_cache_scheme`."""
+    spec, dtype = config.speculative_config, config.cache_config.cache_dtype
+    for name, model, asked in (
+        ("kv_cache_dtype", config.model_config, dtype),
+        ("speculative_config['kv_cache_dtype']", spec.draft_model_config, spec.kv_cache_dtype or dtype),
+    ):
+        hf_config = getattr(model, "hf_config", None)
+        stored = getattr(hf_config, "quantization_config", None) or getattr(hf_config, "compression_config", None)
+        if asked == "auto" and isinstance(stored, dict) and stored.get("kv_cache_scheme"):
+            yield f"{name}='auto' with a checkpoint whose kv_cache_scheme asks for 8 bits ({model.model!r})", FP8[0]
+        else:
+            yield f"{name}={asked!r}", asked
 
 
 def check_recurrent(config: Any) -> None:
@@ -282,10 +298,6 @@ def check_layer(name: str, layer: Any, *, plain: bool = True, caches: Collection
         (getattr(impl, "alibi_slopes", None) is not None, "ALiBi"),
         (plain and getattr(impl, "logits_soft_cap", 0) not in (0, None), "a soft-cap on its logits"),
         (plain and getattr(impl, "sinks", None) is not None, "attention sinks"),
-        (
-            is_quantized_kv_cache(layer.kv_cache_dtype) and layer.kv_cache_dtype not in caches,
-            f"a KV cache of {layer.kv_cache_dtype}",
-        ),
         (layer.kv_sharing_target_layer_name is not None, "the KV cache of another layer"),
         (layer.head_size != layer.head_size_v, "value heads of another size"),
     ):
@@ -294,6 +306,11 @@ def check_layer(name: str, layer: Any, *, plain: bool = True, caches: Collection
                 f"model: layer {name!r} uses {what}, which a tree method does not support; use another target, or a "
                 "chain ('draft_model')"
             )
+    if is_quantized_kv_cache(layer.kv_cache_dtype) and layer.kv_cache_dtype not in caches:
+        raise ValueError(
+            f"model: layer {name!r} uses a KV cache of {layer.kv_cache_dtype}, which a tree method does not support "
+            "for it; set kv_cache_dtype to the model's own dtype"
+        )
 
 
 def check_packing(layers: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ from vllm.config.attention import AttentionConfig
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from vllm_adaptive_tree.engine.targets.checks import FP8
+from vllm_adaptive_tree.engine.targets.checks import FP8, cache_dtypes, own_dtype
 
 LEAST = 80
 """Least compute capability, 8.0: bfloat16, asynchronous copies and FlashAttention begin there."""
@@ -47,15 +47,13 @@ def check_config(config: Any) -> None:
         ValueError: float32: FlashAttention, whose cache the kernel reads, has 16 bits; or K/V of 8 bits where it has
             none. Or the attention's results are quantised inside it, in one compiled piece with what follows.
     """
-    for name, asked in (
-        ("kv_cache_dtype", config.cache_config.cache_dtype),
-        ("speculative_config['kv_cache_dtype']", config.speculative_config.kv_cache_dtype),
-    ):
-        if asked in FP8 and not any(map(current_platform.is_device_capability_family, OF_8_BITS)):
+    of_8_bits = any(map(current_platform.is_device_capability_family, OF_8_BITS))
+    for asked, dtype in cache_dtypes(config):
+        if dtype in FP8 and not of_8_bits:
             raise ValueError(
-                f"{name}={asked!r} is not supported with a tree method on {current_platform.get_device_name()}: "
-                "FlashAttention reads K/V of 8 bits on GPUs of compute capability 9.x and 10.x alone; use "
-                f"{str(config.model_config.dtype).removeprefix('torch.')!r}, the model's own dtype"
+                f"{asked} is not supported with a tree method on {current_platform.get_device_name()}: FlashAttention "
+                "reads K/V of 8 bits on GPUs of compute capability 9.x and 10.x alone; use "
+                f"{own_dtype(config.model_config)!r}, the model's own dtype"
             )
     if config.compilation_config.pass_config.fuse_attn_quant:
         raise ValueError(

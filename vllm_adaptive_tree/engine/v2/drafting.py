@@ -248,7 +248,7 @@ class TreeDrafting(BaseSpeculator):
         self.drafts.forget()
 
     def pieces(self) -> dict[Piece, Callable[[], Any]]:
-        """Pieces that a step may run, the largest first. Those of fewer levels are for a budget."""
+        """Pieces that a step may run, those of most requests first. Those of fewer levels are for a budget."""
         fewest = 1 if self.options.tree.budget == "auto" else self.drafted_levels
         return {
             Piece.of(size, levels): partial(self.trees, size, levels)
