@@ -229,8 +229,16 @@ def _attention(
         scores = torch.einsum("qhd,khd->hqk", query, keys) * arguments["softmax_scale"]
         row, column = torch.arange(length - (last - first), length)[:, None], torch.arange(length)
         weights = scores.masked_fill((column > row) & causal, -torch.inf).softmax(-1)
+        if kernel == "FA3" and k.element_size() == 1:
+            weights = of_8_bits(weights)
         out[first:last] = torch.einsum("hqk,khd->qhd", weights, values).to(out.dtype)
     return out
+
+
+def of_8_bits(weights: Tensor) -> Tensor:
+    """Weights as FlashAttention 3 multiplies them with values of 8 bits: the largest of a row becomes 256."""
+    factor = 256 / weights.amax(-1, keepdim=True)
+    return (weights * factor).to(torch.float8_e4m3fn).float() / factor
 
 
 def _fa2(

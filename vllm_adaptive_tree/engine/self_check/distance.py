@@ -5,7 +5,7 @@ from torch import Tensor
 
 TIMES = 3.0
 """Allowed distance, in distances between vLLM's own two ways."""
-ROUNDINGS = {torch.float32: 64.0}
+ROUNDINGS = {torch.float32: 64.0, torch.float8_e4m3fn: 1.0}
 OTHER_ROUNDINGS = 4.0
 """Allowed distance in roundings of the largest logit: in 16 bits a sum is rounded once, in float32 its every term."""
 
@@ -22,5 +22,11 @@ def distance(a: Tensor, b: Tensor, *, share: float = 1.0) -> float:
 
 
 def allowed_error(dtype: torch.dtype, *, noise: float, peak: float) -> float:
-    """Largest allowed distance. `noise`: that of vLLM's own two ways; `peak`: the largest logit."""
+    """Largest allowed distance.
+
+    Args:
+        dtype: the coarsest that attention computes with.
+        noise: distance of vLLM's own two ways.
+        peak: the largest logit.
+    """
     return max(TIMES * noise, ROUNDINGS.get(dtype, OTHER_ROUNDINGS) * torch.finfo(dtype).eps * peak)

@@ -4,9 +4,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
+import torch
 from torch import Tensor
 from vllm import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.kv_cache_interface import is_quantized_kv_cache
+
+from vllm_adaptive_tree.engine.targets.checks import attention_layers
 
 GREEDY: Mapping[str, float] = MappingProxyType({})
 
@@ -51,6 +55,15 @@ class Trial:
         self.runner.kv_connector.set_disabled(False)
         for cache in self.runner.kv_caches:
             cache[self.lowest :] = 0
+
+    @property
+    def coarsest(self) -> torch.dtype:
+        """Type that attention rounds to: where a layer has K/V of 8 bits, FlashAttention 3 multiplies its values with
+        weights of 8 bits, and the tree kernel with wider ones."""
+        layers = attention_layers(self.runner.vllm_config).values()
+        of_8_bits = any(is_quantized_kv_cache(layer.kv_cache_dtype) for layer in layers)
+        dtype: torch.dtype = torch.float8_e4m3fn if of_8_bits else self.runner.dtype
+        return dtype
 
     def begin(self, texts: dict[str, list[int]], *, more: int, temperatures: Mapping[str, float] = GREEDY) -> None:
         """Read texts natively, sample a token after each, and draft. Each request may get `more` tokens; those with a
