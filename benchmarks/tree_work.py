@@ -20,6 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -229,7 +230,7 @@ def host_work(requests: int, nodes: int) -> dict[str, Any]:
     value, count = proposal.tree.log_weight.exp().numpy(), 1 + nodes
     budget = HostBudget(Budget(sampled=False), ThresholdController(proposer, Steered()), PhaseClock())
     accepted = Accepted(torch.ones(requests, 2).long(), torch.tensor([[0, -1]]).expand(requests, 2))
-    positions = torch.zeros(requests * count, dtype=torch.int64)
+    positions, tokens = torch.zeros(requests * count, dtype=torch.int64), np.zeros(requests * count, np.int32)
     starts, counts, computed = list(range(0, requests * count, count)), [count] * requests, [500] * requests
 
     valued = zip(to_drafts(proposal, [], temperature), value, proposal.tree.depth.numpy(), strict=True)
@@ -239,7 +240,7 @@ def host_work(requests: int, nodes: int) -> dict[str, Any]:
     def step() -> Tensor:
         to_drafts(proposal, [], temperature)
         verification = Verification(drafts, starts, counts, computed, 512)
-        verification.write_positions(positions)
+        verification.write_rows(tokens, positions, torch.arange(requests * count))
         budget.verified(verification, accepted)
         return verification.tree.tokens
 

@@ -73,9 +73,11 @@ def built(
     cache: str = "auto",
     draft_cache: str | None = None,
     schemes: Sequence[str] = (),
+    by: str = "compressed-tensors",
 ) -> Any:
-    """A VllmConfig of models and caches of these dtypes; `schemes`: models whose checkpoints have a cache scheme."""
-    scheme = {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}
+    """A VllmConfig of models and caches of these dtypes; `schemes`: models whose checkpoints have a cache scheme, `by`
+    this method."""
+    scheme = {"quant_method": by, "kv_cache_scheme": {"num_bits": 8, "type": "float"}}
     target_model, draft_model = (
         SimpleNamespace(
             dtype=one, model=name, hf_config=SimpleNamespace(quantization_config=scheme if name in schemes else {})
@@ -124,6 +126,7 @@ def test_a_checkpoint_that_asks_for_8_bits(model: str, monkeypatch: pytest.Monke
     with pytest.raises(ValueError, match=rf"kv_cache_dtype.*='auto' .*kv_cache_scheme.*'{model}'.*use 'bfloat16'"):
         gpu_arguments.check_config(config)
     gpu_arguments.check_config(built(torch.bfloat16, torch.bfloat16, cache="bfloat16", schemes=[model]))
+    gpu_arguments.check_config(built(torch.bfloat16, torch.bfloat16, schemes=[model], by="modelopt"))
     monkeypatch.setattr(gpu_arguments, "current_platform", platform("CUDA", (9, 0)))
     gpu_arguments.check_config(config)
 

@@ -66,7 +66,7 @@ def finding(trial: Trial, levels: list[RecordedLevel], requests: list[str], text
         noise = max(noise, distance(native[name], _native(trial, before, {name: path})[name]))
         if len(path.tokens) > 1:
             control = min(control, distance(mine, turned[name]))
-    allowed = allowed_error(trial.coarsest, noise=noise, peak=peak)
+    allowed = allowed_error(trial.coarsest(draft=True), noise=noise, peak=peak)
     figures = {"error": error, "allowed": allowed, "vLLM's": noise, "path reversed": control}
     figures |= {"levels": len(levels), "paths": len(paths)}  # 0: no node was worth reading
     return Finding("draft", error <= allowed and (not paths or allowed < control), figures)

@@ -69,7 +69,7 @@ def check(runner: Any) -> CheckOutcome:
         drafting = draft.finding(trial, levels, requests, committed)
         natively_on = trial.read(read, dict.fromkeys(read, DECODED))
     peak = max(float(logits_of_tree.abs().max()) for logits_of_tree in native.values())
-    allowed = allowed_error(trial.coarsest, noise=noise, peak=peak)
+    allowed = allowed_error(trial.coarsest(), noise=noise, peak=peak)
     share = ROWS_OF_EXPERTS if runner.model_config.is_moe else 1.0
     error = max(distance(tree_logits[name], native[name], share=share) for name in trees)
     control = torch.inf

@@ -56,12 +56,12 @@ class Trial:
         for cache in self.runner.kv_caches:
             cache[self.lowest :] = 0
 
-    @property
-    def coarsest(self) -> torch.dtype:
-        """Type that attention rounds to: where a layer has K/V of 8 bits, FlashAttention 3 multiplies its values with
-        weights of 8 bits, and the tree kernel with wider ones."""
-        layers = attention_layers(self.runner.vllm_config).values()
-        of_8_bits = any(is_quantized_kv_cache(layer.kv_cache_dtype) for layer in layers)
+    def coarsest(self, *, draft: bool = False) -> torch.dtype:
+        """Type that attention rounds to, the target's or the draft's: where a layer has K/V of 8 bits, FlashAttention 3
+        multiplies its values with weights of 8 bits, and the tree kernel with wider ones."""
+        drafts, layers = self.runner.speculator.draft_attn_layer_names, attention_layers(self.runner.vllm_config)
+        own = (layer for name, layer in layers.items() if (name in drafts) == draft)
+        of_8_bits = any(is_quantized_kv_cache(layer.kv_cache_dtype) for layer in own)
         dtype: torch.dtype = torch.float8_e4m3fn if of_8_bits else self.runner.dtype
         return dtype
 

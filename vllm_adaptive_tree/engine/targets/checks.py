@@ -140,7 +140,8 @@ def own_dtype(model: Any) -> str:
 
 def cache_dtypes(config: Any) -> Iterator[tuple[str, str]]:
     """What a built VllmConfig asks for, in words, and the type of K/V that it gets. Where the argument is 'auto',
-    vLLM's layers take 8 bits for a checkpoint with a `kv_cache_scheme`."""
+    vLLM's layers take 8 bits for a checkpoint of compressed-tensors with a `kv_cache_scheme`; what other checkpoints
+    ask for is in the argument by then."""
     spec, dtype = config.speculative_config, config.cache_config.cache_dtype
     for name, model, asked in (
         ("kv_cache_dtype", config.model_config, dtype),
@@ -148,7 +149,8 @@ def cache_dtypes(config: Any) -> Iterator[tuple[str, str]]:
     ):
         hf_config = getattr(model, "hf_config", None)
         stored = getattr(hf_config, "quantization_config", None) or getattr(hf_config, "compression_config", None)
-        if asked == "auto" and isinstance(stored, dict) and stored.get("kv_cache_scheme"):
+        given = stored if isinstance(stored, dict) and stored.get("quant_method") == "compressed-tensors" else {}
+        if asked == "auto" and given.get("kv_cache_scheme"):
             yield f"{name}='auto' with a checkpoint whose kv_cache_scheme asks for 8 bits ({model.model!r})", FP8[0]
         else:
             yield f"{name}={asked!r}", asked
