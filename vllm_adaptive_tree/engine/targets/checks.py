@@ -90,9 +90,8 @@ def check_config(config: Any, options: TreeOptions) -> None:
     for asked, dtype in cache_dtypes(config):
         if dtype not in ("auto", own, *caches):
             raise ValueError(
-                f"{asked} is not supported with a tree method; use {own!r}, the model's own dtype. {FP8[0]!r} is on a "
-                "GPU, and on a CPU and Model Runner V1 where the draft has no K/V of its own ('model': 'ngram' or "
-                "'suffix')"
+                f"{asked} is not supported with a tree method; use {own!r}, the model's own dtype. {FP8[0]!r} needs "
+                "a GPU, or a CPU with Model Runner V1 and a draft without K/V of its own ('model': 'ngram' or 'suffix')"
             )
     if config.cache_config.sliding_window is not None and options.text is None:
         raise ValueError(

@@ -16,11 +16,12 @@ from vllm_adaptive_tree.engine.v1.scratch import ScratchBlocks
 @dataclass(frozen=True, slots=True)
 class AttentionRound:
     """Sequences that attend together: plain rows and first branches over the request's own blocks, other branches over
-    scratch blocks, numbered from 0 here."""
+    scratch blocks. These are behind a layer's own blocks, so its tables and slots are its own."""
 
     rows: slice  # of the flat batch, which attend
     written: Tensor  # [paths] int64: rows with K/V to write, a node once for every branch through it
-    copies: list[tuple[int, int, int]]  # a block of the context, and the scratch blocks [start, end) that begin as it
+    copies: list[tuple[int, int, int]]
+    """A block of the context, and the scratch blocks [start, end), counted from 0, that begin as it."""
     slots: dict[str, Tensor]  # layer -> [paths] int64
     tables: dict[str, Tensor]  # layer -> [sequences, B] int32: block table
     native: CPUAttentionMetadata  # with the block table of the layer that attends
