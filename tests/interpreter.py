@@ -5,6 +5,7 @@ vLLM's CPU build says it has no Triton, and its CPU platform switches asynchrono
 
 import importlib.abc
 import importlib.util
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -32,7 +33,8 @@ def install(runner: str) -> None:
     after("vllm.v1.sample.ops.topk_topp_sampler", lambda module: setattr(module, "HAS_TRITON", False))
     after("triton.runtime.interpreter", _splat_truth_values)
     after("triton.runtime.interpreter", _patch_once)
-    after("triton.runtime.interpreter", _multiply_bfloat16)
+    after("triton.runtime.interpreter", _compute_in_bfloat16)
+    after("triton.runtime.interpreter", _grid_of_arguments)
     if runner == "v2-async":
         after("vllm.platforms.cpu", _keep_asynchronous)
     if runner == "v2-kernels":
@@ -60,19 +62,43 @@ def _splat_truth_values(module: ModuleType) -> None:
     builder.create_splat = create_splat
 
 
-def _multiply_bfloat16(module: ModuleType) -> None:
-    """Fix products: Triton keeps bfloat16 as integers, and multiplies matrices of those."""
+def _compute_in_bfloat16(module: ModuleType) -> None:
+    """Fix arithmetic: Triton keeps bfloat16 as integers, and adds, multiplies and compares those."""
+    import numpy as np
     import triton.language as tl
 
     builder: Any = module.InterpreterBuilder  # type: ignore[attr-defined]
-    original = builder.create_dot
+    dot, binary = builder.create_dot, builder.binary_op
 
     def create_dot(self: Any, left: Any, right: Any, *rest: Any) -> Any:
         if left.dtype.scalar == tl.bfloat16:
             left, right = (self.create_fp_ext(one, tl.float32) for one in (left, right))
-        return original(self, left, right, *rest)
+        return dot(self, left, right, *rest)
 
-    builder.create_dot = create_dot
+    def binary_op(self: Any, left: Any, right: Any, operation: Any) -> Any:
+        if left.dtype.scalar != tl.bfloat16:
+            return binary(self, left, right, operation)
+        values = operation(*(self.create_fp_ext(one, tl.float32).data for one in (left, right)))
+        if values.dtype == np.bool_:
+            return module.TensorHandle(values, tl.int1)
+        return self.create_fp_trunc(module.TensorHandle(values, tl.float32), tl.bfloat16)
+
+    builder.create_dot, builder.binary_op = create_dot, binary_op
+
+
+def _grid_of_arguments(module: ModuleType) -> None:
+    """Give the function of a grid the arguments of the launch, as the compiler does; some ask a tensor for its size."""
+    function: Any = module.InterpretedFunction
+    original = function.run
+
+    def run(self: Any, *args: Any, grid: Any, **given: Any) -> Any:
+        if callable(grid):
+            names = inspect.signature(self.fn).parameters
+            inside = {name: value for name, value in given.items() if name in names}
+            grid = grid(inspect.getcallargs(self.fn, *args, **inside))
+        return original(self, *args, grid=grid, **given)
+
+    function.run = run
 
 
 def _patch_once(module: ModuleType) -> None:

@@ -1,5 +1,6 @@
 """Targets with recurrent states: their trees are chains of adaptive length, with the texts of vLLM's own chains."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import vllm
+from safetensors.torch import load_file, save_file
 from vllm.engine.arg_utils import EngineArgs
 
 from tests.engine.engines import V2, Engines, assert_identical, generate, metric, runner_of
@@ -24,7 +26,7 @@ CLOSE = 12
 """As in `test_families.py`, and states pass on what differs: vLLM reads prompts and single tokens by other kernels than
 its own chains. A state of another token is 20 to 60 apart."""
 
-served = pytest.mark.skipif(OLD or V2, reason="served on vLLM 0.33 and Model Runner V1: `python -m tests.next`")
+served = pytest.mark.skipif(OLD, reason="served on vLLM 0.33: `python -m tests.next`")
 
 
 def assert_close(outputs: list[Any], others: list[Any]) -> None:
@@ -47,15 +49,9 @@ def config(tmp_path: Path, speculation: dict[str, Any], **arguments: Any) -> Any
     return EngineArgs(model=model, speculative_config=speculation, **given).create_engine_config()
 
 
-@pytest.mark.skipif(not OLD or V2, reason="a fault of vLLM 0.32 on CPUs")
+@pytest.mark.skipif(not OLD, reason="a fault of vLLM 0.32")
 def test_the_release_that_loses_states_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"after a chain that is shorter .* install vLLM 0\.33"):
-        config(tmp_path, known([], tmp_path, NODES, chains=True))
-
-
-@pytest.mark.skipif(not V2, reason="Model Runner V2 takes lengths from the device")
-def test_model_runner_v2_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="linear layers on Model Runner V2 are not supported"):
+    with pytest.raises(ValueError, match=r"after a shorter one .* install vLLM 0\.33"):
         config(tmp_path, known([], tmp_path, NODES, chains=True))
 
 
@@ -95,16 +91,19 @@ def test_texts_are_those_of_a_chain(run: Run, chain: list[Any]) -> None:
     assert 0 < drafted < steps * NODES, "chains of one length prove nothing"
     assert_same(chain, [generate(llm, [prompt], PARAMS)[0] for prompt in run.asked])
     assert_close(chain, run.plain)
-    with torch.no_grad():
-        logits = target_forward(runner_of(llm), 20)()  # of two chains
-    assert len(logits.unique(dim=0)) == 20
+    if not V2:
+        with torch.no_grad():
+            logits = target_forward(runner_of(llm), 20)()  # of two chains
+        assert len(logits.unique(dim=0)) == 20
 
 
-@served
-def test_the_state_of_an_earlier_token_shows(run: Run, chain: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The negative control: the state after the last accepted token is the one that the next step goes on from."""
-    llm = run.engines.start(known(run.texts(), run.folder, NODES, chains=True), **run.arguments)
-    runner = runner_of(llm)
+def lose_the_state(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next step goes on from the state after the root."""
+    if V2:
+        states = runner.model_state
+        after = states.postprocess_state
+        monkeypatch.setattr(states, "postprocess_state", lambda rows, *_: after(rows, 1))
+        return
     update = runner._update_states_after_model_execute
 
     def early(tokens: Any, scheduled: Any) -> None:
@@ -112,17 +111,63 @@ def test_the_state_of_an_earlier_token_shows(run: Run, chain: list[Any], monkeyp
         runner.input_batch.num_accepted_tokens_cpu_tensor[: len(tokens)] = 1
 
     monkeypatch.setattr(runner, "_update_states_after_model_execute", early)
+
+
+@served
+def test_the_state_of_an_earlier_token_shows(run: Run, chain: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: the state after the last accepted token is the one that the next step goes on from."""
+    llm = run.engines.start(known(run.texts(), run.folder, NODES, chains=True), **run.arguments)
+    lose_the_state(runner_of(llm), monkeypatch)
     with pytest.raises(AssertionError):
         assert_close(generate(llm, run.asked, PARAMS), chain)
 
 
 @served
+@pytest.mark.skipif(not V2, reason="a check of Model Runner V2")
+def test_the_start_up_check(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads chains, and the sequences beside them token by token, as recurrent layers do."""
+    from vllm_adaptive_tree.engine.self_check.check import check
+
+    llm = run.engines.start(known(run.texts(), run.folder, NODES, chains=True), **run.arguments)
+    found = check(runner_of(llm))
+    assert found.passed, str(found)
+    lose_the_state(runner_of(llm), monkeypatch)
+    assert check(runner_of(llm)).failed == ["decoding"]
+
+
+@served
 @pytest.mark.slow
-@pytest.mark.parametrize("budget", ["auto", None])
-def test_a_draft_with_a_look_up(run: Run, chain: list[Any], budget: str | None) -> None:
+@pytest.mark.parametrize("budget", ["auto", 5, None])
+def test_a_draft_with_a_look_up(run: Run, chain: list[Any], budget: str | int | None) -> None:
+    """With 5 nodes in a batch its requests verify chains of several lengths, on V2 of those that the device chooses."""
     draft = replace(FAMILIES["llama"], fields={"head_dim": 64, "num_hidden_layers": 1}).saved(run.folder / "draft")
     speculation = {"method": "adaptive_tree", "model": draft, "num_speculative_tokens": 6, "tree": {"budget": budget}}
     llm = run.engines.start(speculation, **run.arguments)
     assert_same(chain, generate(llm, run.asked, PARAMS))
     more = prompts([150, 17, 3, 60, 61, 62, 63, 64, 65], HYBRID.built().vocab_size, seed=1)
     assert len(generate(llm, more, PARAMS)[0].token_ids) == TOKENS
+
+
+def with_module(model: str, folder: Path) -> str:
+    """The checkpoint with an MTP module of the weights of its last layer. As in Qwen3-Next's own, no key of its config
+    says so."""
+    shutil.copytree(model, folder)
+    weights = load_file(folder / "model.safetensors")
+    last, norm = f"model.layers.{HYBRID.built().num_hidden_layers - 1}.", weights["model.norm.weight"]
+    module = {f"layers.0.{name.removeprefix(last)}": one for name, one in weights.items() if name.startswith(last)}
+    module |= dict.fromkeys(("norm.weight", "pre_fc_norm_hidden.weight", "pre_fc_norm_embedding.weight"), norm)
+    module["fc.weight"] = torch.eye(len(norm), dtype=norm.dtype).repeat(1, 2) / 2
+    weights |= {f"mtp.{name}": one.clone() for name, one in module.items()}
+    save_file(weights, folder / "model.safetensors")
+    return str(folder)
+
+
+@served
+@pytest.mark.parametrize("budget", ["auto", pytest.param(None, marks=pytest.mark.slow)])
+def test_the_target_s_own_module(run: Run, chain: list[Any], budget: str | None) -> None:
+    target = with_module(run.arguments["model"], run.folder / f"target, {budget}")
+    tree = {"draft": "mtp", "budget": budget, "lookup": None}
+    speculation = {"method": "adaptive_tree", "model": target, "num_speculative_tokens": 4, "tree": tree}
+    llm = run.engines.start(speculation, **{**run.arguments, "model": target})
+    assert_same(chain, generate(llm, run.asked, PARAMS))
+    assert metric(llm, "spec_decode_num_draft_tokens") > 20

@@ -91,7 +91,9 @@ class MTP(Head):
         from vllm.config.speculative import MTPModelTypes, SpeculativeConfig
 
         overridden = SpeculativeConfig.hf_config_override(copy.deepcopy(config))
-        modules = getattr(overridden, "n_predict", None) or 0
+        modules = getattr(overridden, "n_predict", 0)
+        if modules is None:  # a key that Qwen3-Next's config.json has not: vLLM takes one
+            modules = int(draft.tensors is None or any("mtp." in name for name in draft.tensors))
         if overridden.model_type in REFUSED_MTP:
             raise draft.refused(f"is {REFUSED_MTP[overridden.model_type]}, not served yet; {supported_drafts_hint()}")
         if overridden.model_type not in get_args(MTPModelTypes) or modules < 1:

@@ -68,10 +68,10 @@ def check(runner: Any, *, light: bool = False) -> Verdict:
     """Run all parts; every rank fails where one does. `light`: only those whose result may change under an equal
     certificate: the attention kernel on this device, and the agreement of ranks."""
     target = [
-        (layer, group.kv_cache_spec.block_size)
+        (runner.attention.layers[name], group.kv_cache_spec.block_size)
         for group in runner.kv_cache_config.kv_cache_groups
-        for name, layer in runner.compilation_config.static_forward_context.items()
-        if name in set(group.layer_names) - set(runner.speculator.draft_attn_layer_names)
+        for name in group.layer_names
+        if name in runner.attention.layers
     ]
     findings = list[Finding]()
     for layer, block_size in {_shape(*layer_and_size): layer_and_size for layer_and_size in target}.values():

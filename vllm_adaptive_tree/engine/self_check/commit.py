@@ -22,9 +22,9 @@ class Commit:
         self.moved = self.wrong = 0
         """Tokens whose K/V had to move; slots of a layer with wrong bytes."""
 
-    def finding(self, *, nodes: int) -> Finding:
-        """Result of the check. Trees of one node move nothing."""
-        shown = self.moved > 0 or nodes == 1
+    def finding(self, *, moves: bool) -> Finding:
+        """Result of the check. `moves`: False for chains, whose tokens are in their places."""
+        shown = self.moved > 0 or not moves
         return Finding("commit", shown and self.wrong == 0, {"moved": self.moved, "wrong slots": self.wrong})
 
     def compare(self, before: dict[str, Tensor], roots: list[int], nodes: Tensor) -> None:
@@ -49,7 +49,7 @@ class Commit:
         """Bytes of each layer of the target, [slots of the trial's blocks, bytes], copied."""
         runner, cache_bytes = self.trial.runner, {}
         for group in runner.kv_cache_config.kv_cache_groups:
-            for name in set(group.layer_names) - set(runner.speculator.draft_attn_layer_names):
+            for name in runner.attention.layers.keys() & group.layer_names:
                 cache_bytes[name] = self._bytes(name, group.kv_cache_spec.block_size)
         return cache_bytes
 

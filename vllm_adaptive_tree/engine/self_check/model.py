@@ -48,6 +48,9 @@ class CheckOutcome(NamedTuple):
 def check(runner: Any) -> CheckOutcome:
     """Check the target: whole-model identity, and the bytes of the commit (check C)."""
     nodes = min(runner.options.num_speculative_tokens, NODES)
+    if runner.pair.chains:
+        nodes = min(nodes, runner.speculator.levels)
+    one_by_one = 1 if runner.model_config.is_hybrid else None
     with Trial(runner) as trial:
         prompts = _prompts(runner, nodes)
         trees = _trees(trial, prompts, nodes)
@@ -67,7 +70,7 @@ def check(runner: Any) -> CheckOutcome:
         permuted, _ = _native(trial, begun, {name: _permuted(tree) for name, tree in trees.items()})
         read = {f"{name} on": text[:-1] for name, text in ended.items()}  # the last token was sampled, and not read
         drafting = draft.finding(trial, levels, requests, committed)
-        natively_on = trial.read(read, dict.fromkeys(read, DECODED))
+        natively_on = trial.read(read, dict.fromkeys(read, DECODED), chunk=one_by_one)
     peak = max(float(logits_of_tree.abs().max()) for logits_of_tree in native.values())
     allowed = allowed_error(trial.coarsest(), noise=noise, peak=peak)
     share = ROWS_OF_EXPERTS if runner.model_config.is_moe else 1.0
@@ -83,7 +86,7 @@ def check(runner: Any) -> CheckOutcome:
     accepted = max(len(committed[name]) - len(begun[name]) - 1 for name in trees)
     figures = {"error": error, "allowed": allowed, "vLLM's": noise, "parents permuted": control}
     findings = [
-        commit.finding(nodes=nodes),
+        commit.finding(moves=nodes > 1 and not runner.pair.chains),
         Finding("model", error <= allowed < control, figures),
         Finding("decoding", decoding <= allowed and accepted > 0, {"error": decoding, "allowed": allowed}),
     ]
@@ -105,7 +108,7 @@ def _prompts(runner: Any, nodes: int) -> dict[str, list[int]]:
 
 def _trees(trial: Trial, prompts: dict[str, list[int]], nodes: int) -> dict[str, CheckTree]:
     """Random trees, each with a path that the target takes after the first token."""
-    levels = trial.runner.speculator.levels
+    levels, chains = trial.runner.speculator.levels, trial.runner.pair.chains
     length = min(PATH, levels, -(-nodes // 2))
     texts = dict(prompts)
     for _ in range(1 + length):
@@ -115,10 +118,11 @@ def _trees(trial: Trial, prompts: dict[str, list[int]], nodes: int) -> dict[str,
     trees = {}
     for seed, (name, text) in enumerate(texts.items()):
         path = text[len(text) - length :]
-        parents = random_parents(nodes, seed=seed, levels=levels)
+        parents = list(range(-1, nodes - 1)) if chains else random_parents(nodes, seed=seed, levels=levels)
         random_tokens = random.Random(seed).sample(range(trial.runner.model_config.get_vocab_size()), nodes + length)
         tokens = [token for token in random_tokens if token not in path][:nodes]
-        places = [min(1 + 2 * i, nodes - length + i) for i in range(length)]  # every second one, if there is room
+        places = [i if chains else min(1 + 2 * i, nodes - length + i) for i in range(length)]
+        # every second node, if there is room
         for above, place, token in zip([-1, *places], places, path, strict=False):
             tokens[place], parents[place] = token, above
         trees[name] = CheckTree(tokens, _shallow(parents, levels))
@@ -187,12 +191,13 @@ def _native(trial: Trial, begun: dict[str, list[int]], trees: dict[str, CheckTre
     for name, tree in trees.items():
         for leaf, (path, text) in tree.texts(begun[name]).items():
             texts[f"{name} {leaf}"], last[f"{name} {leaf}"] = text, 1 + len(path)
-    rows = trial.read(texts, last)
+    whole, other = (None, max(last.values())) if not trial.runner.model_config.is_hybrid else (1, None)
+    rows = trial.read(texts, last, chunk=whole)
     logits, noise = {}, 0.0
     for name, tree in trees.items():
         paths_of = tree.texts(begun[name])
         first = f"{name} {next(iter(paths_of))}"
-        again = trial.read({first: texts[first]}, last, chunks=True)[first]
+        again = trial.read({first: texts[first]}, last, chunk=other)[first]
         noise = max(noise, distance(rows[first], again))
         logits[name] = rows[first].new_zeros(1 + len(tree.tokens), rows[first].shape[1])
         for leaf, (path, _) in paths_of.items():

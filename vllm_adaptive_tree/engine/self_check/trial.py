@@ -72,23 +72,29 @@ class Trial:
             new = self._new({name: texts[name] for name in names}, more, temperatures)
             self._run(new, {name: len(texts[name]) for name in names})
 
-    def read(self, texts: dict[str, list[int]], last: dict[str, int], *, chunks: bool = False) -> dict[str, Tensor]:
+    def read(self, texts: dict[str, list[int]], last: dict[str, int], *, chunk: int | None = None) -> dict[str, Tensor]:
         """Read texts as plain causal sequences, in as many steps as they need.
 
         Args:
             last: number of rows at the end of each text whose logits [last, V] are returned.
-            chunks: True to read those rows in a second step.
+            chunk: most of those rows in one step, after one of the text before them; None: with it.
         """
         logits, begun = dict[str, Tensor](), self.end
         for names in self._batches(texts):
             batch = {name: texts[name] for name in names}
-            new = self._new(batch, 0)
-            counts, ends = {name: len(text) for name, text in batch.items()}, {name: last[name] for name in names}
-            if chunks:
-                begins = {name: count - ends[name] for name, count in counts.items()}
-                self._run(new, begins)
-                new, counts = self._running(begins), ends
-            logits |= self._run(new, counts, last=ends, samples=False).logits
+            new, counts = self._new(batch, 0), {name: len(text) for name, text in batch.items()}
+            if chunk is None:
+                logits |= self._run(new, counts, last={name: last[name] for name in names}, samples=False).logits
+            else:
+                done = {name: count - last[name] for name, count in counts.items()}
+                self._run(new, done)
+                parts: dict[str, list[Tensor]] = {name: [] for name in names}
+                while left := {name: min(chunk, counts[name] - at) for name, at in done.items() if at < counts[name]}:
+                    step = self._run(self._running({name: done[name] for name in left}), left, last=left)
+                    for name, rows in step.logits.items():
+                        parts[name].append(rows)
+                        done[name] += len(rows)
+                logits |= {name: torch.cat(rows) for name, rows in parts.items()}
             self.finish(names)
             self.end = begun
         return logits
@@ -137,7 +143,7 @@ class Trial:
         for name, text in texts.items():
             temperature = temperatures.get(name, 0.0)
             held = tuple(
-                self._take(-(-(len(text) + room) // group.kv_cache_spec.block_size))
+                self._take(_num_blocks(group.kv_cache_spec, len(text) + room))
                 for group in self.runner.kv_cache_config.kv_cache_groups
             )
             step.scheduled_new_reqs.append(
@@ -199,3 +205,9 @@ class Trial:
             runner.execute_model_state = None
             runner.step.end()
         return TrialStep(logits, verification)
+
+
+def _num_blocks(specification: Any, tokens: int) -> int:
+    """Blocks of a request; a layer with a recurrent state has one more for each draft token."""
+    drafts = getattr(specification, "num_speculative_blocks", 0)
+    return int(-(-tokens // specification.block_size) + drafts)

@@ -41,6 +41,7 @@ def threshold(ratio: float) -> float:
     return min(max(ratio, MIN_THRESHOLD), MAX_THRESHOLD)
 
 
+@torch.inference_mode()
 def fastest(
     forwards: Sequence[Prepare],
     *,
@@ -67,6 +68,7 @@ def fastest(
     return times
 
 
+@torch.inference_mode()  # as vLLM's steps; weights of some models want gradients
 def run_once(
     forwards: Iterable[Prepare],
     *,

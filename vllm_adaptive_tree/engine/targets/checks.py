@@ -162,12 +162,11 @@ def check_recurrent(config: Any) -> None:
     target = config.model_config
     if not is_named(target):
         raise _not_served(target, "state-space or linear layers of this class")
-    if config.use_v2_model_runner:
-        raise _not_served(target, "linear layers on Model Runner V2")
     if minor(vllm.__version__) == "0.32":
         raise ValueError(
-            f"model: {target.model!r} has linear layers, and on a CPU vLLM 0.32 loses the inputs of their convolutions "
-            "after a chain that is shorter than num_speculative_tokens, with its own chains too; install vLLM 0.33"
+            f"model: {target.model!r} has linear layers, and vLLM 0.32 follows their states through chains of "
+            "num_speculative_tokens alone: after a shorter one a CPU loses the inputs of their convolutions, with "
+            "vLLM's own chains too; install vLLM 0.33"
         )
     if keeps_states_by_prefix(config):
         raise ValueError(

@@ -61,7 +61,7 @@ FAMILIES = (
     Family(
         "Qwen3NextForCausalLM",
         "Qwen3-Next",
-        "gated delta nets, gated attention, experts; chains of adaptive length, on CPUs with vLLM 0.33",
+        "gated delta nets, gated attention, experts; chains of adaptive length, with vLLM 0.33",
         ("qwen3-next",),
         chains=True,
     ),
@@ -76,7 +76,7 @@ REFUSALS = (
         "placeholders, three positions a token",
         "`test_models_of_more_than_text_are_refused`",
     ),
-    Refusal("other hybrids; hybrids on Model Runner V2", "Jamba, LFM2", "a state for every sequence", BY_CONFIG),
+    Refusal("other hybrids", "Jamba, LFM2", "a state for every sequence", BY_CONFIG),
     Refusal(
         "chunked attention; K/V of another layer; ALiBi; windows, soft-caps or sinks in classes that are not above",
         "Llama 4; Gemma 4 E2B and E4B; Bloom; EXAONE 4",

@@ -23,12 +23,13 @@ class TargetAttention:
         self.runner, self.native_metadata = runner, runner.model_state.prepare_attn
         nodes = runner.options.num_speculative_tokens
         self.in_generation_order = nodes <= verification.IN_GENERATION_ORDER
+        layers, drafts = checks.attention_layers(runner.vllm_config), runner.speculator.draft_attn_layer_names
+        self.layers = {name: layer for name, layer in layers.items() if name not in drafts}
+        """The target's; those with a recurrent state read chains as vLLM's own."""
         self.buffers: TargetBuffers | None = None  # where kernels run
         if compiles(runner.device):
-            layers, drafts = checks.attention_layers(runner.vllm_config), runner.speculator.draft_attn_layer_names
-            target_layers = {name: layer for name, layer in layers.items() if name not in drafts}
             sizes = runner.max_num_reqs, runner.max_num_tokens, nodes
-            self.buffers = TargetBuffers(target_layers, *sizes, runner.model_config.dtype, runner.device)
+            self.buffers = TargetBuffers(self.layers, *sizes, runner.model_config.dtype, runner.device)
         self.metadata: dict[str, Any] = {}
         self.slots: dict[str, Tensor] = {}
         """Metadata, and slots of all rows, of each layer in the last verification."""
@@ -77,7 +78,7 @@ class TargetAttention:
         dense: dict[Any, DenseTrees] = {}
         for group, slots in zip(self.runner.kv_cache_config.kv_cache_groups, slot_mappings, strict=True):
             for name in group.layer_names:
-                if name in self.runner.speculator.draft_attn_layer_names:
+                if name not in self.layers:
                     continue
                 native = metadata[name]
                 if self.buffers is not None:
