@@ -55,11 +55,14 @@ def install(capability: tuple[int, int]) -> None:
         sys.modules[f"vllm.{compiled}"] = ModuleType(compiled)
     for compiled in ("_vllm_fa2_C", "_vllm_fa3_C", "cute", "cute.interface"):
         sys.modules[f"vllm.vllm_flash_attn.{compiled}"] = ModuleType(compiled)
-    for other in ("minimax_m3_msa_warmup", "step5_dsa_warmup"):
-        module = sys.modules[f"vllm.model_executor.warmup.{other}"] = ModuleType("needs torchvision")
-        setattr(module, other, lambda _: None)
+    for other in ("minimax_m3_msa_warmup", "step5_dsa_warmup", "qwen_triton_warmup"):
+        module = sys.modules[f"vllm.model_executor.warmup.{other}"] = ModuleType("needs torchvision, or minutes")
+        setattr(module, other, lambda *_: None)
     interpreter.after("vllm.model_executor.warmup.kernel_warmup", _without_others)
     interpreter.after("vllm.v1.worker.workspace", _workspace)
+    interpreter.after("vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn", _delta_rule)
+    interpreter.after("vllm.third_party.flash_linear_attention.ops.op", _by_name)
+    interpreter.after("vllm.v1.worker.mamba_utils", _aligned_states)
     sys.modules["vllm.vllm_flash_attn.cute.interface"]._flash_attn_fwd = _fa4  # type: ignore[attr-defined]
     interpreter.after("vllm.vllm_flash_attn.flash_attn_interface", _has_fa4)
     namespaces: Any = torch.ops
@@ -189,7 +192,7 @@ def _accelerator(capability: tuple[int, int]) -> None:
     cuda.reset_peak_memory_stats, cuda.max_memory_allocated = lambda *_: None, lambda *_: 0
     cuda.memory.get_allocator_backend = lambda: "none"
     cuda.set_sync_debug_mode = lambda _: None
-    cuda.get_device_capability = lambda *_: capability
+    cuda.get_device_capability, cuda.current_device = lambda *_: capability, lambda: "cpu"
     accelerator.device_count = lambda: 1
     accelerator.set_device_index = lambda *_: None
     accelerator.current_device_index = lambda: 0
@@ -379,6 +382,61 @@ def _workspace(module: Any) -> None:
     manager: Any = module.WorkspaceManager
     original = manager.__init__
     manager.__init__ = lambda self, device, *rest, **given: original(self, _moved(device), *rest, **given)
+
+
+class OnCUDA(Tensor):
+    is_cuda = True
+
+
+def _aligned_states(module: Any) -> None:
+    """States of prefixes: vLLM asserts where the lengths are."""
+    context: Any = module.MambaSpecDecodeGPUContext
+    original = context.compute_aligned_state_indices
+    context.compute_aligned_state_indices = lambda self, lengths, *rest: original(
+        self, lengths.as_subclass(OnCUDA), *rest
+    )
+
+
+def _by_name(module: Any) -> None:
+    """Look an operation up when it is called: the interpreter puts its own in place while a kernel runs."""
+    import triton.language as tl
+
+    for name in ("exp", "exp2", "log", "log2"):
+        setattr(module, name, lambda *args, _name=name, **given: getattr(tl, _name)(*args, **given))
+
+
+def _delta_rule(module: Any) -> None:
+    """The kernel of prompts of gated delta nets takes the interpreter minutes, and overflows there."""
+    module.ChunkGatedDeltaRule.forward_native = gated_delta_rule
+
+
+def gated_delta_rule(
+    _: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor,
+    output_final_state: bool,
+    cu_seqlens: Tensor,
+    **given: Any,
+) -> tuple[Tensor, Tensor]:
+    """Token by token: decay, and write what the key's value lacks (arXiv 2412.06464). `q`, `k`, `v` [1, tokens, H, D],
+    `g`, `beta` [1, tokens, H], `initial_state` [sequences, H, V, K]."""
+    assert output_final_state
+    assert not given["use_qk_l2norm_in_kernel"]
+    assert given.get("core_attn_out") is None
+    out, states = torch.empty_like(v), initial_state.float().clone()
+    group, bounds = v.shape[2] // k.shape[2], cu_seqlens.tolist()
+    for state, first, last in zip(states, bounds, bounds[1:], strict=False):
+        for token in range(first, last):
+            query, key = (one[0, token].float().repeat_interleave(group, 0) for one in (q, k))
+            state *= g[0, token].float().exp()[:, None, None]
+            lack = v[0, token].float() - torch.einsum("hvk,hk->hv", state, key)
+            state += (lack * beta[0, token].float()[:, None])[:, :, None] * key[:, None]
+            out[0, token] = torch.einsum("hvk,hk->hv", state, query) * key.shape[-1] ** -0.5
+    return out, states
 
 
 def watch_trees() -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,28 @@ def scaled(folder: Path) -> str:
     return str(folder)
 
 
+def hybrid(folder: Path) -> dict[str, Any]:
+    """Engine arguments for a gated delta net below a layer of attention, with the states of prefixes that are vLLM's
+    default."""
+    from tests.engine.families import FAMILIES
+
+    family = FAMILIES["qwen3-next"]
+    few = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "mlp_only_layers": [0]}
+    few |= {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "num_experts": 2, "num_experts_per_tok": 2}
+    model = replace(family, fields={**family.fields, **few}).saved(folder)
+    return {"model": model, "skip_tokenizer_init": True, "mamba_ssm_cache_dtype": "float32"}
+
+
+def told(tokens: list[list[int]], folder: Path) -> dict[str, Any]:
+    """`speculative_config` of a draft that knows the outputs; its requests verify five nodes together."""
+    from tests.engine.known import known
+
+    texts = [[*prompt, *output] for prompt, output in zip(PROMPTS, tokens, strict=True)]
+    speculation: dict[str, Any] = known(texts, folder, NODES, chains=True)
+    speculation["tree"]["budget"] = 5
+    return speculation
+
+
 def models(case: str, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Engine arguments and `speculative_config`."""
     from tests.engine import heads
@@ -84,12 +107,14 @@ def models(case: str, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     if case == "head":
         head = heads.eagle3(folder / "head")
         return {"model": TARGET}, {"method": "dyspec", "model": head, "tree": {"budget": "auto"}}
+    if case == "hybrid":
+        return hybrid(folder / "target"), {}
     if case in BLOCKS:
         block_speculator.ladder = lambda most: [1, most]  # two requests run in the graph of three
         return {"model": TARGET}, {"model": getattr(heads, case)(folder / "head")}
     kind, more = {"moe": ("qwen3_moe", EXPERTS)}.get(case, ("qwen3", {}))
     target = written(folder / "target", kind, **more)
-    method = {"method": "adaptive_tree", "tree": {"max_children": 4}} if case == "adaptive" else {}
+    method = {"method": "adaptive_tree", "tree": {"max_children": 4, "budget": 6}} if case == "adaptive" else {}
     return {"model": target, "skip_tokenizer_init": True}, {"model": target, **method}
 
 
@@ -150,6 +175,8 @@ def main(capability: str, case: str, graphs: str = "NONE") -> dict[str, Any]:
         options = {"budget": None, "max_depth": DEPTH, **speculative.pop("tree", {})}
         tree = {"method": "opt_tree", "num_speculative_tokens": NODES, "tree": options, **speculative}
         for name, speculation in (("plain", None), ("tree", tree)):
+            if name == "tree" and case == "hybrid":
+                speculation.update(told(found["plain"]["tokens"], Path(folder)))
             llm = engines.start(
                 speculation,
                 **given,

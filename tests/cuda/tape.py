@@ -15,12 +15,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from tests import interpreter
 from tests.cuda import faked
 
 GARBAGE = -777
 WAITS = ("_local_scalar_dense", "aten.nonzero")
 COMPILED = ("_fa2", "_fa3", "_fa4", "_write", "rms_norm", "topk_softmax", "moe_align_block_size", "moe_sum")
 """Functions of `faked` that stand for one kernel."""
+OPAQUE = {
+    "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn": "qwen_gdn_attention_core",
+    "vllm.model_executor.layers.fused_moe.runner.moe_runner": "moe_forward_shared",
+}
+"""Operations of vLLM in whose place the function is called: what it launches is recorded."""
 ACTIVE: list["Tape | None"] = []
 
 
@@ -124,11 +130,18 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def _opened(operation: str, module: ModuleType) -> None:
+    function = getattr(module, operation, None) or getattr(module, f"_{operation}")
+    setattr(torch.ops.vllm, operation, function)
+
+
 def install(capability: tuple[int, int]) -> None:
     """`faked.install`, with graphs."""
     import os
 
     os.environ["VLLM_USE_BREAKABLE_CUDAGRAPH"] = "1"  # pieces without torch.compile
+    for module, operation in OPAQUE.items():
+        interpreter.after(module, functools.partial(_opened, operation))
     for name in COMPILED:
         setattr(faked, name, kernel(getattr(faked, name)))
     faked.install(capability)
@@ -148,10 +161,10 @@ def install(capability: tuple[int, int]) -> None:
     pool: Any = cudagraph_pool
     torch_utils._current_stream_tls.value = torch_utils._StreamPlaceholder()
     pool.set_graph_pool_id = lambda *_: None
-    from triton.runtime import interpreter
+    from triton.runtime.interpreter import GridExecutor
 
-    original = interpreter.GridExecutor.__call__
+    original = GridExecutor.__call__
     # One record a launch: the interpreter runs a kernel by operations of its own.
-    interpreter.GridExecutor.__call__ = lambda executor, *args, **kwargs: kernel(functools.partial(original, executor))(
+    GridExecutor.__call__ = lambda executor, *args, **kwargs: kernel(functools.partial(original, executor))(
         *args, **kwargs
     )

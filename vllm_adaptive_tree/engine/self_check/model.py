@@ -50,7 +50,6 @@ def check(runner: Any) -> CheckOutcome:
     nodes = min(runner.options.num_speculative_tokens, NODES)
     if runner.pair.chains:
         nodes = min(nodes, runner.speculator.levels)
-    one_by_one = 1 if runner.model_config.is_hybrid else None
     with Trial(runner) as trial:
         prompts = _prompts(runner, nodes)
         trees = _trees(trial, prompts, nodes)
@@ -70,7 +69,7 @@ def check(runner: Any) -> CheckOutcome:
         permuted, _ = _native(trial, begun, {name: _permuted(tree) for name, tree in trees.items()})
         read = {f"{name} on": text[:-1] for name, text in ended.items()}  # the last token was sampled, and not read
         drafting = draft.finding(trial, levels, requests, committed)
-        natively_on = trial.read(read, dict.fromkeys(read, DECODED), chunk=one_by_one)
+        natively_on = trial.read(read, dict.fromkeys(read, DECODED), chunk=1 if runner.model_config.is_hybrid else None)
     peak = max(float(logits_of_tree.abs().max()) for logits_of_tree in native.values())
     allowed = allowed_error(trial.coarsest(), noise=noise, peak=peak)
     share = ROWS_OF_EXPERTS if runner.model_config.is_moe else 1.0
@@ -186,13 +185,14 @@ def _by_node(step: TrialStep, requests: list[str], trees: dict[str, CheckTree]) 
 
 def _native(trial: Trial, begun: dict[str, list[int]], trees: dict[str, CheckTree]) -> tuple[dict[str, Tensor], float]:
     """Logits of the root and of every node as vLLM computes them along plain sequences, as `_by_node` returns them, and
-    the difference of those of one path of each tree if read another way."""
+    the difference of those of one path of each tree if read another way. Recurrent layers read a chain token by token,
+    as they decode, and a prompt by another kernel."""
     texts, last = dict[str, list[int]](), dict[str, int]()
     for name, tree in trees.items():
         for leaf, (path, text) in tree.texts(begun[name]).items():
             texts[f"{name} {leaf}"], last[f"{name} {leaf}"] = text, 1 + len(path)
-    whole, other = (None, max(last.values())) if not trial.runner.model_config.is_hybrid else (1, None)
-    rows = trial.read(texts, last, chunk=whole)
+    usual, other = (1, None) if trial.runner.model_config.is_hybrid else (None, max(last.values()))
+    rows = trial.read(texts, last, chunk=usual)
     logits, noise = {}, 0.0
     for name, tree in trees.items():
         paths_of = tree.texts(begun[name])

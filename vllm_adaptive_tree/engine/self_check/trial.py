@@ -99,13 +99,26 @@ class Trial:
             self.end = begun
         return logits
 
-    def decode(self, names: Sequence[str], *, nodes: int = 0) -> TrialStep:
-        """Run one step of running requests, with so many drafted nodes each. Returns the logits of all its rows."""
+    def decode(self, names: Sequence[str], *, nodes: int = 0, most: int | None = None) -> TrialStep:
+        """Run one step of running requests, with so many drafted nodes each.
+
+        Args:
+            most: nodes to verify of all trees together, if the engine has a budget; None: all.
+
+        Returns:
+            The logits of all its rows; without logits if there is a limit.
+        """
         step = self._running({name: len(self.text(name)) - 1 for name in names})
         if nodes:
             step.scheduled_spec_decode_tokens = {name: [0] * nodes for name in names}
         counts = dict.fromkeys(names, 1 + nodes)
-        return self._run(step, counts, last=counts)
+        if most is None or self.selection is None or self.budget is None:
+            return self._run(step, counts, last=counts)
+        self.selection.budget, nodes, self.budget.nodes = self.budget, self.budget.nodes, most
+        try:
+            return self._run(step, counts)
+        finally:
+            self.selection.budget, self.budget.nodes = None, nodes
 
     def finish(self, names: Sequence[str]) -> None:
         step = SchedulerOutput.make_empty()

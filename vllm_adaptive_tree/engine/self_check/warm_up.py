@@ -16,11 +16,14 @@ TEMPERATURES = {"warm-up, greedy": 0.0, "warm-up, sampled": 0.8}
 
 @torch.inference_mode()
 def warm_up(runner: Any) -> None:
-    """Run a step without trees, and one with them, of a greedy and of a sampled request if there is room for two."""
+    """Run a step without trees, one with all of their nodes, and one with those that a budget affords, of a greedy and of
+    a sampled request if there is room for two."""
     nodes, names = runner.options.num_speculative_tokens, list(TEMPERATURES)[-runner.max_num_reqs :]
     room = runner.max_num_tokens // len(names) - 1
-    if min(nodes, room) < 1 or runner.max_model_len < PROMPT + 2 * nodes + 2:
+    more = 2 * nodes + 1  # of the first step with trees, and slots of the second
+    if min(nodes, room) < 1 or runner.max_model_len < PROMPT + nodes + more + 2:
         return
     with Trial(runner) as trial:
-        trial.begin({name: [0] * PROMPT for name in names}, more=nodes, temperatures=TEMPERATURES)
+        trial.begin({name: [0] * PROMPT for name in names}, more=more, temperatures=TEMPERATURES)
         trial.decode(names, nodes=min(nodes, room))
+        trial.decode(names, nodes=min(nodes, room), most=1)
