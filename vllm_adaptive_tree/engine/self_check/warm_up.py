@@ -16,8 +16,10 @@ TEMPERATURES = {"warm-up, greedy": 0.0, "warm-up, sampled": 0.8}
 
 @torch.inference_mode()
 def warm_up(runner: Any) -> None:
-    """Run a step without trees, one with all of their nodes, and one with those that a budget affords, of a greedy and of
-    a sampled request if there is room for two."""
+    """Run a step without trees, one with all of their nodes, and one with as few as a budget may afford.
+
+    Of a greedy and of a sampled request, if there is room for two.
+    """
     nodes, names = runner.options.num_speculative_tokens, list(TEMPERATURES)[-runner.max_num_reqs :]
     room = runner.max_num_tokens // len(names) - 1
     more = 2 * nodes + 1  # of the first step with trees, and slots of the second
