@@ -26,3 +26,14 @@ def test_k_v_of_8_bits_may_be_further(of_8_bits: tuple[str, ...], monkeypatch: p
     for side, dtype in (("target", check.coarsest()), ("draft", check.coarsest(draft=True))):
         assert allowed_error(dtype, noise=0.0, peak=16.0) == (2.0 if side in of_8_bits else 0.5)
         assert allowed_error(dtype, noise=1.0, peak=16.0) == 3.0
+
+
+def test_batches_of_a_trial_fit_the_cache() -> None:
+    """A request of a recurrent layer has a block for each draft token."""
+    group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=16, num_speculative_blocks=3))
+    cache = SimpleNamespace(num_blocks=14, kv_cache_groups=[group])
+    sizes = {"max_num_tokens": 1000, "max_num_reqs": 100, "num_speculative_steps": 3}
+    check = trial.Trial(SimpleNamespace(kv_cache_config=cache, **sizes))
+    texts = {str(number): [0] * 10 for number in range(7)}
+    assert [len(names) for names in check._batches(texts)] == [3, 3, 1]
+    assert [len(names) for names in check._batches(texts, more=3)] == [2, 2, 2, 1]

@@ -107,7 +107,7 @@ def test_notes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 def test_a_hybrid_target_has_chains(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     target = changed(TARGET, tmp_path, architectures=["Qwen3NextForCausalLM"])
     found = check(capsys, asked("ngram"), target=target)
-    assert found["notes"] == ["its trees are chains; with vLLM 0.33"]
+    assert found["notes"] == ["its trees are chains, which need vLLM 0.33"]
     refused = check(capsys, asked("ngram", method="opt_tree"), target=target)["refused"]
     assert "'opt_tree' drafts branches" in refused
 

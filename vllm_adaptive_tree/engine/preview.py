@@ -63,7 +63,7 @@ def preview(speculation: Mapping[str, Any], given: Arguments) -> dict[str, Any]:
         "is loaded"
     ]
     notes = [] if set(architectures) & set(ALLOWED) else notes
-    notes += ["its trees are chains; with vLLM 0.33"] if hybrid else []
+    notes += ["its trees are chains, which need vLLM 0.33"] if hybrid else []
     notes += [f"allow_lossy: {pair.loss}"] if pair.loss is not None else []
     shipped = options.tree.shipped()
     notes += [f"{shipped.name} is the bundled pair's: train one for yours"] if shipped is not None else []

@@ -92,11 +92,13 @@ class MTP(Head):
 
         overridden = SpeculativeConfig.hf_config_override(copy.deepcopy(config))
         modules = getattr(overridden, "n_predict", 0)
-        if modules is None:  # a key that Qwen3-Next's config.json has not: vLLM takes one
+        if (
+            modules is None and overridden.model_type == "qwen3_next_mtp"
+        ):  # its config.json has no number: vLLM takes one
             modules = int(draft.tensors is None or any("mtp." in name for name in draft.tensors))
         if overridden.model_type in REFUSED_MTP:
             raise draft.refused(f"is {REFUSED_MTP[overridden.model_type]}, not served yet; {supported_drafts_hint()}")
-        if overridden.model_type not in get_args(MTPModelTypes) or modules < 1:
+        if overridden.model_type not in get_args(MTPModelTypes) or not modules:
             raise draft.refused(
                 f"(model_type {config.model_type!r}) has no MTP module that this vLLM knows; remove 'draft' from "
                 "'tree', and give a draft as 'model'"

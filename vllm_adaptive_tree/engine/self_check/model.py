@@ -97,7 +97,7 @@ def check(runner: Any) -> CheckOutcome:
 
 def _prompts(runner: Any, nodes: int) -> dict[str, list[int]]:
     """Prompts of random tokens, the same on every rank."""
-    more = 2 + nodes + DECODED + runner.num_speculative_steps
+    more = 2 + nodes + DECODED + runner.num_speculative_steps + min(nodes, runner.speculator.levels)
     longest = min(runner.max_model_len - more, runner.max_num_tokens // len(PROMPTS) - 1 - nodes)
     choose = random.Random(0)
     vocabulary = runner.model_config.get_vocab_size()

@@ -35,7 +35,7 @@ class Trial:
         """Requests of the last step, in the order of its rows."""
 
     def __enter__(self) -> Self:
-        """Suspend the budget: inside, every step drafts, and verifies all nodes."""
+        """Suspend the budget: inside, every step drafts, and verifies all nodes unless it is told to verify fewer."""
         self.selection, self.budget = self.runner.adaptive_verification, self.runner.budget
         if self.selection is not None:
             self.selection.budget = None
@@ -68,7 +68,7 @@ class Trial:
     def begin(self, texts: dict[str, list[int]], *, more: int, temperatures: Mapping[str, float] = GREEDY) -> None:
         """Read texts natively, sample a token after each, and draft. Each request may get `more` tokens; those with a
         temperature above 0 have no seed."""
-        for names in self._batches(texts):
+        for names in self._batches(texts, more):
             new = self._new({name: texts[name] for name in names}, more, temperatures)
             self._run(new, {name: len(texts[name]) for name in names})
 
@@ -125,6 +125,8 @@ class Trial:
         step.finished_req_ids = set(names)
         self.runner.execute_model(step)
         self.alive = [name for name in self.alive if name not in names]
+        if not self.alive:
+            self.end = self.runner.kv_cache_config.num_blocks
 
     def index(self, name: str) -> int:
         """vLLM's index of a request."""
@@ -136,29 +138,32 @@ class Trial:
         tokens: list[int] = states.all_token_ids.gpu[index, : int(states.total_len.gpu[index])].tolist()
         return tokens
 
-    def _batches(self, texts: dict[str, list[int]]) -> Iterator[list[str]]:
-        """Groups of requests, each as large as a step takes."""
-        runner, names, tokens = self.runner, list[str](), 0
+    def _batches(self, texts: dict[str, list[int]], more: int = 0) -> Iterator[list[str]]:
+        """Groups of requests, each as large as a step and the cache take."""
+        runner, names, tokens, blocks = self.runner, list[str](), 0, 0
         for name, text in texts.items():
+            own = sum(self._sizes(len(text), more))
             full = tokens + len(text) > runner.max_num_tokens or len(names) + len(self.alive) >= runner.max_num_reqs
-            if names and full:
+            if names and (full or blocks + own >= self.end):
                 yield names
-                names, tokens = [], 0
+                names, tokens, blocks = [], 0, 0
             names.append(name)
             tokens += len(text)
+            blocks += own
         yield names
+
+    def _sizes(self, length: int, more: int) -> list[int]:
+        """Blocks of a text and what may follow it, in each cache group."""
+        tokens = length + more + 1 + self.runner.num_speculative_steps
+        return [_num_blocks(group.kv_cache_spec, tokens) for group in self.runner.kv_cache_config.kv_cache_groups]
 
     def _new(
         self, texts: dict[str, list[int]], more: int, temperatures: Mapping[str, float] = GREEDY
     ) -> SchedulerOutput:
         step = SchedulerOutput.make_empty()
-        room = more + 1 + self.runner.num_speculative_steps
         for name, text in texts.items():
             temperature = temperatures.get(name, 0.0)
-            held = tuple(
-                self._take(_num_blocks(group.kv_cache_spec, len(text) + room))
-                for group in self.runner.kv_cache_config.kv_cache_groups
-            )
+            held = tuple(map(self._take, self._sizes(len(text), more)))
             step.scheduled_new_reqs.append(
                 NewRequestData(
                     req_id=name,

@@ -22,10 +22,12 @@ def warm_up(runner: Any) -> None:
     """
     nodes, names = runner.options.num_speculative_tokens, list(TEMPERATURES)[-runner.max_num_reqs :]
     room = runner.max_num_tokens // len(names) - 1
-    more = 2 * nodes + 1  # of the first step with trees, and slots of the second
-    if min(nodes, room) < 1 or runner.max_model_len < PROMPT + nodes + more + 2:
+    if min(nodes, room) < 1 or runner.max_model_len < PROMPT + 2 * nodes + 2:
         return
+    cut = runner.budget is not None and runner.max_model_len >= PROMPT + 3 * nodes + 3
+    more = 2 * nodes + 1 if cut else nodes
     with Trial(runner) as trial:
         trial.begin({name: [0] * PROMPT for name in names}, more=more, temperatures=TEMPERATURES)
         trial.decode(names, nodes=min(nodes, room))
-        trial.decode(names, nodes=min(nodes, room), most=1)
+        if cut:
+            trial.decode(names, nodes=min(nodes, room), most=1)

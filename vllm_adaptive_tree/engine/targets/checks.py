@@ -160,7 +160,7 @@ def check_recurrent(config: Any) -> None:
     import vllm
 
     target = config.model_config
-    if not is_named(target):
+    if not any(name in ALLOWED and ALLOWED[name].chains for name in target.architectures):
         raise _not_served(target, "state-space or linear layers of this class")
     if minor(vllm.__version__) == "0.32":
         raise ValueError(
@@ -263,8 +263,8 @@ def check_draft_groups(groups: Sequence[Any], layers: Collection[str]) -> None:
     if sum(map(bool, held)) > 1:
         raise ValueError(
             f"speculative_config['model']: vLLM parts the draft's {len(layers)} layers among "
-            f"{sum(map(bool, held))} groups of its KV cache, beside a target with windows; use a draft of one layer, a "
-            "head, or 'ngram', or set disable_hybrid_kv_cache_manager"
+            f"{sum(map(bool, held))} groups of its KV cache, beside a target with windows or linear layers; use a "
+            "draft of one layer, a head, or 'ngram', or, beside windows, set disable_hybrid_kv_cache_manager"
         )
 
 
