@@ -92,9 +92,8 @@ class MTP(Head):
 
         overridden = SpeculativeConfig.hf_config_override(copy.deepcopy(config))
         modules = getattr(overridden, "n_predict", 0)
-        if (
-            modules is None and overridden.model_type == "qwen3_next_mtp"
-        ):  # its config.json has no number: vLLM takes one
+        if modules is None and overridden.model_type == "qwen3_next_mtp":
+            # Its config.json gives no number, and vLLM takes one.
             modules = int(draft.tensors is None or any("mtp." in name for name in draft.tensors))
         if overridden.model_type in REFUSED_MTP:
             raise draft.refused(f"is {REFUSED_MTP[overridden.model_type]}, not served yet; {supported_drafts_hint()}")

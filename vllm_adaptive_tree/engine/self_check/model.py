@@ -69,7 +69,7 @@ def check(runner: Any) -> CheckOutcome:
         permuted, _ = _native(trial, begun, {name: _permuted(tree) for name, tree in trees.items()})
         read = {f"{name} on": text[:-1] for name, text in ended.items()}  # the last token was sampled, and not read
         drafting = draft.finding(trial, levels, requests, committed)
-        natively_on = trial.read(read, dict.fromkeys(read, DECODED), chunk=1 if runner.model_config.is_hybrid else None)
+        natively_on = trial.read(read, dict.fromkeys(read, DECODED))
     peak = max(float(logits_of_tree.abs().max()) for logits_of_tree in native.values())
     allowed = allowed_error(trial.coarsest(), noise=noise, peak=peak)
     share = ROWS_OF_EXPERTS if runner.model_config.is_moe else 1.0
@@ -85,7 +85,7 @@ def check(runner: Any) -> CheckOutcome:
     accepted = max(len(committed[name]) - len(begun[name]) - 1 for name in trees)
     figures = {"error": error, "allowed": allowed, "vLLM's": noise, "parents permuted": control}
     findings = [
-        commit.finding(moves=nodes > 1 and not runner.pair.chains),
+        commit.finding(),
         Finding("model", error <= allowed < control, figures),
         Finding("decoding", decoding <= allowed and accepted > 0, {"error": decoding, "allowed": allowed}),
     ]
@@ -120,8 +120,8 @@ def _trees(trial: Trial, prompts: dict[str, list[int]], nodes: int) -> dict[str,
         parents = list(range(-1, nodes - 1)) if chains else random_parents(nodes, seed=seed, levels=levels)
         random_tokens = random.Random(seed).sample(range(trial.runner.model_config.get_vocab_size()), nodes + length)
         tokens = [token for token in random_tokens if token not in path][:nodes]
-        places = [i if chains else min(1 + 2 * i, nodes - length + i) for i in range(length)]
-        # every second node, if there is room
+        places = [min(1 + 2 * i, nodes - length + i) for i in range(length)]  # every second one, if there is room
+        places = list(range(length)) if chains else places
         for above, place, token in zip([-1, *places], places, path, strict=False):
             tokens[place], parents[place] = token, above
         trees[name] = CheckTree(tokens, _shallow(parents, levels))
@@ -185,19 +185,17 @@ def _by_node(step: TrialStep, requests: list[str], trees: dict[str, CheckTree]) 
 
 def _native(trial: Trial, begun: dict[str, list[int]], trees: dict[str, CheckTree]) -> tuple[dict[str, Tensor], float]:
     """Logits of the root and of every node as vLLM computes them along plain sequences, as `_by_node` returns them, and
-    the difference of those of one path of each tree if read another way. Recurrent layers read a chain token by token,
-    as they decode, and a prompt by another kernel."""
+    the difference of those of one path of each tree if read another way."""
     texts, last = dict[str, list[int]](), dict[str, int]()
     for name, tree in trees.items():
         for leaf, (path, text) in tree.texts(begun[name]).items():
             texts[f"{name} {leaf}"], last[f"{name} {leaf}"] = text, 1 + len(path)
-    usual, other = (1, None) if trial.runner.model_config.is_hybrid else (None, max(last.values()))
-    rows = trial.read(texts, last, chunk=usual)
+    rows = trial.read(texts, last)
     logits, noise = {}, 0.0
     for name, tree in trees.items():
         paths_of = tree.texts(begun[name])
         first = f"{name} {next(iter(paths_of))}"
-        again = trial.read({first: texts[first]}, last, chunk=other)[first]
+        again = trial.read({first: texts[first]}, last, otherwise=True)[first]
         noise = max(noise, distance(rows[first], again))
         logits[name] = rows[first].new_zeros(1 + len(tree.tokens), rows[first].shape[1])
         for leaf, (path, _) in paths_of.items():

@@ -72,24 +72,30 @@ class Trial:
             new = self._new({name: texts[name] for name in names}, more, temperatures)
             self._run(new, {name: len(texts[name]) for name in names})
 
-    def read(self, texts: dict[str, list[int]], last: dict[str, int], *, chunk: int | None = None) -> dict[str, Tensor]:
+    def read(self, texts: dict[str, list[int]], last: dict[str, int], *, otherwise: bool = False) -> dict[str, Tensor]:
         """Read texts as plain causal sequences, in as many steps as they need.
+
+        Recurrent layers read a prompt by another kernel than tokens that are verified, so their last rows come one by
+        one, after a step of the rows before them.
 
         Args:
             last: number of rows at the end of each text whose logits [last, V] are returned.
-            chunk: most of those rows in one step, after one of the text before them; None: with it.
+            otherwise: True to read the last rows in another way: at once those of recurrent layers, and else in a step
+                after that of the rows before them.
         """
+        recurrent = bool(self.runner.model_config.is_hybrid)
+        apart, most = recurrent != otherwise, 1 if recurrent else max(last.values())
         logits, begun = dict[str, Tensor](), self.end
         for names in self._batches(texts):
             batch = {name: texts[name] for name in names}
             new, counts = self._new(batch, 0), {name: len(text) for name, text in batch.items()}
-            if chunk is None:
+            if not apart:
                 logits |= self._run(new, counts, last={name: last[name] for name in names}, samples=False).logits
             else:
                 done = {name: count - last[name] for name, count in counts.items()}
                 self._run(new, done)
                 parts: dict[str, list[Tensor]] = {name: [] for name in names}
-                while left := {name: min(chunk, counts[name] - at) for name, at in done.items() if at < counts[name]}:
+                while left := {name: min(most, counts[name] - at) for name, at in done.items() if at < counts[name]}:
                     step = self._run(self._running({name: done[name] for name in left}), left, last=left)
                     for name, rows in step.logits.items():
                         parts[name].append(rows)

@@ -16,10 +16,8 @@ TEMPERATURES = {"warm-up, greedy": 0.0, "warm-up, sampled": 0.8}
 
 @torch.inference_mode()
 def warm_up(runner: Any) -> None:
-    """Run a step without trees, one with all of their nodes, and one with as few as a budget may afford.
-
-    Of a greedy and of a sampled request, if there is room for two.
-    """
+    """Run steps of a greedy and a sampled request, or of one if there is no room for two: without trees, with all of
+    their nodes, and, where a budget may cut them, with one node."""
     nodes, names = runner.options.num_speculative_tokens, list(TEMPERATURES)[-runner.max_num_reqs :]
     room = runner.max_num_tokens // len(names) - 1
     if min(nodes, room) < 1 or runner.max_model_len < PROMPT + 2 * nodes + 2:

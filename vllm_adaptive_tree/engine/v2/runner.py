@@ -107,9 +107,9 @@ class TreeModelRunnerV2(ModelRunner):
             sizes, fullest = self.compilation_config.cudagraph_capture_sizes, self.max_num_reqs * self.decode_query_len
             if fullest % self.parallel_config.tensor_parallel_size == 0:  # as sequence parallelism asks
                 self.compilation_config.cudagraph_capture_sizes = with_fullest(sizes, fullest)
-        # vLLM's own cuts refuse recurrent layers, whose plans follow the host's lengths. Gated delta nets read only
-        # sums of these; the rows of chains go by `query_start_loc`, which is the device's.
-        # With it vLLM captures whole graphs for batches of unequal trees; it asks for them, so not without any.
+        # With a selection vLLM captures whole graphs for unequal trees; it asks for them, so not without any.
+        # It would refuse one of its own beside recurrent layers, whose plans may follow the host's lengths. Those of
+        # gated delta nets read only their sums, and take the rows of a chain from the device's `query_start_loc`.
         with swapped(
             model_runner, "maybe_create_adaptive_verification_manager", lambda **_: selection if graphs else None
         ):
