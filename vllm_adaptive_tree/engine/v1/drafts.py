@@ -7,7 +7,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import pad
 
 from vllm_adaptive_tree.proposers import Proposal
 from vllm_adaptive_tree.proposers.base import softmax_at
@@ -74,21 +73,23 @@ def to_drafts(
     tree, read, planned, cell, chosen = proposal
     rows = torch.cat(levels, 1) if levels else None  # [R, slots, V]
     states = torch.cat(tuple(hidden), 1) if hidden else None  # [R, slots, H]
-    sizes, was_read = (tree.tokens >= 0).sum(1).tolist(), (read > 0) & (tree.tokens >= 0)
-    row = pad(was_read.cumsum(1).masked_fill_(~was_read, -1), (1, 0)).numpy()  # in the order of the nodes
+    tokens, slot = tree.tokens.numpy(), read.numpy()
+    sizes, was_read = (tokens >= 0).sum(1).tolist(), (slot > 0) & (tokens >= 0)
+    row = np.zeros((len(tokens), 1 + tokens.shape[1]), np.int64)
+    row[:, 1:] = np.where(was_read, was_read.cumsum(1), -1)  # in the order of the nodes
     cells, flags = ([()] * len(sizes) if part is None else part.numpy() for part in (cell, chosen))
     given = [0] * len(sizes) if initial is None else (initial >= 0).sum(1).tolist()
-    columns = tree.tokens.tolist(), tree.parent.tolist(), row, planned.numpy(), cells, flags
+    columns = tokens.tolist(), tree.parent.tolist(), row, planned.numpy(), cells, flags
     each = zip(sizes, *columns, temperature.tolist(), given, strict=True)
     drafts = []
-    for r, (size, tokens, parents, place, counts, learnt, flag, own, sampled) in enumerate(each):
+    for r, (size, drafted, parents, place, counts, learnt, flag, own, sampled) in enumerate(each):
         if not size:
             drafts.append(NOTHING)
             continue
-        inner = pad(read[r, was_read[r]], (1, 0)) if rows is not None or states is not None else None
+        inner = torch.from_numpy(np.append(0, slot[r, was_read[r]])) if levels or hidden else None
         drafts.append(
             Draft(
-                TokenTree(tuple(tokens[:size]), tuple(parents[:size])),
+                TokenTree(tuple(drafted[:size]), tuple(parents[:size])),
                 None if rows is None else rows[r, inner],
                 place[: 1 + size],
                 counts[: 1 + size],

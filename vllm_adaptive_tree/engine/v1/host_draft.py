@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_adaptive_tree.acceptance import Accepted, TargetOnly
+from vllm_adaptive_tree.acceptance import Accepted
 from vllm_adaptive_tree.budget.fixed import ALL
 from vllm_adaptive_tree.drafters import Continuations, Rows
 from vllm_adaptive_tree.drafters.lookup import LookupState
@@ -63,7 +63,7 @@ class HostDraft:
         """Rows of the roots, and the draft's state of their trees."""
         self.state: Any = None
         self.levels: list[Tensor] = []
-        """Logits of each level, if a rule or a recorder reads them."""
+        """Logits of each level, if the rule reads them for any request, or a recorder does."""
         self.most = [most_nodes(runner.requests[name].sampling_params) for name in self.names]
         """Most nodes that each request of the batch wants."""
         self.greedy: list[bool] = []
@@ -108,8 +108,8 @@ class HostDraft:
         return True
 
     def grow(self, levels: int) -> Proposal:
-        runner, dead = self.runner, list[Tensor]()
-        keep = runner.recorder is not None or runner.pair.rule is not TargetOnly
+        runner, dead, chosen = self.runner, list[Tensor](), self.request.chosen
+        keep = runner.recorder is not None or chosen is None or not chosen.all()
         agree = sync_frontier
         if self.budget is not None:
             agree = self.budget.agreed(sync_frontier, len(self.rooted), self.num_without_tree)
