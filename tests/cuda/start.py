@@ -24,6 +24,7 @@ SIZES = {
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 64, "norm_topk_prob": True}
 BLOCKS = "dspark", "dflash2", "lilicorr", "xpress"
 """Heads of one forward, each of which replays vLLM's graph of its block."""
+HYBRIDS = "qwen3-next", "qwen3.5"
 NODES, DEPTH, TOKENS = 8, 4, 12
 PROMPTS = [[7, 3, 9], list(range(20, 70)), [5] * 33, [11, 2] * 3]
 # The last waits until one of three seats is free.
@@ -69,16 +70,19 @@ def scaled(folder: Path) -> str:
     return str(folder)
 
 
-def hybrid(folder: Path) -> dict[str, Any]:
+def hybrid(case: str, folder: Path) -> dict[str, Any]:
     """Engine arguments for a gated delta net below a layer of attention, with the states of prefixes that are vLLM's
     default."""
     from tests.engine.families import FAMILIES
 
-    family = FAMILIES["qwen3-next"]
-    few = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "mlp_only_layers": [0]}
-    few |= {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "num_experts": 2, "num_experts_per_tok": 2}
-    model = replace(family, fields={**family.fields, **few}).saved(folder)
-    return {"model": model, "skip_tokenizer_init": True, "mamba_ssm_cache_dtype": "float32"}
+    family = FAMILIES[case]
+    few = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    few |= {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
+    if "num_experts" in family.fields:
+        few |= {"num_experts": 2, "num_experts_per_tok": 2, "mlp_only_layers": [0]}
+    given = {"model": replace(family, fields={**family.fields, **few}).saved(folder), "skip_tokenizer_init": True}
+    given |= {"language_model_only": True} if family.sees else {}
+    return {**given, "mamba_ssm_cache_dtype": "float32"}
 
 
 def told(tokens: list[list[int]], folder: Path) -> dict[str, Any]:
@@ -107,8 +111,8 @@ def models(case: str, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     if case == "head":
         head = heads.eagle3(folder / "head")
         return {"model": TARGET}, {"method": "dyspec", "model": head, "tree": {"budget": "auto"}}
-    if case == "hybrid":
-        return hybrid(folder / "target"), {}
+    if case in HYBRIDS:
+        return hybrid(case, folder / "target"), {}
     if case in BLOCKS:
         block_speculator.ladder = lambda most: [1, most]  # two requests run in the graph of three
         return {"model": TARGET}, {"model": getattr(heads, case)(folder / "head")}
@@ -161,7 +165,7 @@ def main(capability: str, case: str, graphs: str = "NONE") -> dict[str, Any]:
     from vllm import SamplingParams
 
     trees, verdicts, compiled = faked.watch_trees(), faked.watch_verdicts(), faked.watch_kernels()
-    from tests.engine import contract
+    from tests.engine import contract, torchvision
     from tests.engine.engines import Engines, metric, runner_of
     from vllm_adaptive_tree.engine.v2.node_selection import NoNodes
 
@@ -170,12 +174,12 @@ def main(capability: str, case: str, graphs: str = "NONE") -> dict[str, Any]:
     whole: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
     # The first ends before the others, and the prompt that waits is read beside their trees.
     params = [SamplingParams(**whole, max_tokens=TOKENS - 4 * (at == 0), logprobs=2) for at in range(len(PROMPTS))]
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, torchvision.imported(Path(folder) / "packages"):
         given, speculative = models(case, Path(folder))
         options = {"budget": None, "max_depth": DEPTH, **speculative.pop("tree", {})}
         tree = {"method": "opt_tree", "num_speculative_tokens": NODES, "tree": options, **speculative}
         for name, speculation in (("plain", None), ("tree", tree)):
-            if name == "tree" and case == "hybrid":
+            if name == "tree" and case in HYBRIDS:
                 speculation.update(told(found["plain"]["tokens"], Path(folder)))
             llm = engines.start(
                 speculation,

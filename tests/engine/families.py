@@ -38,6 +38,7 @@ class Family:
     arguments: dict[str, Any] = field(default_factory=dict)  # of the engine
     quantise: Callable[[Path], None] | None = None  # the checkpoint
     hybrid: bool = False  # its trees are chains (`test_hybrids.py`)
+    sees: str = ""  # name of the classes of transformers that read images too, and have it as their part for text
 
     @property
     def groups(self) -> int:
@@ -47,9 +48,17 @@ class Family:
     def built(self) -> PreTrainedConfig:
         return getattr(transformers, self.config)(**{**COMMON, **self.fields})
 
+    def _model(self) -> Any:
+        if not self.sees:
+            return AutoModelForCausalLM.from_config(self.built(), dtype=torch.float32)
+        text = self.built()
+        vision = {**VISION, "out_hidden_size": text.hidden_size}
+        config = getattr(transformers, f"{self.sees}Config")(text_config=text, vision_config=vision, **IMAGE_TOKENS)
+        return getattr(transformers, f"{self.sees}ForConditionalGeneration")(config).float()
+
     def saved(self, folder: Path, seed: int = 0) -> str:
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(self.built(), dtype=torch.float32)
+        model = self._model()
         with torch.no_grad():
             spread(model)
         model.save_pretrained(folder)
@@ -95,6 +104,41 @@ GEMMA4 = {
     "tie_word_embeddings": True,
     "final_logit_softcapping": 30.0,
 }
+
+VISION = {
+    "depth": 1,
+    "hidden_size": 64,
+    "num_heads": 2,
+    "intermediate_size": 64,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "num_position_embeddings": 16,
+}
+IMAGE_TOKENS = {"image_token_id": 500, "video_token_id": 501, "vision_start_token_id": 502, "vision_end_token_id": 503}
+DELTA_NETS: dict[str, Any] = {
+    "head_dim": 64,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 4,  # kernels that round differently may choose other experts of nearly equal scores
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+}
+QWEN35 = {
+    **DELTA_NETS,
+    **rope("default", partial_rotary_factor=0.5, mrope_section=[6, 5, 5], mrope_interleaved=True),
+    "mtp_num_hidden_layers": 1,  # `test_hybrids.py` adds it
+}
+# Rounded states would tell a step of several tokens from as many steps. A CPU keeps no states of prefixes.
+STATES = {"dtype": "bfloat16", "mamba_ssm_cache_dtype": "float32", "enable_prefix_caching": False}
+TEXT_ALONE = {**STATES, "language_model_only": True}
 
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaConfig", "RoPE scaling of Llama 3, head size 64, GQA", {"head_dim": 64, **LLAMA3}),
@@ -234,22 +278,21 @@ FAMILIES: dict[str, Family] = {
     "qwen3-next": Family(
         "Qwen3NextConfig",
         "gated delta nets but for the last layer, gated attention, 4 experts",
-        {
-            "head_dim": 64,
-            "num_hidden_layers": 4,
-            "layer_types": ["linear_attention"] * 3 + ["full_attention"],
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 64,
-            "linear_value_head_dim": 64,
-            "num_experts": 4,
-            "num_experts_per_tok": 4,  # kernels that round differently may choose other experts of nearly equal scores
-            "moe_intermediate_size": 64,
-            "shared_expert_intermediate_size": 64,
-        },
-        # Rounded states would tell a step of several tokens from as many steps. A CPU keeps no states of prefixes.
-        {"dtype": "bfloat16", "mamba_ssm_cache_dtype": "float32", "enable_prefix_caching": False},
+        {**DELTA_NETS, **EXPERTS},
+        STATES,
         hybrid=True,
+    ),
+    "qwen3.5": Family(
+        "Qwen3_5TextConfig",
+        "gated delta nets but for the last layer, gated attention, M-RoPE of three parts",
+        QWEN35,
+        TEXT_ALONE,
+        hybrid=True,
+        sees="Qwen3_5",
+    ),
+    "qwen3.5-text": Family("Qwen3_5TextConfig", "a checkpoint without images", QWEN35, STATES, hybrid=True),
+    "qwen3.5-moe": Family(
+        "Qwen3_5MoeTextConfig", "4 experts", {**QWEN35, **EXPERTS}, TEXT_ALONE, hybrid=True, sees="Qwen3_5Moe"
     ),
     "llama-fp8-kv": Family("LlamaConfig", "K/V in 8 bits", {"head_dim": 64}, {"kv_cache_dtype": "fp8"}),
     "llama-e5m2-kv": Family("LlamaConfig", "K/V in 8 bits", {"head_dim": 64}, {"kv_cache_dtype": "fp8_e5m2"}),

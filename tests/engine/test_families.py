@@ -55,7 +55,7 @@ class Run:
         seed: int = 0,
         **arguments: Any,
     ):
-        self.engines, self.folder = engines, folder
+        self.engines, self.family, self.folder = engines, family, folder
         self.asked = prompts(lengths, family.built().vocab_size, seed)
         self.arguments: dict[str, Any] = {
             "model": family.saved(folder / "model", seed),

@@ -16,7 +16,7 @@ from vllm_adaptive_tree.engine.common.node_quota import schedule, too_small
 from vllm_adaptive_tree.engine.drafts.base import DraftKind, check_ranks, check_vocabulary
 from vllm_adaptive_tree.engine.drafts.registry import kind_in, kind_of, refuse_head
 from vllm_adaptive_tree.engine.startup.draft_memory import LevelBuffers
-from vllm_adaptive_tree.engine.targets.families import ALLOWED
+from vllm_adaptive_tree.engine.targets.families import ALLOWED, follows_chains
 from vllm_adaptive_tree.methods import Pair, as_chains, clamp_budget, resolve
 
 
@@ -41,7 +41,7 @@ def preview(speculation: Mapping[str, Any], given: Arguments) -> dict[str, Any]:
     target = _read(given.model, "model")
     refuse_head(target.model, target.config, target.tensors)
     architectures = target.config.get("architectures") or ["none"]
-    hybrid = any(name in ALLOWED and ALLOWED[name].chains for name in architectures)
+    hybrid = follows_chains(architectures)
     options = as_chains(options) if hybrid else options
     pair = resolve(options)
     options = clamp_budget(options, pair.proposer)

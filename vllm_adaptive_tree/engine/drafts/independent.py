@@ -1,6 +1,7 @@
 """Independent draft model: a whole model of the target's vocabulary."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from vllm_adaptive_tree.engine.checkpoint import Checkpoint, Shape
 from vllm_adaptive_tree.engine.drafts.base import DraftKind
@@ -26,3 +27,11 @@ class Independent(DraftKind):
     def slots_ahead(self, draft: Checkpoint) -> int:
         """The new root's. Nodes never enter the cache."""
         return 1
+
+    def finalize(self, config: Any, draft: Checkpoint) -> None:
+        super().finalize(config, draft)
+        if config.speculative_config.draft_model_config.is_hybrid:
+            raise draft.refused(
+                "keeps a recurrent state, which follows one sequence, and the draft reads all nodes of a level at once; "
+                "use a draft with attention alone"
+            )

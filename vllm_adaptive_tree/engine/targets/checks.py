@@ -5,7 +5,7 @@ from typing import Any
 
 from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.engine.cpu_cache import PACKINGS
-from vllm_adaptive_tree.engine.targets.families import ALLOWED
+from vllm_adaptive_tree.engine.targets.families import ALLOWED, follows_chains
 from vllm_adaptive_tree.proposers import Proposer
 from vllm_adaptive_tree.versions import minor
 
@@ -73,11 +73,12 @@ def check_config(config: Any, options: TreeOptions) -> None:
             "speculative_config['method']: VLLM_USE_V2_MODEL_RUNNER=1 asks for Model Runner V2, which needs Triton; "
             "unset it"
         )
+    text_alone = reads_text_alone(target)
     for refused, what in (
         (target.runner_type != "generate", f"runner {target.runner_type!r}"),
         (target.is_encoder_decoder, "encoder-decoder models"),
-        (target.is_multimodal_model, "multimodal models"),
-        (target.uses_mrope, "M-RoPE"),
+        (target.is_multimodal_model and not text_alone, "multimodal models"),
+        (target.uses_mrope and not text_alone, "M-RoPE"),
         (target.use_mla, "multi-head latent attention (MLA)"),
         (target.is_attention_free, "attention-free models"),
     ):
@@ -160,7 +161,7 @@ def check_recurrent(config: Any) -> None:
     import vllm
 
     target = config.model_config
-    if not any(name in ALLOWED and ALLOWED[name].chains for name in target.architectures):
+    if not follows_chains(target.architectures):
         raise _not_served(target, "state-space or linear layers of this class")
     if minor(vllm.__version__) == "0.32":
         raise ValueError(
@@ -173,6 +174,19 @@ def check_recurrent(config: Any) -> None:
             "enable_prefix_caching is not supported with a tree method and a target with linear layers on a CPU: vLLM "
             "moves their states by a Triton kernel once it speculates; set it to False"
         )
+
+
+def reads_text_alone(target: Any) -> bool:
+    """Return whether chains of a target have vLLM's own positions: the three numbers of a token in M-RoPE are equal
+    where there is text alone. Raises ValueError where it is served so, and may read images."""
+    if not follows_chains(target.architectures):
+        return False
+    if target.supports_multimodal_inputs:
+        raise ValueError(
+            f"model: {target.model!r} may read images, and with a tree method it is served without; set "
+            "language_model_only to True (--language-model-only), and leave enable_mm_embeds out"
+        )
+    return True
 
 
 def _not_served(target: Any, what: str) -> ValueError:

@@ -3,6 +3,7 @@
 `python -m tools.families` writes it into `docs/support-matrix.md`.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 
@@ -13,7 +14,7 @@ class Family(NamedTuple):
     examples: str
     brings: str
     tests: tuple[str, ...]  # of `tests/engine/families.py`
-    chains: bool = False  # its recurrent states follow chains alone
+    chains: bool = False  # its recurrent states follow chains alone; text alone, if it reads more
 
 
 class Refusal(NamedTuple):
@@ -65,6 +66,15 @@ FAMILIES = (
         ("qwen3-next",),
         chains=True,
     ),
+    Family(
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3.5",
+        "gated delta nets, gated attention, M-RoPE; chains, with vLLM 0.33 and `--language-model-only`",
+        ("qwen3.5",),
+        chains=True,
+    ),
+    Family("Qwen3_5ForCausalLM", "its text", "as above", ("qwen3.5-text",), chains=True),
+    Family("Qwen3_5MoeForConditionalGeneration", "with experts", "as above", ("qwen3.5-moe",), chains=True),
     Family("Cohere2ForCausalLM", "Command R7B, Command A", "windows with RoPE, full layers without", ("cohere2",)),
 )
 BY_CONFIG, BY_LAYER = "`test_what_is_refused_by_its_config`", "`test_what_is_refused_by_its_layer`"
@@ -88,3 +98,8 @@ REFUSALS = (
     ),
 )
 ALLOWED = {family.architecture: family for family in FAMILIES}
+
+
+def follows_chains(architectures: Iterable[str]) -> bool:
+    """Return whether trees of a target are chains, which its recurrent states follow."""
+    return any(name in ALLOWED and ALLOWED[name].chains for name in architectures)

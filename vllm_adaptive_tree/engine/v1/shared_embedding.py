@@ -18,6 +18,7 @@ def drop_adapters(backbone: Any) -> None:
 
 def embedding_of(target: Any) -> Any:
     """Embedding of the target, without LoRA."""
-    inner = getattr(target, "model", target)
+    text = getattr(target, "language_model", target)  # of one that may read images
+    inner = getattr(text, "model", text)
     embedding = getattr(inner, "embed_tokens", None) or getattr(inner, "embedding", None)
     return embedding.base_layer if isinstance(embedding, BaseLayerWithLoRA) else embedding

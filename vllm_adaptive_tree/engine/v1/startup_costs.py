@@ -83,6 +83,8 @@ def target_forward(runner: Any, rows: int, context: int = 0) -> Callable[[], Ten
     room for so many drafts, as many chains as it takes. The cost of branches is learnt from live steps, which an
     estimate that is too high would prevent."""
     slots, start = torch.full((rows,), NO_SLOT), torch.zeros(rows, dtype=torch.int64)
+    if runner.uses_mrope:
+        start = start.repeat(runner.mrope_num_dims, 1)
     # Equal tokens would be routed to the same experts, and a mixture of experts would look as cheap as one row.
     tokens = torch.arange(rows, dtype=torch.int32) * STRIDE % runner.model_config.get_vocab_size()
     longest = 1 + runner.num_spec_tokens if runner.model_config.is_hybrid else rows
