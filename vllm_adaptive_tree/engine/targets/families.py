@@ -69,7 +69,7 @@ FAMILIES = (
     Family(
         "Qwen3_5ForConditionalGeneration",
         "Qwen3.5",
-        "gated delta nets, gated attention, M-RoPE; chains, with vLLM 0.33 and `--language-model-only`",
+        "as above, M-RoPE; with `--language-model-only`",
         ("qwen3.5",),
         chains=True,
     ),
