@@ -78,7 +78,7 @@ def test_start(capability: str, case: str, kernel: str, tmp_path: Path) -> None:
         pytest.param("9.0", "lilicorr", "FULL_AND_PIECEWISE", marks=pytest.mark.slow),
         pytest.param("9.0", "xpress", "FULL_AND_PIECEWISE", marks=FROM_0_33),
         pytest.param("8.0", "qwen3-next", "FULL_AND_PIECEWISE", marks=[pytest.mark.slow, FROM_0_33]),
-        pytest.param("9.0", "qwen3.5", "FULL_AND_PIECEWISE", marks=[pytest.mark.slow, FROM_0_33]),
+        pytest.param("8.0", "qwen3.5", "FULL_AND_PIECEWISE", marks=[pytest.mark.slow, FROM_0_33]),
         pytest.param("9.0", "llama", "PIECEWISE", marks=pytest.mark.slow),
         pytest.param("8.0", "depth first", "FULL_AND_PIECEWISE", marks=pytest.mark.slow),
         pytest.param("9.0", "head", "FULL_AND_PIECEWISE", marks=pytest.mark.slow),
