@@ -19,7 +19,7 @@ def test_every_class_has_a_model_and_every_model_a_class() -> None:
 
 def test_models_are_of_the_class_that_they_prove() -> None:
     for family in FAMILIES:
-        kind = family.architecture.removesuffix("ForCausalLM")
+        kind = family.architecture.split("For")[0]
         for name in family.tests:
             built = MODELS[name].config.removesuffix("Config").removesuffix("Text")
             assert built == kind, (name, family.architecture)
