@@ -132,7 +132,8 @@ class LawSpy:
 
         def sample(logits: Any, metadata: Any) -> Any:
             for row, draft in self.runner.step.verification.drafts.items():
-                self.check(self.runner.input_batch.req_ids[row], draft)
+                if draft.logits is not None:  # a batch that is all greedy reads none
+                    self.check(self.runner.input_batch.req_ids[row], draft)
             return original(logits, metadata)
 
         monkeypatch.setattr(self.runner, "_sample", sample)
