@@ -106,7 +106,7 @@ def test_a_hybrid_is_no_draft(tmp_path: Path) -> None:
     draft = without_weights("JambaConfig", tmp_path / "draft", architectures=["JambaForCausalLM"], vocab_size=512)
     target = without_weights("LlamaConfig", tmp_path / "target", architectures=["LlamaForCausalLM"], vocab_size=512)
     speculation = {"method": "adaptive_tree", "model": draft, "num_speculative_tokens": 4}
-    with pytest.raises(ValueError, match="keeps a recurrent state, .* use a draft with attention alone"):
+    with pytest.raises(ValueError, match="keeps a recurrent state, .* take a draft of attention alone"):
         EngineArgs(target, speculative_config=speculation, skip_tokenizer_init=True).create_engine_config()
 
 

@@ -32,6 +32,6 @@ class Independent(DraftKind):
         super().finalize(config, draft)
         if config.speculative_config.draft_model_config.is_hybrid:
             raise draft.refused(
-                "keeps a recurrent state, which follows one sequence, and the draft reads all nodes of a level at once; "
-                "use a draft with attention alone"
+                "keeps a recurrent state, which follows one sequence, and a draft reads all nodes of a level at once: "
+                "take a draft of attention alone"
             )
