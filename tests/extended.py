@@ -37,7 +37,7 @@ EXTENDED: dict[str, tuple[str, ...]] = {
         "test_identity[phi]",
         "test_identity[gpt-oss]",
         "test_a_draft_beside_windows",
-        "[DeepseekV2ForCausalLM-",
+        "[DeepseekV32ForCausalLM-",
         "[Llama4TextConfig-",
         "[Gemma4TextConfig-",
         "[BloomConfig-",

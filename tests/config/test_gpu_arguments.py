@@ -1,11 +1,13 @@
 """Arguments of a GPU's engine, and refused devices, before anything is loaded."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from vllm.config.compilation import CompilationConfig, CUDAGraphMode
 from vllm.config.vllm import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
@@ -178,6 +180,16 @@ def test_flash_attention_is_asked_for(given: dict[str, Any]) -> None:
 def test_other_backends_are_refused(given: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="attention_backend='FLASHINFER' .*; remove it, or use 'FLASH_ATTN'"):
         gpu_arguments.set_backend(EngineArgs(model=TARGET, **given))
+
+
+@pytest.mark.parametrize("own", [{}, {"mla_attention": AttentionBackendEnum.TRITON_MLA}], ids=str)
+def test_latent_layers_keep_their_backend(own: dict[str, Any], tmp_path: Path) -> None:
+    """The draft's have FlashAttention."""
+    transformers.DeepseekV3Config().save_pretrained(tmp_path)
+    args = EngineArgs(model=str(tmp_path), attention_config={"backend_per_kind": own})
+    gpu_arguments.set_backend(args)
+    assert args.attention_config.backend is None
+    assert args.attention_config.backend_per_kind == {**own, "full_attention": FLASH}
 
 
 @pytest.mark.parametrize("given", [None, *(mode.name for mode in CUDAGraphMode)])

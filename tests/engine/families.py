@@ -38,6 +38,7 @@ class Family:
     arguments: dict[str, Any] = field(default_factory=dict)  # of the engine
     quantise: Callable[[Path], None] | None = None  # the checkpoint
     hybrid: bool = False  # its trees are chains (`test_hybrids.py`)
+    latent: bool = False  # its attention is multi-head latent, for Model Runner V2
     sees: str = ""  # name of the classes of transformers that read images too, and have it as their part for text
 
     @property
@@ -131,6 +132,26 @@ EXPERTS = {
     "moe_intermediate_size": 64,
     "shared_expert_intermediate_size": 64,
 }
+LATENT: dict[str, Any] = {  # vLLM's CPU kernel reads latents of 512 and 64 alone
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "q_lora_rank": None,
+    "num_key_value_heads": 4,
+}
+ROUTED: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+LOW_RANK = {"q_lora_rank": 64, "topk_method": "noaux_tc", "num_nextn_predict_layers": 0}
+# vLLM's norm on CPUs reads the latents of a batch, which are a part of wider rows, as if they were all.
+NATIVE_NORMS = {"compilation_config": {"custom_ops": ["none"]}}
 QWEN35 = {
     **DELTA_NETS,
     **rope("default", partial_rotary_factor=0.5, mrope_section=[6, 5, 5], mrope_interleaved=True),
@@ -293,6 +314,27 @@ FAMILIES: dict[str, Family] = {
     "qwen3.5-text": Family("Qwen3_5TextConfig", "a checkpoint without images", QWEN35, STATES, hybrid=True),
     "qwen3.5-moe": Family(
         "Qwen3_5MoeTextConfig", "4 experts", {**QWEN35, **EXPERTS}, TEXT_ALONE, hybrid=True, sees="Qwen3_5Moe"
+    ),
+    "deepseek-v2": Family(
+        "DeepseekV2Config",
+        "latent attention, 8 experts, 2 per token, a dense layer first",
+        {**LATENT, **ROUTED},
+        NATIVE_NORMS,
+        latent=True,
+    ),
+    "deepseek-v3": Family(
+        "DeepseekV3Config",
+        "latent attention with queries of low rank, 8 experts in groups, YaRN",
+        {**LATENT, **ROUTED, **LOW_RANK, **YARN, "n_group": 2},
+        NATIVE_NORMS,
+        latent=True,
+    ),
+    "glm4-moe-lite": Family(
+        "Glm4MoeLiteConfig",
+        "latent attention with queries of low rank, 8 experts",
+        {**LATENT, **ROUTED, **LOW_RANK},
+        NATIVE_NORMS,
+        latent=True,
     ),
     "llama-fp8-kv": Family("LlamaConfig", "K/V in 8 bits", {"head_dim": 64}, {"kv_cache_dtype": "fp8"}),
     "llama-e5m2-kv": Family("LlamaConfig", "K/V in 8 bits", {"head_dim": 64}, {"kv_cache_dtype": "fp8_e5m2"}),

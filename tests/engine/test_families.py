@@ -43,6 +43,12 @@ def begin_anew(engines: Engines) -> None:
     destroy_model_parallel()
 
 
+def refused(name: str) -> bool:
+    """Return whether a family is served on the other model runner alone."""
+    family = FAMILIES[name]
+    return "kv_cache_dtype" in family.arguments if V2 else family.latent
+
+
 class Run:
     """A family's plain outputs, and what an engine with trees needs to be compared with them."""
 
@@ -87,8 +93,8 @@ class Run:
 
 @pytest.mark.parametrize("name", [n if n in SHORT else pytest.param(n, marks=pytest.mark.slow) for n in WITH_TREES])
 def test_identity(engines: Engines, name: str, tmp_path: Path) -> None:
-    if V2 and "kv_cache_dtype" in FAMILIES[name].arguments:
-        pytest.skip("refused on Model Runner V2")
+    if refused(name):
+        pytest.skip("refused on this model runner")
     run = Run(engines, FAMILIES[name], tmp_path, dtype="float32")
     assert run.varied, "constant texts prove nothing"
     assert_identical(run.plain, run.trees())
@@ -105,8 +111,8 @@ def test_identity(engines: Engines, name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [name for name in WITH_TREES if "dtype" not in FAMILIES[name].arguments])
 def test_bfloat16(engines: Engines, name: str, tmp_path: Path) -> None:
     """A row's logits depend on the rows beside it: without trees, too, a text may differ alone and in a batch."""
-    if V2 and "kv_cache_dtype" in FAMILIES[name].arguments:
-        pytest.skip("refused on Model Runner V2")
+    if refused(name):
+        pytest.skip("refused on this model runner")
     run = Run(engines, FAMILIES[name], tmp_path, dtype="bfloat16", logprobs_mode="raw_logits")
     assert run.varied, "constant texts prove nothing"
     alone = [generate(engines.llm, [prompt], PARAMS)[0] for prompt in run.asked]
@@ -228,8 +234,7 @@ def without_weights(family: str, folder: Path, **fields: Any) -> str:
 @pytest.mark.parametrize(
     ("architecture", "config", "words"),
     [
-        ("DeepseekV2ForCausalLM", "DeepseekV2Config", "multi-head latent attention (MLA)"),
-        pytest.param("DeepseekV3ForCausalLM", "DeepseekV3Config", "latent attention (MLA)", marks=pytest.mark.slow),
+        ("DeepseekV32ForCausalLM", "DeepseekV32Config", "multi-head latent attention (MLA) of this class"),
         ("JambaForCausalLM", "JambaConfig", "state-space or linear layers of this class"),
     ],
 )

@@ -32,7 +32,8 @@ def tree_attention(
     Args:
         query: [rows, H, D], the rows of all requests, concatenated.
         key_cache, value_cache: [blocks, block_size, Hkv, D], stride 1 in the last dimension, else any; H is a multiple
-            of Hkv. The rows' own K/V follow the context, at positions context[r] + i.
+            of Hkv. The rows' own K/V follow the context, at positions context[r] + i. Values may be shorter than keys
+            and queries; `out` is then as they are.
         block_table: [R, B] int32, the block of positions b * block_size onwards.
         row_start: [R + 1] int32, first row of each request; requests may have any number of rows, including none.
         context: [R] int32, tokens of each request before its first row.

@@ -50,6 +50,7 @@ def _fold(
     total,  # [M] float32: sum of 2 ** (score - peak)
     sums,  # [M, D] float32: that, times the values
     queries,  # [M, D]
+    rope_queries,  # [M, EXTRA], if EXTRA
     seen,  # [M or 1, TILE] bool
     keys,  # of the KV head
     values,
@@ -57,18 +58,27 @@ def _fold(
     value_at,
     exists,  # [TILE] bool
     dim,  # [D]
+    rope_dim,  # [EXTRA]
     scale,
     value_scale,
     soft_cap,
     HEAD_SIZE: tl.constexpr,
+    EXTRA: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     """Add one tile of keys to the online softmax."""
     in_bounds = exists[:, None] & (dim < HEAD_SIZE)[None, :]
     key = tl.load(keys + key_at[:, None] + dim[None, :], mask=in_bounds, other=0.0).to(queries.dtype)
-    value = tl.load(values + value_at[:, None] + dim[None, :], mask=in_bounds, other=0.0)
-    score = _dot(queries, tl.trans(key), WIDEN) * scale
+    score = _dot(queries, tl.trans(key), WIDEN)
+    if EXTRA:  # latents: the first part of a key is its value
+        rope_at = key_at[:, None] + HEAD_SIZE + rope_dim[None, :]
+        rope = tl.load(keys + rope_at, mask=exists[:, None], other=0.0).to(queries.dtype)
+        score += _dot(rope_queries, tl.trans(rope), WIDEN)
+        value = key
+    else:
+        value = tl.load(values + value_at[:, None] + dim[None, :], mask=in_bounds, other=0.0)
+    score *= scale
     if SOFT_CAP:  # tanh x is 1 - 2 / (1 + e ** 2x); scores and cap are times log2(e)
         score = soft_cap - 2.0 * soft_cap / (1.0 + tl.exp2(score * (2.0 * 1.4426950408889634 / soft_cap)))
     score = tl.where(seen, score, float("-inf"))
@@ -96,10 +106,10 @@ def _attend(
     weight,  # [slots, Hkv, LANES] float32: log2 of the sum of the split's weights
     context_out,  # [rows, H, D]: another kernel's result for the contexts, unless READ_CONTEXT
     context_log,  # [H, rows] float32: its log-sum-exp
-    query,  # [rows, H, D]
-    key_cache,  # [blocks, BLOCK_SIZE, Hkv, D]
-    value_cache,  # [blocks, BLOCK_SIZE, Hkv, D]
-    own_key,  # [R, S, Hkv, D], if OWN
+    query,  # [rows, H, D + EXTRA]
+    key_cache,  # [blocks, BLOCK_SIZE, Hkv, D + EXTRA]
+    value_cache,  # [blocks, BLOCK_SIZE, Hkv, D], not read if EXTRA
+    own_key,  # [R, S, Hkv, D + EXTRA], if OWN
     own_value,  # [R, S, Hkv, D]
     block_table,  # [R, B]
     row_start,  # [R + 1]
@@ -137,6 +147,7 @@ def _attend(
     GROUP: tl.constexpr,  # query heads of a KV head
     HEAD_SIZE: tl.constexpr,
     PADDED_HEAD: tl.constexpr,  # a power of two
+    EXTRA: tl.constexpr,  # if not 0, values are the first HEAD_SIZE of keys that are so much longer; a power of two
     BLOCK_SIZE: tl.constexpr,
     LANES: tl.constexpr,  # of a query tile: its rows times GROUP, padded to a power of two
     TILE: tl.constexpr,  # keys; divides WORD
@@ -155,6 +166,7 @@ def _attend(
     TILE_ROWS: tl.constexpr = LANES // GROUP
     EVERY: tl.constexpr = (1 << TILE) - 1 if TILE < WORD else -1
     lane, dim, column = tl.arange(0, LANES), tl.arange(0, PADDED_HEAD), tl.arange(0, TILE)
+    rope_dim = tl.arange(0, EXTRA if EXTRA else 1)
     for unit in range(tl.program_id(0), tl.load(items) * KV_HEADS, tl.num_programs(0)):
         item, kv_head = work + unit // KV_HEADS * 3, unit % KV_HEADS
         request, first, split = tl.load(item), tl.load(item + 1), tl.load(item + 2)
@@ -179,6 +191,10 @@ def _attend(
         written = live[:, None] & (dim < HEAD_SIZE)[None, :]
         query_at = (flat * query_row + head * query_head)[:, None] + dim[None, :]
         queries = tl.load(query + query_at, mask=written, other=0.0).to(out.dtype.element_ty)
+        rope_queries = queries
+        if EXTRA:
+            rope_at = (flat * query_row + head * query_head)[:, None] + HEAD_SIZE + rope_dim[None, :]
+            rope_queries = tl.load(query + rope_at, mask=live[:, None], other=0.0).to(out.dtype.element_ty)
         own_scale, key_factor, value_factor = scale, 1.0, 1.0
         if QUERY_8_BITS:
             own_scale = scale * tl.load(query_scale + kv_head * SCALE_HEAD)
@@ -217,8 +233,8 @@ def _attend(
                 key_at = block * key_block + position % BLOCK_SIZE * key_slot
                 value_at = block * value_block + position % BLOCK_SIZE * value_slot
                 peak, total, sums = _fold(
-                    peak, total, sums, queries, seen, keys, values, key_at, value_at, exists, dim,
-                    cache_scale, value_factor, soft_cap, HEAD_SIZE, SOFT_CAP, WIDEN,
+                    peak, total, sums, queries, rope_queries, seen, keys, values, key_at, value_at, exists,
+                    dim, rope_dim, cache_scale, value_factor, soft_cap, HEAD_SIZE, EXTRA, SOFT_CAP, WIDEN,
                 )  # fmt: skip
         elif (split == 0) & (length > 0):
             log = tl.load(context_log + head * context_log_head + flat, mask=live, other=float("-inf"))
@@ -235,8 +251,8 @@ def _attend(
                 if OWN:
                     key_at = own_at + place * own_slot
                     peak, total, sums = _fold(
-                        peak, total, sums, queries, seen, own_key, own_value, key_at, key_at, exists, dim,
-                        own_scale, 1.0, soft_cap, HEAD_SIZE, SOFT_CAP, WIDEN,
+                        peak, total, sums, queries, rope_queries, seen, own_key, own_value, key_at, key_at, exists,
+                        dim, rope_dim, own_scale, 1.0, soft_cap, HEAD_SIZE, EXTRA, SOFT_CAP, WIDEN,
                     )  # fmt: skip
                 else:
                     position = length + place
@@ -244,8 +260,8 @@ def _attend(
                     key_at = block * key_block + position % BLOCK_SIZE * key_slot
                     value_at = block * value_block + position % BLOCK_SIZE * value_slot
                     peak, total, sums = _fold(
-                        peak, total, sums, queries, seen, keys, values, key_at, value_at, exists, dim,
-                        cache_scale, value_factor, soft_cap, HEAD_SIZE, SOFT_CAP, WIDEN,
+                        peak, total, sums, queries, rope_queries, seen, keys, values, key_at, value_at, exists,
+                        dim, rope_dim, cache_scale, value_factor, soft_cap, HEAD_SIZE, EXTRA, SOFT_CAP, WIDEN,
                     )  # fmt: skip
 
         norm = tl.where(total > 0, total, 1.0)
@@ -342,6 +358,8 @@ def tree_attention(
 
     Args:
         query, out: bfloat16, float16 or float32; the query also of 8 bits, with a cache of 8 bits.
+            A query may be longer than a value, as latents have it: then `value_cache` is the first part of
+            `key_cache`, of the same memory, and so are those of `own`; the KV heads, too, may be the same memory.
         key_cache, value_cache: of the dtype of `out`, or of 8 bits (float8_e4m3fn, from sm_89 on).
         plan: `AttentionPlan.update`d with `row_start` and `context`; None: makes one, for this call alone.
         own: the rows' own K/V; None: it is in the cache, after the context.
@@ -351,11 +369,13 @@ def tree_attention(
         window: as in the reference, and longer than a tree is deep: all ancestors are inside it.
         soft_cap, sinks: as in the reference.
     """
-    rows, heads, head_size = query.shape
+    rows, heads, head_size = out.shape
     _, block_size, kv_heads, _ = key_cache.shape
-    requests = context.shape[0]
-    assert key_cache.shape == value_cache.shape
-    assert query.shape == out.shape
+    requests, extra = context.shape[0], query.shape[2] - head_size
+    assert key_cache.shape[:3] == value_cache.shape[:3]
+    assert key_cache.shape[3] == query.shape[2]
+    assert query.shape[:2] == out.shape[:2]
+    assert not extra or key_cache.data_ptr() == value_cache.data_ptr(), "values are the first part of longer keys"
     assert row_start.shape[0] == requests + 1
     assert ancestors.shape[0] >= rows
     assert row_start.is_contiguous()
@@ -375,7 +395,7 @@ def tree_attention(
     key = (
         *(tensor.stride() for tensor in tensors),
         *(query.dtype, out.dtype, key_cache.dtype, None if sinks is None else sinks.dtype),
-        *(heads, head_size, block_size, kv_heads, window, soft_cap != 0, own is None, context_result is None),
+        *(heads, head_size, extra, block_size, kv_heads, window, soft_cap != 0, own is None, context_result is None),
         *(*bits_8, factors[0].numel() > 1),
     )
     shape = {
@@ -399,6 +419,7 @@ def tree_attention(
         )
         constants = {
             **shape,
+            "EXTRA": extra,
             "BLOCK_SIZE": block_size,
             "LANES": plan.lanes,
             "TILE": plan.tile,

@@ -1,7 +1,7 @@
 """Tree attention in vLLM's attention layers: their replaced implementation, and the metadata of a draft level."""
 
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +35,18 @@ class TreeMetadata:
     """Base of our attention metadata, which attends itself in place of the backend."""
 
     __slots__ = ()
+    reads_rows: ClassVar[bool] = True
+    """True if `attend` reads the keys and values that it is given; False: those in the cache."""
+    num_decode_tokens: ClassVar[None] = None
+    """vLLM's latent layers hand it on when they write their cache, for ranks that share a prompt."""
+
+    def rows_of(self, rows: int) -> int:
+        """Rows of trees, the first of so many `rows` of the batch."""
+        return rows
+
+    def before(self) -> Any:
+        """vLLM's metadata of rows for which the backend attends first; None: there are none."""
+        return None
 
     def attend(
         self, impl: Any, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, out: Tensor
@@ -156,13 +168,15 @@ class TreeAttention:
     """Mixin before the class of a layer's implementation; with vLLM's own metadata, vLLM's code runs."""
 
     scale: float
+    finite: ClassVar[type] = FiniteCache
+    """Mixin of a draft's layers."""
 
     @classmethod
     def adopt(cls, layer: Any, *, drafts: bool = False) -> None:
         """Replace the implementation of one layer; other layers of its class keep theirs. `drafts`: the layer is the
         draft's."""
         original = type(layer.impl)
-        bases = (FiniteCache, cls, original) if drafts else (cls, original)
+        bases = (cls.finite, cls, original) if drafts else (cls, original)
         impl: Any = object.__new__(type(f"Tree{original.__name__}", bases, {}))
         impl.__dict__.update(layer.impl.__dict__)
         layer.impl = impl
@@ -179,12 +193,17 @@ class TreeAttention:
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        if isinstance(attn_metadata, TreeMetadata):
-            return attn_metadata.attend(self, layer, query, key, value, kv_cache, output)
-        scales = (output_scale, output_block_scale)
-        return super().forward(  # type: ignore[misc]
-            layer, query, key, value, kv_cache, attn_metadata, output, *scales
-        )
+        inputs, scales = (layer, query, key, value, kv_cache), (output_scale, output_block_scale)
+        native: Callable[..., Tensor] = super().forward  # type: ignore[misc]
+        if not isinstance(attn_metadata, TreeMetadata):
+            return native(*inputs, attn_metadata, output, *scales)
+        if (others := attn_metadata.before()) is not None:
+            native(*inputs, others, output)
+        return attn_metadata.attend(self, *inputs, output)
+
+    def write(self, layer: Any, key: Tensor, value: Tensor, slots: Tensor) -> None:
+        """Write K/V [T, Hkv, D] to slots [T] of the layer's cache, -1: nowhere."""
+        self.do_kv_cache_update(layer, key, value, layer.kv_cache, slots)  # type: ignore[attr-defined]
 
     def gather(self, layer: Any, kv_cache: Tensor, block_table: Tensor) -> tuple[Tensor, Tensor]:
         """Read the blocks [R, B] of R requests as float32: key and value, [R, Hkv, B * block_size, head_size]."""
@@ -195,6 +214,7 @@ def adopt_layers(
     config: Any,
     drafts: Collection[str],
     kind: type[TreeAttention],
+    latent: type[TreeAttention] | None = None,
     *,
     caches: Collection[str] = (),
     levels: int | None = None,
@@ -204,11 +224,17 @@ def adopt_layers(
     Args:
         config: vLLM's VllmConfig.
         drafts: layers of the draft.
+        kind: what replaces the implementations.
+        latent: what replaces those of latent attention; None: there are none.
         caches: as in `check_layer`, beside a target with a tested class.
         levels: of the trees; None: a window may end inside them.
     """
     named = checks.is_named(config.model_config)
     for name, layer in checks.attention_layers(config).items():
+        if latent is not None and checks.is_latent(layer):
+            checks.check_latent_layer(name, layer)
+            latent.adopt(layer, drafts=name in drafts)
+            continue
         checks.check_layer(name, layer, plain=name in drafts or not named, caches=caches if named else ())
         if levels is not None and name not in drafts:
             checks.check_window(name, AttentionVariant.of(layer.impl).window, levels)

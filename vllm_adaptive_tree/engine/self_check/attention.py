@@ -16,6 +16,9 @@ from vllm_adaptive_tree.attention import reference, triton_tree
 from vllm_adaptive_tree.engine.common.attention import AttentionVariant
 from vllm_adaptive_tree.engine.self_check.trees import random_parents
 from vllm_adaptive_tree.engine.self_check.verdict import Finding
+from vllm_adaptive_tree.engine.targets.checks import is_latent
+from vllm_adaptive_tree.engine.v2.attention import LayerShape
+from vllm_adaptive_tree.engine.v2.latent import latent_views
 from vllm_adaptive_tree.trees import TreeBatch
 from vllm_adaptive_tree.trees.masks import WORD, ancestor_bits
 from vllm_adaptive_tree.trees.orders import depth_first, permuted
@@ -64,10 +67,14 @@ class Batch(NamedTuple):
     def exact(self) -> Tensor:
         """Exact result, in float64."""
         wide = self.widened(torch.float64)
-        return reference.tree_attention(*wide[:8], torch.zeros_like(wide.query), **self.variant._asdict())
+        return reference.tree_attention(*wide[:8], wide.zeros(), **self.variant._asdict())
+
+    def zeros(self) -> Tensor:
+        """For a result: values may be shorter than queries and keys."""
+        return self.query.new_zeros(*self.query.shape[:2], self.value_cache.shape[3], dtype=self.dtype)
 
     def computed(self) -> Tensor:
-        out = torch.zeros_like(self.query, dtype=self.dtype)
+        out = self.zeros()
         return triton_tree.tree_attention(*self[:8], out, scales=self.scales, **self.variant._asdict())
 
 
@@ -147,22 +154,30 @@ class _Noise:
     def __init__(self, layer: Any, block_size: int, blocks: int):
         self.cache = cache = layer.kv_cache
         self.device, self.blocks, self.block_size = cache.device, blocks, block_size
-        self.heads, self.kv_heads, self.size = layer.num_heads, layer.num_kv_heads, layer.head_size
+        self.heads, self.kv_heads = LayerShape.of(layer)[:2]
+        self.size = layer.head_size
         self.random = torch.Generator(self.device).manual_seed(0)
         self.scales: triton_tree.Scales | None = None
         self.query_dtype = self.dtype = cache.dtype
-        if hasattr(getattr(layer, "impl", None), "split"):
-            self.key, self.value, self.scales = layer.impl.views(layer, cache)
+        readable = hasattr(layer.impl, "views")
+        if is_latent(layer):
+            self.cache = cache if readable else torch.zeros(1 + blocks, block_size, self.size, dtype=self.dtype)
+            self.key, self.value = latent_views(self.cache, layer)
+            self.random_parts: tuple[Tensor, ...] = (self.cache[:, :, None],)  # all heads have one key
         else:
-            self.cache = torch.zeros(1 + blocks, self.kv_heads, block_size, 2 * self.size, dtype=self.dtype)
-            self.key, self.value = self.cache.transpose(1, 2).split(self.size, dim=-1)
+            if readable:
+                self.key, self.value, self.scales = layer.impl.views(layer, cache)
+            else:
+                self.cache = torch.zeros(1 + blocks, self.kv_heads, block_size, 2 * self.size, dtype=self.dtype)
+                self.key, self.value = self.cache.transpose(1, 2).split(self.size, dim=-1)
+            self.random_parts = self.key, self.value
         if self.scales is not None:
             self.dtype = layer.dtype
             self.query_dtype = self.dtype if layer.query_quant is None else self.key.dtype
 
     def __enter__(self) -> "_Noise":
         factors: Sequence[Tensor | float] = (1.0, 1.0) if self.scales is None else self.scales[1:]
-        for part, factor in zip((self.key, self.value), factors, strict=True):
+        for part, factor in zip(self.random_parts, factors, strict=False):
             part[-self.blocks :] = self.normal(*part[-self.blocks :].shape, dtype=part.dtype, factor=factor)
         return self
 

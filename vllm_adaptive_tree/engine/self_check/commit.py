@@ -11,6 +11,7 @@ from vllm_adaptive_tree.engine.cpu_cache import gather_context
 from vllm_adaptive_tree.engine.patches import swapped
 from vllm_adaptive_tree.engine.self_check.trial import Trial
 from vllm_adaptive_tree.engine.self_check.verdict import Finding
+from vllm_adaptive_tree.engine.targets.checks import is_latent
 from vllm_adaptive_tree.engine.v2.sampler import TreeSampler
 
 
@@ -57,7 +58,9 @@ class Commit:
         runner, lowest = self.trial.runner, self.trial.lowest
         layer = runner.compilation_config.static_forward_context[name]
         cache = layer.kv_cache
-        if not hasattr(layer.impl, "split"):  # packed for vLLM's CPU kernel
+        if is_latent(layer):
+            rows = cache[lowest:].flatten(0, 1)
+        elif not hasattr(layer.impl, "split"):  # packed for vLLM's CPU kernel
             blocks = torch.arange(lowest, len(cache))[None]
             rows = torch.cat(gather_context(cache, blocks, layer.isa), 3)[0].transpose(0, 1)
         else:  # [blocks, Hkv, block_size, 2 * D]

@@ -79,7 +79,7 @@ def check_config(config: Any, options: TreeOptions) -> None:
         (target.is_encoder_decoder, "encoder-decoder models"),
         (target.is_multimodal_model and not text_alone, "multimodal models"),
         (target.uses_mrope and not text_alone, "M-RoPE"),
-        (target.use_mla, "multi-head latent attention (MLA)"),
+        (target.use_mla and not is_named(target), "layers of multi-head latent attention (MLA) of this class"),
         (target.is_attention_free, "attention-free models"),
     ):
         if refused:
@@ -98,6 +98,17 @@ def check_config(config: Any, options: TreeOptions) -> None:
         raise ValueError(
             f"model: {target.model!r} has a sliding window in every layer, which vLLM gives to the layers of its draft "
             "too, and drafts with windows are not supported; use 'ngram' or 'suffix' as speculative_config['model']"
+        )
+    for name, model in (("model", target), ("speculative_config['model']", spec.draft_model_config)):
+        if model is not None and model.use_mla and not config.use_v2_model_runner:
+            raise ValueError(
+                f"{name}: {model.model!r} has multi-head latent attention, which is served on Model Runner V2 alone; "
+                "set VLLM_USE_V2_MODEL_RUNNER=1, which needs Triton"
+            )
+    if spec.draft_model_config is not None and options.text is None and spec.draft_model_config.use_mla:
+        raise ValueError(
+            f"speculative_config['model']: {spec.draft_model_config.model!r} drafts with multi-head latent attention, "
+            "which is not served yet; use a draft with other attention, 'ngram' or 'suffix'"
         )
     replicas = config.parallel_config.data_parallel_size
     for name, model in (("model", target), ("speculative_config['model']", spec.draft_model_config)):
@@ -255,6 +266,31 @@ def attention_layers(config: Any) -> dict[str, Any]:
     return {name: layer for name, layer in layers.items() if not isinstance(layer, MambaBase)}
 
 
+def is_latent(layer: Any) -> bool:
+    """Return whether a layer, one of `attention_layers`, is of multi-head latent attention."""
+    from vllm.model_executor.layers.attention import MLAAttention
+
+    return isinstance(layer, MLAAttention)
+
+
+def check_latent_layer(name: str, layer: Any) -> None:
+    """Refuse a layer of multi-head latent attention for which a tree would be wrong."""
+    from vllm.model_executor.layers.attention import MLAAttention
+    from vllm.v1.kv_cache_interface import is_quantized_kv_cache
+
+    for refused, what in (
+        (type(layer) is not MLAAttention, f"{type(layer).__name__}, which is another latent attention"),
+        (layer.use_sparse, "sparse attention, whose choice of tokens is that of a sequence"),
+        (layer.sliding_window is not None, "a sliding window"),
+        (is_quantized_kv_cache(layer.kv_cache_dtype), f"a latent cache of {layer.kv_cache_dtype}"),
+    ):
+        if refused:
+            raise ValueError(
+                f"model: layer {name!r} uses {what}, which a tree method does not support; use another target, or a "
+                "chain ('draft_model')"
+            )
+
+
 def is_named(model: Any) -> bool:
     """Return whether a target's class is tested with its windows, soft-caps and sinks; `model`: vLLM's ModelConfig."""
     return any(architecture in ALLOWED for architecture in model.architectures)
@@ -331,7 +367,7 @@ def check_packing(layers: Mapping[str, Any]) -> None:
     """Refuse a KV cache in a packing that we cannot read; known once the cache exists. `layers`: as
     `attention_layers`."""
     for name, layer in layers.items():
-        if layer.isa not in PACKINGS:
+        if not is_latent(layer) and layer.isa not in PACKINGS:
             raise ValueError(
                 f"model: vLLM packs the KV cache of layer {name!r} for {layer.isa!r} on this CPU; tree methods read "
                 f"{', '.join(PACKINGS)} (x86). Use a chain ('draft_model') here"

@@ -75,11 +75,21 @@ FAMILIES = (
     ),
     Family("Qwen3_5ForCausalLM", "its text", "as above", ("qwen3.5-text",), chains=True),
     Family("Qwen3_5MoeForConditionalGeneration", "with experts", "as above", ("qwen3.5-moe",), chains=True),
+    Family(
+        "DeepseekV2ForCausalLM",
+        "DeepSeek V2",
+        "multi-head latent attention, experts; Model Runner V2",
+        ("deepseek-v2",),
+    ),
+    Family(
+        "DeepseekV3ForCausalLM", "DeepSeek V3 and R1, Kimi K2", "as above, queries of low rank, YaRN", ("deepseek-v3",)
+    ),
+    Family("Glm4MoeLiteForCausalLM", "GLM-4.7-Flash", "as above", ("glm4-moe-lite",)),
     Family("Cohere2ForCausalLM", "Command R7B, Command A", "windows with RoPE, full layers without", ("cohere2",)),
 )
 BY_CONFIG, BY_LAYER = "`test_what_is_refused_by_its_config`", "`test_what_is_refused_by_its_layer`"
 REFUSALS = (
-    Refusal("multi-head latent attention", "DeepSeek V2 and V3, Kimi, GLM-5", "a latent cache", BY_CONFIG),
+    Refusal("sparse latent attention", "DeepSeek V3.2 and V4, GLM-5", "it chooses tokens by sequence", BY_CONFIG),
     Refusal(
         "models with images, audio or M-RoPE",
         "Qwen2.5-VL, Qwen3-VL, Gemma 3 and 4 with images",

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from vllm.config.attention import AttentionConfig
 from vllm.platforms import current_platform
+from vllm.transformers_utils.config import get_config
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_adaptive_tree.engine.targets.checks import FP8, cache_dtypes, own_dtype
@@ -71,15 +72,21 @@ def check_config(config: Any) -> None:
             )
 
 
+LATENT, FULL = "mla_attention", "full_attention"
+"""Keys of vLLM's `backend_per_kind`."""
+
+
 def set_backend(args: Any) -> None:
-    """Ask for FlashAttention where the user names no backend, for the draft as well: the draft has the target's.
+    """Ask for FlashAttention where the user names no backend, for the draft as well: the draft has the target's. Latent
+    layers have the same cache with each of vLLM's backends for them; it chooses one, or the user does, by kind.
 
     Raises:
         ValueError: the user names another one.
     """
+    target = get_config(args.model, args.trust_remote_code, revision=args.revision).get_text_config()
     config = copy.deepcopy(args.attention_config)
     named = AttentionConfig.validate_backend_before(args.attention_backend) or config.backend
-    named_backends = [named, *config.backend_per_kind.values()]
+    named_backends = [named, *(backend for kind, backend in config.backend_per_kind.items() if kind != LATENT)]
     refused = next(
         (backend for backend in named_backends if backend not in (None, AttentionBackendEnum.FLASH_ATTN)), None
     )
@@ -88,7 +95,9 @@ def set_backend(args: Any) -> None:
             f"attention_backend={refused.name!r} is not supported with a tree method on a GPU; remove it, or use "
             "'FLASH_ATTN': the tree kernel reads that backend's cache"
         )
-    if named is None:
+    if getattr(target, "kv_lora_rank", None) is not None:
+        config.backend_per_kind = {**config.backend_per_kind, FULL: AttentionBackendEnum.FLASH_ATTN}
+    elif named is None:
         args.attention_backend, config.backend = None, AttentionBackendEnum.FLASH_ATTN
     args.attention_config = config
 

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from math import gcd
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -13,6 +14,27 @@ from vllm_adaptive_tree.attention.plan import AttentionPlan
 from vllm_adaptive_tree.attention.triton_tree import Scales
 from vllm_adaptive_tree.engine.common.attention import AttentionVariant, TreeAttention, TreeMetadata
 from vllm_adaptive_tree.trees.masks import ancestor_bits
+
+LATENT_GROUP = 16
+"""Query heads of a latent layer that a program of the kernel reads together: an accumulator of 512 values for each
+would fill its registers."""
+
+
+class LayerShape(NamedTuple):
+    """Shape of a layer as the tree kernel sees it. All heads of a latent layer have one key, which the kernel is given
+    as several KV heads in the same memory."""
+
+    heads: int
+    kv_heads: int
+    size: int  # of a head's values
+
+    @classmethod
+    def of(cls, layer: Any) -> Self:
+        """`layer`: vLLM's, of full or of latent attention."""
+        impl = layer.impl
+        if (rank := getattr(impl, "kv_lora_rank", None)) is not None:
+            return cls(impl.num_heads, impl.num_heads // gcd(impl.num_heads, LATENT_GROUP), rank)
+        return cls(impl.num_heads, impl.num_kv_heads, impl.head_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +50,17 @@ class KernelTrees(TreeMetadata):
     rows: int  # of the trees, and of padding
     plan: AttentionPlan | None  # of these rows; None: made by each layer
 
+    reads_rows: ClassVar[bool] = False
+
+    def rows_of(self, rows: int) -> int:
+        return self.rows
+
+    def before(self) -> Any:
+        return self.native
+
     def attend(
         self, impl: Any, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, out: Tensor
     ) -> Tensor:
-        if self.native is not None:
-            impl.forward(layer, query, key, value, kv_cache, self.native, out)
         keys, values, scales = impl.views(layer, kv_cache)
         where = self.block_table, self.row_start, self.context, self.ancestors
         triton_tree.tree_attention(
@@ -104,6 +132,9 @@ class DenseTrees(TreeMetadata):
     saved: dict[str, tuple[Tensor, Tensor]]  # layer -> key, value of all rows
     windowed: dict[int, Tensor]  # window -> the bias with it
 
+    def before(self) -> Any:
+        return self.native
+
     def seen_through(self, window: int) -> Tensor:
         """Bias of a layer with this window (0: none), [Q, T, B * block_size + T]."""
         if not window:
@@ -119,7 +150,6 @@ class DenseTrees(TreeMetadata):
         self, impl: Any, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, out: Tensor
     ) -> Tensor:
         self.saved[layer.layer_name] = key, value
-        impl.forward(layer, query, key, value, kv_cache, self.native, out)
         context = impl.gather(layer, kv_cache, self.block_table)
         keys, values = (
             torch.cat([old, new[self.rows].transpose(1, 2).float()], 2)

@@ -30,6 +30,7 @@ from vllm_adaptive_tree.engine.v2.draft_backlog import DraftBacklog
 from vllm_adaptive_tree.engine.v2.draft_tokens import DraftTreesHandler
 from vllm_adaptive_tree.engine.v2.drafting import TreeDrafting
 from vllm_adaptive_tree.engine.v2.graphs import drop_whole_graphs, with_fullest
+from vllm_adaptive_tree.engine.v2.latent import LatentAttention, PagedLatentAttention
 from vllm_adaptive_tree.engine.v2.node_selection import NodeSelection, NoNodes
 from vllm_adaptive_tree.engine.v2.rank_agreement import RankAgreement
 from vllm_adaptive_tree.engine.v2.sampler import TreeSampler
@@ -135,8 +136,8 @@ class TreeModelRunnerV2(ModelRunner):
         memory = draft_memory(self, layers, draft, requests=most, rows=rows)
         self.draft_memory = memory._replace(profiled=getattr(speculator, "level_keys", None) is not None)
         gpu = compiles(self.device)
-        kind, caches = (PagedTreeAttention, checks.FP8) if gpu else (CPUTreeAttention, ())
-        adopt_layers(self.vllm_config, layers, kind, caches=caches, levels=speculator.levels)
+        kinds = (PagedTreeAttention, PagedLatentAttention) if gpu else (CPUTreeAttention, LatentAttention)
+        adopt_layers(self.vllm_config, layers, *kinds, caches=checks.FP8 if gpu else (), levels=speculator.levels)
         if self.batch_sharder is not None or self.sampler.return_sampling_mask:
             raise ValueError("return_sampling_mask and a sampler sharded over ranks are not supported with trees")
         self.attention = TargetAttention(self)

@@ -8,8 +8,9 @@ from vllm.config.compilation import CUDAGraphMode
 
 from vllm_adaptive_tree.engine.targets import checks
 from vllm_adaptive_tree.engine.v2 import verification
-from vllm_adaptive_tree.engine.v2.attention import DenseTrees
+from vllm_adaptive_tree.engine.v2.attention import DenseTrees, without_first
 from vllm_adaptive_tree.engine.v2.device import compiles
+from vllm_adaptive_tree.engine.v2.latent import LatentBuilder, latent_builders
 from vllm_adaptive_tree.engine.v2.target_buffers import TargetBuffers
 from vllm_adaptive_tree.engine.v2.verification import Verification
 from vllm_adaptive_tree.kernels.layout import Layout
@@ -31,6 +32,8 @@ class TargetAttention:
             sizes = runner.max_num_reqs, runner.max_num_tokens, nodes
             self.buffers = TargetBuffers(self.layers, *sizes, runner.model_config.dtype, runner.device)
         self.metadata: dict[str, Any] = {}
+        self.latent: dict[str, LatentBuilder] = {}
+        """Builders of metadata of the latent layers."""
         self.slots: dict[str, Tensor] = {}
         """Metadata, and slots of all rows, of each layer in the last verification."""
         runner.model_state.prepare_attn = self.prepare
@@ -43,6 +46,7 @@ class TargetAttention:
     def open_caches(self) -> None:
         """Runs once the caches are there. Raises ValueError for one that cannot be read."""
         runner = self.runner
+        self.latent = latent_builders(runner.attn_groups, self.layers)
         if self.buffers is not None:
             groups = enumerate(runner.kv_cache_config.kv_cache_groups)
             self.buffers.open_caches({name: number for number, group in groups for name in group.layer_names})
@@ -75,22 +79,36 @@ class TargetAttention:
             elif step is not None and not self.in_generation_order:
                 step.write_mask(self.buffers.layout, row_start, requests, rows)
             self.buffers.plan(row_start, count)
-        dense: dict[Any, DenseTrees] = {}
+        others: dict[int, tuple[Any, Tensor]] = {}
+        dense: dict[int, DenseTrees] = {}
         for group, slots in zip(self.runner.kv_cache_config.kv_cache_groups, slot_mappings, strict=True):
             for name in group.layer_names:
                 if name not in self.layers:
                     continue
                 native = metadata[name]
+                if id(native) not in others:
+                    others[id(native)] = self._others(name, native, count, rows)
+                rest, block_table = others[id(native)]
                 if self.buffers is not None:
-                    metadata[name] = self.buffers.metadata(name, native, row_start, count, rows)
+                    metadata[name] = self.buffers.metadata(name, rest, block_table, row_start, rows)
                     continue
                 assert step is not None
                 if id(native) not in dense:
                     longest = int(input_batch.seq_lens_cpu_upper_bound[: input_batch.num_reqs].max())
-                    dense[id(native)] = step.dense(native, group.kv_cache_spec.block_size, longest)
+                    dense[id(native)] = step.dense(rest, block_table, group.kv_cache_spec.block_size, longest)
                 metadata[name], self.slots[name] = dense[id(native)], slots
         self.metadata = metadata
         return metadata
+
+    def _others(self, name: str, native: Any, count: int, rows: int) -> tuple[Any, Tensor]:
+        """Of one group's `native` metadata what is left to the backend, and the block table [Q, B] of trees: those of
+        the first `count` requests and `rows` rows. A CPU's backend reads all rows but those of latent layers."""
+        if (builder := self.latent.get(name)) is not None:
+            return builder.others(count, rows), builder.block_table[:count]
+        table = native.block_table
+        if self.buffers is None:
+            return native, table
+        return None if count == len(table) else without_first(native, count), table[:count]
 
     def commit(self, step: Verification, nodes: Tensor) -> None:
         """Copy the K/V of the accepted `nodes` [R, L] (-1 pads) to the slots after the root."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from vllm_adaptive_tree.attention.plan import AttentionPlan
-from vllm_adaptive_tree.engine.v2.attention import KernelTrees, without_first
+from vllm_adaptive_tree.engine.v2.attention import KernelTrees, LayerShape
 from vllm_adaptive_tree.kernels.commit import layer_addresses, move_accepted
 from vllm_adaptive_tree.kernels.layout import Layout
 
@@ -21,9 +21,7 @@ def plans(
     device: Any,
 ) -> dict[str, AttentionPlan]:
     """Plans of attention layers, by name; those of the same shape share one. Arguments as of `AttentionPlan`."""
-    shapes = {
-        name: (layer.impl.num_heads, layer.impl.num_kv_heads, layer.impl.head_size) for name, layer in layers.items()
-    }
+    shapes = {name: LayerShape.of(layer) for name, layer in layers.items()}
     shared = {
         shape: AttentionPlan(rows, requests, *shape, dtype, device, rows_per_request=rows_per_request)
         for shape in {*shapes.values()}
@@ -52,17 +50,22 @@ class TargetBuffers:
         """`groups`: vLLM's cache group of each layer, whose cache has just been made."""
         same: dict[Any, list[Any]] = {}
         for name, layer in self.layers.items():
-            cache = layer.kv_cache
+            cache = layer.kv_cache if layer.kv_cache.dim() == 4 else layer.kv_cache.unsqueeze(1)  # of latents
             same.setdefault((groups[name], cache.shape, cache.stride(), cache.dtype), []).append(cache)
         self.caches = [(key[0], layer_addresses(caches), caches[0]) for key, caches in same.items()]
 
-    def metadata(self, name: str, native: Any, row_start: Tensor, count: int, rows: int) -> KernelTrees:
-        """Metadata of the layer `name`: the first `count` requests and `rows` rows have trees, as in `layout`.
-        `native`: vLLM's, for the others; None if there are none."""
-        layout, table = self.layout, native.block_table[:count]
-        where = table, row_start[: count + 1], layout.context[:count], layout.bits
-        native_rest = None if count == len(native.block_table) else without_first(native, count)
-        return KernelTrees(native_rest, *where, rows, self.plans[name])
+    def metadata(self, name: str, others: Any, block_table: Tensor, row_start: Tensor, rows: int) -> KernelTrees:
+        """Metadata of the layer `name`.
+
+        Args:
+            others: vLLM's, for requests that have no trees; None if there are none.
+            block_table: [Q, B] of the requests that have, the first, as in `layout`.
+            row_start: [Q + 1 or more] int32.
+            rows: of these requests, and of padding.
+        """
+        count = len(block_table)
+        where = block_table, row_start[: count + 1], self.layout.context[:count], self.layout.bits
+        return KernelTrees(others, *where, rows, self.plans[name])
 
     def plan(self, row_start: Tensor, count: int) -> None:
         """Divide the work of this step's forward, once for all layers."""

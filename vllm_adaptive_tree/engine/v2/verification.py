@@ -156,8 +156,14 @@ class Verification(NamedTuple):
         layout.bits[:rows, : bits.shape[1]] = bits
         layout.context[:count] = self.root[:count]
 
-    def dense(self, native: Any, block_size: int, longest: int) -> DenseTrees:
-        """Metadata on a CPU. `longest`: most tokens of a request in the cache, on the host."""
+    def dense(self, native: Any, block_table: Tensor, block_size: int, longest: int) -> DenseTrees:
+        """Metadata on a CPU.
+
+        Args:
+            native: vLLM's, for rows that the backend reads first; None: none.
+            block_table: [R, B], at least of the requests with draft tokens.
+            longest: most tokens of a request in the cache, on the host.
+        """
         device = self.first.device
         requests = async_tensor_h2d(np.flatnonzero(self.scheduled), device=device)
         nodes = int(self.scheduled.max())
@@ -170,7 +176,7 @@ class Verification(NamedTuple):
         before = context_bias(self.root[requests], blocks * block_size).expand(-1, 1 + nodes, -1)
         bias = torch.cat([before, torch.where(mask, 0.0, -torch.inf)], 2)
         position = self.root[requests, None] + mask.sum(2) - 1
-        return DenseTrees(native, rows, native.block_table[requests, :blocks], bias, position, {}, {})
+        return DenseTrees(native, rows, block_table[requests, :blocks], bias, position, {}, {})
 
     def commit(self, nodes: Tensor, metadata: dict[str, Any], layers: dict[str, Any], slots: dict[str, Tensor]) -> None:
         """Copy the K/V of the accepted `nodes` [R, L] (-1 pads) to the slots after the root, on a CPU.
@@ -190,4 +196,4 @@ class Verification(NamedTuple):
                 target = torch.where(accepted, slot[home.clamp(max=len(slot) - 1)], -1).flatten()
                 layer = layers[name]
                 rows = source.clamp(max=len(key) - 1)
-                layer.impl.do_kv_cache_update(layer, key[rows], value[rows], layer.kv_cache, target)
+                layer.impl.write(layer, key[rows], value[rows], target)
