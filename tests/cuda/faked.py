@@ -9,7 +9,7 @@ serves no other purpose.
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -74,10 +74,16 @@ def install(capability: tuple[int, int]) -> None:
     for kernel in (topk_softmax, moe_align_block_size, moe_sum):
         setattr(namespaces._moe_C, kernel.__name__, kernel)
     namespaces._C.rms_norm = rms_norm
-    namespaces._C.static_scaled_fp8_quant = Quantisation("static_scaled_fp8_quant")
+    namespaces._C.rotary_embedding = Present("rotary_embedding", rotary_embedding)
+    namespaces._C.static_scaled_fp8_quant = Present("static_scaled_fp8_quant", in_8_bits)
     namespaces._vllm_fa2_C = SimpleNamespace(varlen_fwd=_fa2)
     namespaces._vllm_fa3_C = SimpleNamespace(fwd=_fa3, get_scheduler_metadata=_scheduler_metadata)
-    namespaces._C_cache_ops = SimpleNamespace(reshape_and_cache_flash=_write)
+    namespaces._C.merge_attn_states = merge_attn_states
+    namespaces._C_cache_ops = SimpleNamespace(
+        reshape_and_cache_flash=_write,
+        concat_and_cache_mla=concat_and_cache_mla,
+        gather_and_maybe_dequant_cache=gather_and_maybe_dequant_cache,
+    )
 
     import vllm.platforms as platforms
     from vllm.platforms.interface import DeviceCapability
@@ -132,11 +138,15 @@ class Absent:
         raise NotImplementedError(f"{self.name} is compiled for GPUs alone")
 
 
-class Quantisation(Absent):
-    """The one that has a function here."""
+class Present(Absent):
+    """One that vLLM's passes name, too, and that has a function here."""
+
+    def __init__(self, name: str, function: Callable[..., Any]):
+        super().__init__(name)
+        self.function = function
 
     def __call__(self, *args: Any, **given: Any) -> Any:
-        return in_8_bits(*args, **given)
+        return self.function(*args, **given)
 
 
 class Namespace(type(torch.ops._C)):  # type: ignore[misc]
@@ -212,10 +222,11 @@ def _attention(
     *,
     causal: bool,
     scales: Sequence[Tensor | None] = (None,) * 3,
+    q_v: Tensor | None = None,
     **arguments: Any,
 ) -> Tensor:
     """Attention over a paged cache: `k`, `v` [blocks, block_size, Hkv, D]; `scales` [requests, Hkv], of `q`, `k`, `v`
-    of 8 bits."""
+    of 8 bits. `q_v` [rows, H, Dv]: queries of the values, whose scores are added."""
     LAUNCHES.append(Launch(kernel, q, k, v, {"out": out, **arguments}))
     starts, lengths, table = arguments["cu_seqlens_q"], arguments["seqused_k"], arguments["block_table"]
     group = q.shape[1] // k.shape[2]
@@ -229,7 +240,10 @@ def _attention(
             one if scale is None else one * scale[request].repeat_interleave(group)[:, None]
             for one, scale in zip((q[first:last].float(), keys, values), scales, strict=True)
         )
-        scores = torch.einsum("qhd,khd->hqk", query, keys) * arguments["softmax_scale"]
+        scores = torch.einsum("qhd,khd->hqk", query, keys)
+        if q_v is not None:
+            scores += torch.einsum("qhd,khd->hqk", q_v[first:last].float(), values)
+        scores *= arguments["softmax_scale"]
         row, column = torch.arange(length - (last - first), length)[:, None], torch.arange(length)
         weights = scores.masked_fill((column > row) & causal, -torch.inf).softmax(-1)
         if kernel == "FA3" and k.element_size() == 1:
@@ -275,16 +289,39 @@ def _fa2(
     return _attention("FA2", q, k, v, out, causal=is_causal, softmax_scale=softmax_scale, **where, **longest), None
 
 
-def _fa3(*arguments: Any) -> tuple[Tensor, None, None, None]:
-    """Attend as upstream's `fwd`; new keys, rotation and padding are not used."""
+def _unpaged(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, key_starts: Tensor, scale: float, *, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Attention of rows to keys [tokens, H, D] of the same requests, one after the other, and its log-sum-exp."""
+    out, logs = q.new_zeros(*q.shape[:2], v.shape[2]), torch.full((q.shape[1], len(q)), -torch.inf)
+    for first, last, begin, end in zip(
+        starts.tolist(), starts[1:].tolist(), key_starts.tolist(), key_starts[1:].tolist(), strict=False
+    ):
+        scores = torch.einsum("qhd,khd->hqk", q[first:last].float(), k[begin:end].float()) * scale
+        row, column = torch.arange(end - begin - (last - first), end - begin)[:, None], torch.arange(end - begin)
+        scores = scores.masked_fill((column > row) & causal, -torch.inf)
+        out[first:last] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v[begin:end].float()).to(out.dtype)
+        logs[:, first:last] = scores.logsumexp(-1)
+    return out, logs
+
+
+def _fa3(*arguments: Any) -> tuple[Tensor, Tensor | None, None, None]:
+    """Attend as upstream's `fwd`; new keys, rotation and padding are not used. Keys that are not paged are those of
+    prompts of latent layers, which want a log-sum-exp."""
     q, k, v, k_new, v_new, q_v, out, cu_seqlens_q, cu_seqlens_k, _, _, seqused_k, max_q, max_k, table = arguments[:15]
     scale, causal, left, right, softcap = arguments[23:28]
-    assert (k_new, v_new, q_v, cu_seqlens_k, left, right, softcap) == (None,) * 4 + (-1, -1, 0)
+    assert (k_new, v_new, left, right, softcap) == (None, None, -1, -1, 0)
+    if table is None:
+        LAUNCHES.append(Launch("FA3", q, k, v, {}))
+        attended, log = _unpaged(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, causal=causal)
+        return attended if out is None else out.copy_(attended), log, None, None
+    assert cu_seqlens_k is None
+    out = torch.empty(*q.shape[:2], v.shape[3], dtype=q.dtype) if out is None else out
     where = {"cu_seqlens_q": cu_seqlens_q, "seqused_k": seqused_k, "block_table": table}
     longest = {"max_seqlen_q": max_q, "max_seqlen_k": max_k}
     scales = arguments[20:23]
     assert len({one.dtype.itemsize for one in (q, k, v)}) == 1, "queries have 8 bits where the cache has"
-    attended = _attention("FA3", q, k, v, out, causal=causal, scales=scales, softmax_scale=scale, **where, **longest)
+    attended = _attention("FA3", q, k, v, out, causal=causal, scales=scales, softmax_scale=scale, q_v=q_v, **where, **longest)
     return attended, None, None, None
 
 
@@ -323,6 +360,50 @@ def _write(
         cache[slot // size, slot % size] = new[rows]
 
 
+def concat_and_cache_mla(
+    kv_c: Tensor, k_pe: Tensor, cache: Tensor, slot_mapping: Tensor, kv_cache_dtype: str, scale: Tensor
+) -> None:
+    assert kv_cache_dtype == "auto"
+    rows = (slot_mapping >= 0).nonzero().flatten()
+    slot, size = slot_mapping[rows], cache.shape[1]
+    cache[slot // size, slot % size] = torch.cat([kv_c, k_pe.view(len(k_pe), -1)], -1)[rows]
+
+
+def gather_and_maybe_dequant_cache(
+    cache: Tensor,
+    out: Tensor,
+    block_table: Tensor,
+    starts: Tensor,
+    token_to_request: Tensor,
+    tokens: int,
+    kv_cache_dtype: str,
+    scale: Tensor,
+    begins: Tensor | None,
+) -> None:
+    """Gather latents of contexts, from the position where each begins."""
+    request = token_to_request[:tokens].long()
+    position = torch.arange(tokens) - starts[request] + (0 if begins is None else begins[request])
+    out[:tokens] = cache[block_table[request, position // cache.shape[1]].long(), position % cache.shape[1]]
+
+
+def merge_attn_states(
+    out: Tensor,
+    out_log: Tensor | None,
+    one: Tensor,
+    one_log: Tensor,
+    other: Tensor,
+    other_log: Tensor,
+    merged: int | None,
+    scale: None,
+) -> None:
+    """Merge two parts of attention [rows, H, D] by their log-sum-exp [H, rows], those of the first `merged` rows."""
+    assert (out_log, scale) == (None, None)
+    merged = len(out) if merged is None else merged
+    share = torch.sigmoid(one_log[:, :merged] - other_log[:, :merged]).T[:, :, None]
+    out.copy_(other)
+    out[:merged] = (one[:merged].float() * share + other[:merged].float() * (1 - share)).to(out.dtype)
+
+
 def in_8_bits(out: Tensor, rows: Tensor, scale: Tensor, group_shape: tuple[int, int] | None = None) -> Tensor:
     """Quantise to `out`, by one scale for all, or one for each group of columns."""
     most = torch.finfo(out.dtype).max
@@ -335,6 +416,21 @@ def rms_norm(out: Tensor, rows: Tensor, weight: Tensor, epsilon: float) -> None:
     """Norm rows in place of vLLM's CPU kernel, which reads rows as if they were contiguous; those of queries between
     keys and values are not."""
     out.copy_(torch.nn.functional.rms_norm(rows.float(), weight.shape, weight.float(), epsilon))
+
+
+def rotary_embedding(
+    positions: Tensor, query: Tensor, key: Tensor | None, head_size: int, cos_sin: Tensor, neox: bool, *unused: Any
+) -> None:
+    """Rotate in place of vLLM's CPU kernel, which reads keys as if they were contiguous; those of latents are not."""
+    cos, sin = cos_sin[positions].float()[:, None].chunk(2, -1)
+    size = 2 * cos.shape[-1]
+    for rows in (query, key):
+        if rows is not None:
+            whole = rows.reshape(len(rows), -1, head_size).float()
+            first, second = whole[..., :size].chunk(2, -1) if neox else (whole[..., :size:2], whole[..., 1:size:2])
+            turned = first * cos - second * sin, second * cos + first * sin
+            whole[..., :size] = torch.cat(turned, -1) if neox else torch.stack(turned, -1).flatten(-2)
+            rows.copy_(whole.view(rows.shape))
 
 
 def topk_softmax(

@@ -25,6 +25,8 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 
 BLOCKS = "dspark", "dflash2", "lilicorr", "xpress"
 """Heads of one forward, each of which replays vLLM's graph of its block."""
 HYBRIDS = "qwen3-next", "qwen3.5"
+TOLD = *HYBRIDS, "latent"
+"""Cases with a draft that knows the outputs."""
 NODES, DEPTH, TOKENS = 8, 4, 12
 PROMPTS = [[7, 3, 9], list(range(20, 70)), [5] * 33, [11, 2] * 3]
 # The last waits until one of three seats is free.
@@ -37,7 +39,7 @@ def written(folder: Path, kind: str, **more: Any) -> str:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **SIZES, **more, initializer_range=0.2, tie_word_embeddings=False)
+    config = AutoConfig.for_model(kind, **{**SIZES, **more}, initializer_range=0.2, tie_word_embeddings=False)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     return str(folder)
 
@@ -85,12 +87,21 @@ def hybrid(case: str, folder: Path) -> dict[str, Any]:
     return {**given, "mamba_ssm_cache_dtype": "float32"}
 
 
-def told(tokens: list[list[int]], folder: Path) -> dict[str, Any]:
+def latent(folder: Path) -> str:
+    """A model of multi-head latent attention, with head sizes of DeepSeek's that FlashAttention takes."""
+    from tests.engine.families import FAMILIES
+
+    family = FAMILIES["deepseek-v2"]
+    sizes = {"qk_nope_head_dim": 64, "v_head_dim": 128, "num_hidden_layers": 2, "first_k_dense_replace": 2}
+    return replace(family, fields={**family.fields, **sizes}).saved(folder)
+
+
+def told(tokens: list[list[int]], folder: Path, *, chains: bool) -> dict[str, Any]:
     """`speculative_config` of a draft that knows the outputs; its requests verify five nodes together."""
     from tests.engine.known import known
 
     texts = [[*prompt, *output] for prompt, output in zip(PROMPTS, tokens, strict=True)]
-    speculation: dict[str, Any] = known(texts, folder, NODES, chains=True)
+    speculation: dict[str, Any] = known(texts, folder, NODES, chains=chains)
     speculation["tree"]["budget"] = 5
     return speculation
 
@@ -113,6 +124,11 @@ def models(case: str, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         return {"model": TARGET}, {"method": "dyspec", "model": head, "tree": {"budget": "auto"}}
     if case in HYBRIDS:
         return hybrid(case, folder / "target"), {}
+    if case == "latent":
+        return {"model": latent(folder / "target"), "skip_tokenizer_init": True}, {}
+    if case == "latent, draft":
+        draft = written(folder / "draft", "qwen3", vocab_size=512)
+        return {"model": latent(folder / "target"), "skip_tokenizer_init": True}, {"model": draft}
     if case in BLOCKS:
         block_speculator.ladder = lambda most: [1, most]  # two requests run in the graph of three
         return {"model": TARGET}, {"model": getattr(heads, case)(folder / "head")}
@@ -179,8 +195,8 @@ def main(capability: str, case: str, graphs: str = "NONE") -> dict[str, Any]:
         options = {"budget": None, "max_depth": DEPTH, **speculative.pop("tree", {})}
         tree = {"method": "opt_tree", "num_speculative_tokens": NODES, "tree": options, **speculative}
         for name, speculation in (("plain", None), ("tree", tree)):
-            if name == "tree" and case in HYBRIDS:
-                speculation.update(told(found["plain"]["tokens"], Path(folder)))
+            if name == "tree" and case in TOLD:
+                speculation.update(told(found["plain"]["tokens"], Path(folder), chains=case in HYBRIDS))
             llm = engines.start(
                 speculation,
                 **given,

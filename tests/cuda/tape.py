@@ -20,7 +20,7 @@ from tests.cuda import faked
 
 GARBAGE = -777
 WAITS = ("_local_scalar_dense", "aten.nonzero")
-COMPILED = ("_fa2", "_fa3", "_fa4", "_write", "rms_norm", "topk_softmax", "moe_align_block_size", "moe_sum")
+COMPILED = ("_fa2", "_fa3", "_fa4", "_write", "concat_and_cache_mla", "rms_norm", "rotary_embedding", "topk_softmax", "moe_align_block_size", "moe_sum")
 """Functions of `faked` that stand for one kernel."""
 OPAQUE = {
     "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn": "qwen_gdn_attention_core",
@@ -132,7 +132,22 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _opened(operation: str, module: ModuleType) -> None:
     function = getattr(module, operation, None) or getattr(module, f"_{operation}")
-    setattr(torch.ops.vllm, operation, function)
+    setattr(torch.ops.vllm, operation, faked.Present(operation, function))
+
+
+def _latent(module: ModuleType) -> None:
+    """Layers of latent attention called as on a device: called directly, as others are here, they have no break between
+    pieces."""
+    for operation in ("unified_mla_kv_cache_update", "unified_mla_attention_with_output"):
+        _opened(operation, module)
+    layer: Any = module.MLAAttention
+    original = layer.__init__
+
+    def begin(self: Any, *args: Any, **given: Any) -> None:
+        original(self, *args, **given)
+        self.use_direct_call = False
+
+    layer.__init__ = begin
 
 
 def install(capability: tuple[int, int]) -> None:
@@ -142,6 +157,7 @@ def install(capability: tuple[int, int]) -> None:
     os.environ["VLLM_USE_BREAKABLE_CUDAGRAPH"] = "1"  # pieces without torch.compile
     for module, operation in OPAQUE.items():
         interpreter.after(module, functools.partial(_opened, operation))
+    interpreter.after("vllm.model_executor.layers.attention.mla_attention", _latent)
     for name in COMPILED:
         setattr(faked, name, kernel(getattr(faked, name)))
     faked.install(capability)
