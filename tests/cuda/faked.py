@@ -319,10 +319,9 @@ def _fa3(*arguments: Any) -> tuple[Tensor, Tensor | None, None, None]:
     out = torch.empty(*q.shape[:2], v.shape[3], dtype=q.dtype) if out is None else out
     where = {"cu_seqlens_q": cu_seqlens_q, "seqused_k": seqused_k, "block_table": table}
     longest = {"max_seqlen_q": max_q, "max_seqlen_k": max_k}
-    scales = arguments[20:23]
     assert len({one.dtype.itemsize for one in (q, k, v)}) == 1, "queries have 8 bits where the cache has"
-    attended = _attention("FA3", q, k, v, out, causal=causal, scales=scales, softmax_scale=scale, q_v=q_v, **where, **longest)
-    return attended, None, None, None
+    given = {"scales": arguments[20:23], "softmax_scale": scale, "q_v": q_v, **where, **longest}
+    return _attention("FA3", q, k, v, out, causal=causal, **given), None, None, None
 
 
 def _fa4(

@@ -91,8 +91,8 @@ def latent(folder: Path) -> str:
     """A model of multi-head latent attention, with head sizes of DeepSeek's that FlashAttention takes."""
     from tests.engine.families import FAMILIES
 
-    family = FAMILIES["deepseek-v2"]
-    sizes = {"qk_nope_head_dim": 64, "v_head_dim": 128, "num_hidden_layers": 2, "first_k_dense_replace": 2}
+    family = FAMILIES["deepseek-v3"]
+    sizes = {"qk_nope_head_dim": 64, "v_head_dim": 128, "num_hidden_layers": 2, "first_k_dense_replace": 3}
     return replace(family, fields={**family.fields, **sizes}).saved(folder)
 
 
@@ -126,6 +126,12 @@ def models(case: str, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         return hybrid(case, folder / "target"), {}
     if case == "latent":
         return {"model": latent(folder / "target"), "skip_tokenizer_init": True}, {}
+    if case == "latent module":
+        from tests.engine.latent import with_module
+
+        target = with_module(latent(folder / "target"), folder / "with module")
+        tree = {"draft": "mtp", "budget": "auto"}
+        return {"model": target, "skip_tokenizer_init": True}, {"model": target, "tree": tree}
     if case == "latent, draft":
         draft = written(folder / "draft", "qwen3", vocab_size=512)
         return {"model": latent(folder / "target"), "skip_tokenizer_init": True}, {"model": draft}

@@ -6,11 +6,13 @@ from typing import Any
 import pytest
 from vllm.engine.arg_utils import EngineArgs
 
-from tests.engine.engines import V2, Engines, assert_identical, generate, runner_of
+from tests.engine.engines import V2, Engines, assert_identical, generate, metric, runner_of
 from tests.engine.families import FAMILIES
 from tests.engine.known import known
+from tests.engine.latent import with_module
 from tests.engine.test_families import PARAMS, TOKENS, Run, without_weights
 from vllm_adaptive_tree.attention import triton_tree
+from vllm_adaptive_tree.engine.targets.checks import attention_layers
 from vllm_adaptive_tree.engine.v2 import latent
 
 NODES = 6
@@ -46,6 +48,21 @@ def test_prompts_beside_trees(run: Run, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @on_v2
+@pytest.mark.parametrize("budget", [5, "auto", pytest.param(None, marks=pytest.mark.slow)])
+def test_the_target_s_own_module(run: Run, budget: str | int | None) -> None:
+    """Its layer, too, is of latents. With 5 nodes in a batch the device chooses which are verified."""
+    target = with_module(run.arguments["model"], run.folder / f"target, {budget}")
+    tree = {"draft": "mtp", "budget": budget} | ({"threshold": 0} if budget != "auto" else {})
+    speculation = {"method": "opt_tree", "model": target, "num_speculative_tokens": NODES, "tree": tree}
+    llm = run.engines.start(speculation, **{**run.arguments, "model": target})
+    assert_identical(run.plain, generate(llm, run.asked, PARAMS))
+    assert budget == "auto" or metric(llm, "spec_decode_num_draft_tokens") > 20
+    layers = attention_layers(runner_of(llm).vllm_config)
+    assert len(layers) == 1 + FAMILIES["deepseek-v3"].built().num_hidden_layers
+    assert all(isinstance(one.impl, latent.LatentAttention) for one in layers.values())
+
+
+@on_v2
 def test_the_start_up_check(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm_adaptive_tree.engine.self_check.check import check
 
@@ -76,15 +93,13 @@ def test_a_tree_read_as_a_chain_shows(run: Run, monkeypatch: pytest.MonkeyPatch)
         assert_identical(run.plain, run.trees())
 
 
-def test_a_draft_of_latents_is_refused(tmp_path: Path) -> None:
-    target = without_weights("LlamaConfig", tmp_path / "target", architectures=["LlamaForCausalLM"], vocab_size=512)
-    draft = without_weights(
-        "DeepseekV2Config", tmp_path / "draft", architectures=["DeepseekV2ForCausalLM"], vocab_size=512
-    )
+@on_v2
+def test_a_draft_model_of_latents_is_refused(tmp_path: Path) -> None:
+    sizes = {"architectures": ["DeepseekV2ForCausalLM"], "vocab_size": 512}
+    draft = without_weights("DeepseekV2Config", tmp_path / "draft", **sizes)
+    target = without_weights("DeepseekV2Config", tmp_path / "target", **sizes)
     speculation = {"method": "adaptive_tree", "model": draft, "num_speculative_tokens": NODES}
-    with pytest.raises(
-        ValueError, match="drafts with multi-head latent attention" if V2 else "on Model Runner V2 alone"
-    ):
+    with pytest.raises(ValueError, match="has multi-head latent attention, .* take one with other attention"):
         EngineArgs(target, speculative_config=speculation, skip_tokenizer_init=True).create_engine_config()
 
 

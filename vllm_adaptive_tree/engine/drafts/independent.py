@@ -30,7 +30,13 @@ class Independent(DraftKind):
 
     def finalize(self, config: Any, draft: Checkpoint) -> None:
         super().finalize(config, draft)
-        if config.speculative_config.draft_model_config.is_hybrid:
+        model = config.speculative_config.draft_model_config
+        if model.use_mla:
+            raise draft.refused(
+                "has multi-head latent attention, whose backends of vLLM part a batch by lengths that the host does "
+                "not know of a draft model: take one with other attention, or a head"
+            )
+        if model.is_hybrid:
             raise draft.refused(
                 "keeps a recurrent state, which follows one sequence, and a draft reads all nodes of a level at once: "
                 "take a draft of attention alone"

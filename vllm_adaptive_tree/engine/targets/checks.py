@@ -105,11 +105,6 @@ def check_config(config: Any, options: TreeOptions) -> None:
                 f"{name}: {model.model!r} has multi-head latent attention, which is served on Model Runner V2 alone; "
                 "set VLLM_USE_V2_MODEL_RUNNER=1, which needs Triton"
             )
-    if spec.draft_model_config is not None and options.text is None and spec.draft_model_config.use_mla:
-        raise ValueError(
-            f"speculative_config['model']: {spec.draft_model_config.model!r} drafts with multi-head latent attention, "
-            "which is not served yet; use a draft with other attention, 'ngram' or 'suffix'"
-        )
     replicas = config.parallel_config.data_parallel_size
     for name, model in (("model", target), ("speculative_config['model']", spec.draft_model_config)):
         if replicas > 1 and model is not None and model.is_moe:

@@ -14,11 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm_adaptive_tree.attention.cpu import context_bias
+from vllm_adaptive_tree.attention.plan import AttentionPlan
 from vllm_adaptive_tree.attention.triton_tree import Scales
 from vllm_adaptive_tree.engine.common.attention import TreeAttention, TreeMetadata
 from vllm_adaptive_tree.engine.common.contexts import finite
 from vllm_adaptive_tree.engine.targets.checks import is_latent
-from vllm_adaptive_tree.engine.v2.attention import LayerShape
+from vllm_adaptive_tree.engine.v2.attention import DenseTrees, KernelTrees, LayerShape
+from vllm_adaptive_tree.trees.masks import WORD
 
 
 class Others(NamedTuple):
@@ -139,6 +142,49 @@ def latent_views(kv_cache: Tensor, layer: Any) -> tuple[Tensor, Tensor]:
     shape = LayerShape.of(layer)
     key = kv_cache[:, :, None].expand(-1, -1, shape.kv_heads, -1)
     return key, key[..., : shape.size]
+
+
+def chain_bits(row_start: Tensor, rows: int, most: int) -> Tensor:
+    """`ancestor_bits` [rows, W] of requests whose rows are chains; `row_start` [R + 1]: the rows of each, at most so
+    many. Rows after the last are padding, and get any bits."""
+    row = torch.arange(rows, device=row_start.device)
+    request = torch.searchsorted(row_start[1:].long(), row, right=True).clamp(max=len(row_start) - 2)
+    place = row - row_start[request]
+    seen = 1 + place[:, None] - WORD * torch.arange(-(-most // WORD), device=row.device)
+    return torch.where(seen < WORD, (1 << seen.clamp(0, WORD - 1)) - 1, -1)
+
+
+class Chains(NamedTuple):
+    """Rows of R requests that a draft of latents reads. vLLM's latent backends part a batch by lengths on the host, and
+    those of accepted tokens are known to the device alone."""
+
+    row_start: Tensor  # [R + 1] int32
+    context: Tensor  # [R] int32: tokens of each before its rows
+    block_table: Tensor  # [R, B]
+    rows: int  # of the requests, at most, and of padding
+    most: int  # rows of a request
+    longest: int  # tokens of a request, at most
+
+    def metadata(self, others: Others | None, block_size: int, plan: AttentionPlan | None) -> TreeMetadata:
+        """`others`: after these rows; `plan`: of kernels, with which this package reads; None: without any."""
+        if plan is None:
+            return self._dense(others, block_size)
+        where = self.block_table, self.row_start, self.context
+        bits = chain_bits(self.row_start, self.rows, self.most)
+        return KernelTrees(others, *where, bits, self.rows, plan.update(self.row_start, self.context))
+
+    def _dense(self, others: Others | None, block_size: int) -> DenseTrees:
+        count = self.row_start.diff()
+        requests = count.nonzero()[:, 0]
+        place, first = torch.arange(self.most, device=count.device), self.row_start[requests, None].long()
+        inside = place < count[requests, None]
+        mask = torch.where(inside[:, :, None], place[:, None] >= place, place == 0)  # padding is the first row again
+        blocks = -(-self.longest // block_size)
+        context = self.context[requests]
+        before = context_bias(context, blocks * block_size).expand(-1, self.most, -1)
+        bias = torch.cat([before, torch.where(mask, 0.0, -torch.inf)], 2)
+        rows, table = torch.where(inside, first + place, first), self.block_table[requests, :blocks]
+        return DenseTrees(others, rows, table, bias, context[:, None] + mask.sum(2) - 1, {}, {})
 
 
 class LatentBuilder:

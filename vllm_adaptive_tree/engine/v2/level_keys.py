@@ -9,6 +9,8 @@ from torch import Tensor
 from vllm_adaptive_tree.attention.plan import AttentionPlan
 from vllm_adaptive_tree.attention.triton_tree import OwnKeys, tree_attention
 from vllm_adaptive_tree.engine.common.attention import TreeMetadata
+from vllm_adaptive_tree.engine.targets.checks import is_latent
+from vllm_adaptive_tree.engine.v2.attention import LayerShape
 from vllm_adaptive_tree.trees.masks import WORD
 
 
@@ -37,12 +39,15 @@ class LevelKeys(TreeMetadata):
         self.seen = slot.new_zeros(len(widths) + rows * self.levels, len(word))
         """Visible slots of the batch [R, 1 + S, words], as bits: of the root, which sees none, and of every slot."""
         self.roots = torch.zeros(len(widths), dtype=torch.int32, device=device)
-        self.keys: dict[str, Tensor] = {}  # of each layer [2, rows * levels, Hkv, D]: of the batch [R, S, Hkv, D]
+        self.keys: dict[str, Tensor] = {}
+        """Of each layer [2, rows * levels, Hkv, D]: of the batch [R, S, Hkv, D]. Of latents, whose values are a part of
+        their keys, [1, rows * levels, 1, D]."""
         self.plans: dict[str, list[AttentionPlan]] = {}  # of each layer, by the number of requests
-        shared: dict[tuple[int, ...], list[AttentionPlan]] = {}
+        shared: dict[LayerShape, list[AttentionPlan]] = {}
         for name, layer in layers.items():
-            shape = layer.impl.num_heads, layer.impl.num_kv_heads, layer.impl.head_size
-            self.keys[name] = torch.zeros(2, rows * self.levels, *shape[1:], dtype=dtype, device=device)
+            shape, impl = LayerShape.of(layer), layer.impl
+            parts, heads = (1, 1) if is_latent(layer) else (2, impl.num_kv_heads)
+            self.keys[name] = torch.zeros(parts, rows * self.levels, heads, impl.head_size, dtype=dtype, device=device)
             if shape not in shared:
                 of_width = {
                     width: AttentionPlan(rows, len(widths), *shape, dtype, device, rows_per_request=width)
@@ -87,14 +92,16 @@ class LevelKeys(TreeMetadata):
         node_keys = self.keys[layer.layer_name][:, : self.requests * self.slots].unflatten(
             1, (self.requests, self.slots)
         )
-        for whole, new in zip(node_keys, (key, value), strict=True):  # 0 times a NaN of a dead row would be NaN
+        # 0 times a NaN of a dead row would be NaN.
+        for whole, new in zip(node_keys, (key, value), strict=False):
             new = new.unflatten(0, (self.requests, self.width))
             torch.nan_to_num(new, nan=0.0, posinf=0.0, neginf=0.0, out=whole[:, start : self.end])
         keys, values, scales = impl.views(layer, kv_cache)
+        nodes = node_keys.expand(2, -1, -1, keys.shape[2], -1)
         return tree_attention(
             *(query, keys, values, self.block_table, self.row_start, self.context, self.bits.flatten(0, 1)),
             *(impl.scale, out),
             plan=self.plans[layer.layer_name][self.requests - 1],
-            own=OwnKeys(node_keys[0], node_keys[1], start),
+            own=OwnKeys(nodes[0], nodes[1], start),
             scales=scales,
         )

@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -14,16 +14,20 @@ from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
+from vllm_adaptive_tree.attention.plan import AttentionPlan
 from vllm_adaptive_tree.drafters import Rows
-from vllm_adaptive_tree.engine.common.attention import DraftKeys
+from vllm_adaptive_tree.engine.common.attention import DraftKeys, TreeMetadata
 from vllm_adaptive_tree.engine.common.contexts import PagedContexts
 from vllm_adaptive_tree.engine.common.tree_state import TreeState
+from vllm_adaptive_tree.engine.targets.checks import is_latent
 from vllm_adaptive_tree.engine.v2.attention import KernelTrees
 from vllm_adaptive_tree.engine.v2.device import compiles
 from vllm_adaptive_tree.engine.v2.drafting import TargetOutput, TreeDrafting
 from vllm_adaptive_tree.engine.v2.graphs import Piece
+from vllm_adaptive_tree.engine.v2.latent import Chains
 from vllm_adaptive_tree.engine.v2.level_keys import LevelKeys
 from vllm_adaptive_tree.engine.v2.target_buffers import plans
+from vllm_adaptive_tree.engine.v2.verification import Verification
 from vllm_adaptive_tree.kernels.reading import Cache
 
 
@@ -48,6 +52,8 @@ class PagedDraft(TreeDrafting, DraftModelSpeculator):
     """Side buffers for K/V of nodes, on devices with kernels."""
     profiling = False
     """True while vLLM measures memory: there is no cache."""
+    chain_plan: AttentionPlan | None = None
+    """Plan of `Chains`, on devices with kernels."""
     longest_text = 0
     """Most tokens of a request in the cache; on the host."""
 
@@ -87,6 +93,9 @@ class PagedDraft(TreeDrafting, DraftModelSpeculator):
             self.level_keys = LevelKeys(layers, widths, self.drafted_levels - 1, self.dtype, self.device)
             sizes = self.most_trees * self.reading_width, self.most_trees, self.reading_width
             self.reading_plans = plans(layers, *sizes, self.dtype, self.device)
+            if self.latent:
+                rows = self.max_num_tokens, self.max_num_reqs, self.reading_width
+                self.chain_plan = next(iter(plans(layers, *rows, self.dtype, self.device).values()))
 
     def pieces(self) -> dict[Piece, Callable[[], Any]]:
         sizes = [size for size in reversed(self.sizes) if self.fits(size)]
@@ -113,6 +122,12 @@ class PagedDraft(TreeDrafting, DraftModelSpeculator):
         self.profiling = False
         self.inputs.clear()
         self.drafts.forget()
+
+    @cached_property
+    def latent(self) -> bool:
+        """True if its layers are of multi-head latent attention."""
+        context = self.vllm_config.compilation_config.static_forward_context
+        return any(is_latent(context[name]) for name in self.draft_attn_layer_names)
 
     @property
     def limit(self) -> int:  # type: ignore[override]
@@ -186,7 +201,29 @@ class PagedDraft(TreeDrafting, DraftModelSpeculator):
             step=0,
             slot_mappings=slots,
         )
+        if self.latent:
+            starts, lengths = buffers.query_start_loc[: 1 + count], buffers.seq_lens[:count]
+            sizes_at_most = int(sizes.max()), int(longest.max())
+            late = Chains(starts, lengths - starts.diff(), self.table(count), total, *sizes_at_most)
+            read = self._read_as(late, None)
+            metadata = {**metadata, **dict.fromkeys(self.draft_attn_layer_names, read)}
         return metadata, build_slot_mappings_by_layer(slots, self.kv_cache_config)
+
+    def chains(self, batch: Any, step: Verification, others: Any, block_table: Tensor, rows: int) -> TreeMetadata:
+        """Metadata with which layers of latents read the accepted tokens of a verification.
+
+        Args:
+            batch: vLLM's InputBatch of the `step`.
+            others: vLLM's metadata of requests without trees.
+            block_table: [Q, B] of those that have, the first; as many `rows` they have, with padding.
+        """
+        count, most = len(block_table), 1 + int(step.scheduled.max())
+        longest = int(batch.seq_lens_cpu_upper_bound[: batch.num_reqs].max())
+        start, context = batch.query_start_loc[: 1 + count], step.root[:count].int()
+        return self._read_as(Chains(start, context, block_table, rows, most, longest), others)
+
+    def _read_as(self, chains: Chains, others: Any) -> TreeMetadata:
+        return chains.metadata(others, self.block_size, self.chain_plan)
 
     def read_accepted(self, requests: int) -> None:
         """Run one forward over the rows of `inputs`, of so many requests, padding included; a piece."""

@@ -46,7 +46,7 @@ class TargetAttention:
     def open_caches(self) -> None:
         """Runs once the caches are there. Raises ValueError for one that cannot be read."""
         runner = self.runner
-        self.latent = latent_builders(runner.attn_groups, self.layers)
+        self.latent = latent_builders(runner.attn_groups, checks.attention_layers(runner.vllm_config))
         if self.buffers is not None:
             groups = enumerate(runner.kv_cache_config.kv_cache_groups)
             self.buffers.open_caches({name: number for number, group in groups for name in group.layer_names})
@@ -63,6 +63,7 @@ class TargetAttention:
         step = self.runner.step.verification
         if not whole and (step is None or not step.reads_only_roots(input_batch)):
             return metadata
+        runner = self.runner
         row_start, count, rows = (
             input_batch.query_start_loc,
             input_batch.num_reqs_after_padding,
@@ -81,14 +82,19 @@ class TargetAttention:
             self.buffers.plan(row_start, count)
         others: dict[int, tuple[Any, Tensor]] = {}
         dense: dict[int, DenseTrees] = {}
-        for group, slots in zip(self.runner.kv_cache_config.kv_cache_groups, slot_mappings, strict=True):
+        for group, slots in zip(runner.kv_cache_config.kv_cache_groups, slot_mappings, strict=True):
             for name in group.layer_names:
-                if name not in self.layers:
-                    continue
+                drafts = name not in self.layers
+                if drafts and (whole or name not in self.latent):
+                    continue  # it reads in a graph of its own, or by vLLM's metadata
                 native = metadata[name]
                 if id(native) not in others:
                     others[id(native)] = self._others(name, native, count, rows)
                 rest, block_table = others[id(native)]
+                if drafts:
+                    assert step is not None
+                    metadata[name] = runner.speculator.chains(input_batch, step, rest, block_table, rows)
+                    continue
                 if self.buffers is not None:
                     metadata[name] = self.buffers.metadata(name, rest, block_table, row_start, rows)
                     continue
