@@ -127,6 +127,8 @@ def variants() -> Iterator[Variant]:
     yield _attend(256, 2, 64, window=4096, soft_cap=True)  # Gemma 2
     yield _attend(64, 8, 128, window=128, sinks=True)  # gpt-oss
     for own in (False, True):
+        for group, lanes in ((16, 32), (16, 16), (8, 32)):
+            yield _attend(512, group, lanes, own=own, extra=64)  # DeepSeek
         for lanes in (16, 64):
             yield _attend(256, 4, lanes, own=own)
         for wide_queries, scale_head in ((False, False), (False, True), (True, True)):
@@ -148,7 +150,7 @@ def variants() -> Iterator[Variant]:
 def _attend(
     head_size: int, group: int, lanes: int, *, own: bool = False, context: bool = True, dtype: str = "bf16",
     cache: str | None = None, wide_queries: bool = False, scale_head: bool = False,
-    window: int = 0, soft_cap: bool = False, sinks: bool = False,
+    window: int = 0, soft_cap: bool = False, sinks: bool = False, extra: int = 0,
 ) -> Variant:  # fmt: skip
     tiling = Tiling.of(group, head_size, TYPES[dtype].itemsize, max(lanes // group, 1))
     assert tiling.lanes == lanes
@@ -161,7 +163,7 @@ def _attend(
     types |= dict.fromkeys(("block_table", "row_start", "context", "work", "items", "merges"), "*i32")
     types |= dict.fromkeys(("scale", "soft_cap"), "fp32") | {"ancestors": "*i64"}
     shapes = {"KV_HEADS": 8, "GROUP": group, "HEAD_SIZE": head_size, "PADDED_HEAD": triton.next_power_of_2(head_size)}
-    sizes = {"BLOCK_SIZE": 16, "LANES": lanes, "TILE": tiling.tile, "WORD": WORD}
+    sizes = {"BLOCK_SIZE": 16, "LANES": lanes, "TILE": tiling.tile, "WORD": WORD, "EXTRA": extra}
     kinds = {"WINDOW": window, "SOFT_CAP": soft_cap, "SINKS": sinks}
     kinds |= {"QUERY_8_BITS": bool(cache) and not wide_queries, "CACHE_8_BITS": bool(cache)}
     kinds["SCALE_HEAD"] = int(scale_head)
@@ -170,6 +172,7 @@ def _attend(
     aligned = tuple(name for name in kernel.arg_names if name.endswith(strides) and name != "context_log_head")
     notes = (dtype, f"{cache} cache" if cache else "", "own keys" if own else "", "" if context else "no context")
     notes += f"{dtype} queries" if wide_queries else "", "scales per head" if scale_head else ""
+    notes += (f"latents and {extra}" if extra else "",)
     notes += f"window {window}" if window else "", "soft-cap" if soft_cap else "", "sinks" if sinks else ""
     name = f"attend {head_size} x {group}, {lanes} lanes, {', '.join(note for note in notes if note)}"
     return Variant(name, kernel, types, shapes | sizes | kinds, tiling.warps, aligned, 90 if cache else 80)

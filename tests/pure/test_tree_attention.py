@@ -390,6 +390,38 @@ class TestKernels:
             )
             assert (found.double() - expected).abs().max() < ERROR[torch.bfloat16]
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("kv_heads", [1, 3])
+    def test_latents(self, kv_heads, dtype):
+        """Values are the first part of longer keys, which several KV heads share in memory."""
+        requests = [(37, FORK), (16, []), (5, None), (0, CHAIN), (9, list(recursive_tree(70, 0).parents))]
+        batch = Batch.of(requests, heads=(6, 1), head_size=80, dtype=dtype)
+        key = batch.key_cache.expand(-1, -1, kv_heads, -1)
+        batch = batch._replace(key_cache=key, value_cache=key[..., :64])
+        out = batch.query.new_zeros(*batch.query.shape[:2], 64)
+        expected = reference.tree_attention(*(part.double() for part in batch[:3]), *batch[3:], out.double())
+        for processors in (1, 6):
+            shape = (len(out), len(batch.context), 6, kv_heads, 64, dtype, torch.device(DEVICE))
+            plan = plans().AttentionPlan(*shape, processors=processors, tiles_per_split=1)
+            plan.update(batch.row_start, batch.context)
+            found = kernel().tree_attention(*batch, out.clone(), plan=plan)
+            assert (found.double() - expected).abs().max() < ERROR[dtype]
+
+    def test_a_level_of_latents(self):
+        level = Level.of([0, 15, 16, 100], 3, 4, heads=(6, 1), head_size=80)
+        key, own = (part.expand(-1, -1, 3, -1) for part in (level.key_cache, level.own[0]))
+        caches, heads = (key, key[..., :64]), (own, own[..., :64])
+        out = level.query.new_zeros(*level.query.shape[:2], 64)
+        for offset in (0, 9):
+            given = (*level[3:6], level.masks[:, offset : offset + 3].flatten(0, 1), level.scale)
+            found = kernel().tree_attention(
+                level.query, *caches, *given, out.clone(), own=kernel().OwnKeys(own, own, offset)
+            )
+            wide = [part.double() for part in (level.query, *caches)]
+            doubled = (heads[0].double(), heads[1].double(), offset)
+            expected = reference.tree_attention(*wide, *given, out.double(), own=doubled)
+            assert (found.double() - expected).abs().max() < ERROR[torch.float32]
+
     def test_the_host_reads_shapes_only(self, monkeypatch):
         """Meta tensors have no values; the launches are all that is left out."""
         grids = []

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import wraps
-from types import ModuleType
 from typing import Any
 
 from vllm_adaptive_tree.engine.names import CONFIG_KEY, DRAFTS, MARK, STREAMS
@@ -293,7 +292,7 @@ def missing_symbols_named() -> Iterator[None]:
 
 
 @contextmanager
-def swapped(module: ModuleType | type, name: str, value: Any) -> Iterator[None]:
+def swapped(module: Any, name: str, value: Any) -> Iterator[None]:
     """Set `module.name` to `value` inside the block: if vLLM instantiates a class by name, it instantiates ours."""
     original = getattr(module, name)
     setattr(module, name, value)
