@@ -130,8 +130,7 @@ def models(case: str, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         from tests.engine.latent import with_module
 
         target = with_module(latent(folder / "target"), folder / "with module")
-        tree = {"draft": "mtp", "budget": "auto"}
-        return {"model": target, "skip_tokenizer_init": True}, {"model": target, "tree": tree}
+        return {"model": target, "skip_tokenizer_init": True}, {"model": target, "tree": {"draft": "mtp"}}
     if case == "latent, draft":
         draft = written(folder / "draft", "qwen3", vocab_size=512)
         return {"model": latent(folder / "target"), "skip_tokenizer_init": True}, {"model": draft}

@@ -150,8 +150,9 @@ ROUTED: dict[str, Any] = {
     "topk_group": 1,
 }
 LOW_RANK = {"q_lora_rank": 64, "topk_method": "noaux_tc", "num_nextn_predict_layers": 0}
-# vLLM's norm on CPUs reads the latents of a batch, which are a part of wider rows, as if they were all.
-NATIVE_NORMS = {"compilation_config": {"custom_ops": ["none"]}}
+# vLLM's norm on CPUs reads the latents of a batch, which are a part of wider rows, as if they were all. With AMX vLLM
+# would read them by a backend for bfloat16 alone.
+AS_ON_ANY_CPU = {"compilation_config": {"custom_ops": ["none"]}, "attention_backend": "CPU_MLA"}
 QWEN35 = {
     **DELTA_NETS,
     **rope("default", partial_rotary_factor=0.5, mrope_section=[6, 5, 5], mrope_interleaved=True),
@@ -319,21 +320,21 @@ FAMILIES: dict[str, Family] = {
         "DeepseekV2Config",
         "latent attention, 8 experts, 2 per token, a dense layer first",
         {**LATENT, **ROUTED},
-        NATIVE_NORMS,
+        AS_ON_ANY_CPU,
         latent=True,
     ),
     "deepseek-v3": Family(
         "DeepseekV3Config",
         "latent attention with queries of low rank, 8 experts in groups, YaRN",
         {**LATENT, **ROUTED, **LOW_RANK, **YARN, "n_group": 2},
-        NATIVE_NORMS,
+        AS_ON_ANY_CPU,
         latent=True,
     ),
     "glm4-moe-lite": Family(
         "Glm4MoeLiteConfig",
         "latent attention with queries of low rank, 8 experts",
         {**LATENT, **ROUTED, **LOW_RANK},
-        NATIVE_NORMS,
+        AS_ON_ANY_CPU,
         latent=True,
     ),
     "llama-fp8-kv": Family("LlamaConfig", "K/V in 8 bits", {"head_dim": 64}, {"kv_cache_dtype": "fp8"}),

@@ -46,7 +46,6 @@ class Absorbed:
 
 
 def forward(
-    layer: Any,
     native: Callable[..., Tensor],
     q: Tensor,
     k_c_normed: Tensor,
@@ -56,8 +55,8 @@ def forward(
     output: Tensor,
     **more: Any,
 ) -> Tensor:
-    """Take the place of a layer's `forward_impl`, which is `native`: the rows of trees come first, absorbed, the others
-    as vLLM reads them."""
+    """Take the place of a layer's `forward_impl`, which is `native`: rows of trees come first in the batch, and are
+    absorbed; vLLM reads the others as it does."""
     if not isinstance(attn_metadata, TreeMetadata):
         prepare(attn_metadata)
         return native(q, k_c_normed, k_pe, kv_cache, attn_metadata, output=output, **more)
@@ -97,7 +96,7 @@ class LatentAttention(TreeAttention):
     @classmethod
     def adopt(cls, layer: Any, *, drafts: bool = False) -> None:
         super().adopt(layer, drafts=drafts)
-        layer.forward_impl = partial(forward, layer, layer.forward_impl)
+        layer.forward_impl = partial(forward, layer.forward_impl)
 
     def forward_mqa(self, q: Any, kv_cache: Tensor, attn_metadata: Any, layer: Any) -> tuple[Tensor, Tensor | None]:
         """Attend with absorbed queries [T, H, L] and [T, H, P]; returns [T, H, L], and vLLM's log-sum-exp."""
