@@ -12,6 +12,7 @@ from tests.engine.known import known
 from tests.engine.latent import with_module
 from tests.engine.test_families import PARAMS, TOKENS, Run, without_weights
 from vllm_adaptive_tree.attention import triton_tree
+from vllm_adaptive_tree.engine.preview import Arguments, preview
 from vllm_adaptive_tree.engine.targets.checks import attention_layers
 from vllm_adaptive_tree.engine.v2 import latent
 
@@ -57,6 +58,8 @@ def test_the_target_s_own_module(run: Run, budget: str | int | None) -> None:
     llm = run.engines.start(speculation, **{**run.arguments, "model": target})
     assert_identical(run.plain, generate(llm, run.asked, PARAMS))
     assert budget == "auto" or metric(llm, "spec_decode_num_draft_tokens") > 20
+    foreseen = preview(speculation, Arguments(target, dtype="float32"))["memory"]
+    assert foreseen["kv_per_token"] == runner_of(llm).draft_memory.kv
     layers = attention_layers(runner_of(llm).vllm_config)
     assert len(layers) == 1 + FAMILIES["deepseek-v3"].built().num_hidden_layers
     assert all(isinstance(one.impl, latent.LatentAttention) for one in layers.values())

@@ -122,6 +122,8 @@ def _memory(
     known = shapes and all(shape is not None for shape in shapes.values())
     weights = sum(prod(shape or ()) for name, shape in (shapes or {}).items() if name != "t2d")
     kv = 2 * layers * ceil(kv_heads / ranks) * width * size
+    if (rank := config.get("kv_lora_rank")) is not None:  # latents, which every rank keeps
+        kv = layers * (rank + config.get("qk_rope_head_dim", 0)) * size
     return Memory(weights * size // ranks if known else None, kv, sum(levels))
 
 
