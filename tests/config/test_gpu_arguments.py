@@ -11,11 +11,14 @@ import transformers
 from vllm.config.compilation import CompilationConfig, CUDAGraphMode
 from vllm.config.vllm import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.attention import MLAAttention
+from vllm.model_executor.layers.attention.mla_attention import QueryLenSupport
+from vllm.platforms import current_platform
 from vllm.platforms.interface import CpuArchEnum, DeviceCapability, Platform, PlatformEnum
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from tests.engine.engines import TARGET
-from vllm_adaptive_tree.engine.targets import gpu_arguments
+from vllm_adaptive_tree.engine.targets import checks, gpu_arguments
 from vllm_adaptive_tree.engine.v2.graphs import with_fullest
 
 
@@ -182,14 +185,57 @@ def test_other_backends_are_refused(given: dict[str, Any]) -> None:
         gpu_arguments.set_backend(EngineArgs(model=TARGET, **given))
 
 
-@pytest.mark.parametrize("own", [{}, {"mla_attention": AttentionBackendEnum.TRITON_MLA}], ids=str)
-def test_latent_layers_keep_their_backend(own: dict[str, Any], tmp_path: Path) -> None:
+OF_LATENTS = AttentionBackendEnum.FLASHINFER_MLA
+
+
+@pytest.mark.parametrize(
+    ("given", "own"),
+    [
+        ({}, None),
+        ({"attention_backend": "FLASH_ATTN"}, None),
+        ({"attention_backend": "FLASHINFER_MLA"}, OF_LATENTS),
+        ({"attention_config": {"backend": "FLASHINFER_MLA"}}, OF_LATENTS),
+        ({"attention_config": {"backend_per_kind": {"mla_attention": "FLASHINFER_MLA"}}}, OF_LATENTS),
+    ],
+    ids=str,
+)
+def test_latent_layers_keep_their_backend(given: dict[str, Any], own: Any, tmp_path: Path) -> None:
     """The draft's have FlashAttention."""
     transformers.DeepseekV3Config().save_pretrained(tmp_path)
-    args = EngineArgs(model=str(tmp_path), attention_config={"backend_per_kind": own})
+    args = EngineArgs(model=str(tmp_path), **given)
     gpu_arguments.set_backend(args)
-    assert args.attention_config.backend is None
-    assert args.attention_config.backend_per_kind == {**own, "full_attention": FLASH}
+    assert (args.attention_backend, args.attention_config.backend) == (None, None)
+    expected = {"full_attention": FLASH} | ({} if own is None else {"mla_attention": own})
+    assert args.attention_config.backend_per_kind == expected
+
+
+def latent_layer(support: QueryLenSupport = QueryLenSupport.VARLEN, **values: Any) -> Any:
+    """A layer of a backend that exists on GPUs alone."""
+    builder = SimpleNamespace(query_len_support=support)
+    backend = SimpleNamespace(get_builder_cls=lambda: builder, get_name=lambda: f"{support.value}_MLA")
+    layer = MLAAttention.__new__(MLAAttention)
+    vars(layer).update(attn_backend=backend, **values)
+    return layer
+
+
+def test_backends_that_read_lengths_on_the_host_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of trees are known to the device alone."""
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
+    values = {"use_sparse": False, "sliding_window": None, "kv_cache_dtype": "auto"}
+    checks.check_latent_layer("layer", latent_layer(**values))
+    for support in (QueryLenSupport.UNIFORM, QueryLenSupport.SINGLE_ONLY):
+        with pytest.raises(ValueError, match=rf"latent attention of {support.value}_MLA, .* from the host"):
+            checks.check_latent_layer("layer", latent_layer(support, **values))
+
+
+def test_latents_are_read_in_the_blocks_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = latent_layer(kv_cache=torch.zeros(4, 64, 576))
+    monkeypatch.setattr(checks, "attention_layers", lambda _: {"layer": layer})
+    group = SimpleNamespace(layer_names=["layer"], kv_cache_spec=SimpleNamespace(block_size=64))
+    checks.check_block_sizes(None, [group])
+    group.kv_cache_spec.block_size = 128
+    with pytest.raises(ValueError, match="block_size=128 .* varlen_MLA, which reads blocks of 64; set"):
+        checks.check_block_sizes(None, [group])
 
 
 @pytest.mark.parametrize("given", [None, *(mode.name for mode in CUDAGraphMode)])

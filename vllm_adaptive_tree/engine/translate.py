@@ -85,6 +85,7 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
     checks.check_config(config, options)
     if not current_platform.is_cpu():
         gpu_arguments.check_config(config)
+        gpu_arguments.keep_updates(config)
     kind.finalize(config, draft)
     if config.use_v2_model_runner:
         config.speculative_config.num_speculative_tokens_per_batch_size = schedule(

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from vllm.config.attention import AttentionConfig
 from vllm.platforms import current_platform
-from vllm.transformers_utils.config import get_config
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from vllm_adaptive_tree.engine.checkpoint import written_config
 from vllm_adaptive_tree.engine.targets.checks import FP8, cache_dtypes, own_dtype
 
 LEAST = 80
@@ -78,14 +78,18 @@ LATENT, FULL = "mla_attention", "full_attention"
 
 def set_backend(args: Any) -> None:
     """Ask for FlashAttention where the user names no backend, for the draft as well: the draft has the target's. Latent
-    layers have the same cache with each of vLLM's backends for them; it chooses one, or the user does, by kind.
+    layers keep vLLM's choice, or the user's; their cache is the same.
 
     Raises:
         ValueError: the user names another one.
     """
-    target = get_config(args.model, args.trust_remote_code, revision=args.revision).get_text_config()
+    latent = _is_latent(args)
     config = copy.deepcopy(args.attention_config)
     named = AttentionConfig.validate_backend_before(args.attention_backend) or config.backend
+    if latent:
+        of_latents = {} if named in (None, AttentionBackendEnum.FLASH_ATTN) else {LATENT: named}
+        config.backend_per_kind = {FULL: AttentionBackendEnum.FLASH_ATTN, **of_latents, **config.backend_per_kind}
+        args.attention_backend = config.backend = named = None
     named_backends = [named, *(backend for kind, backend in config.backend_per_kind.items() if kind != LATENT)]
     refused = next(
         (backend for backend in named_backends if backend not in (None, AttentionBackendEnum.FLASH_ATTN)), None
@@ -95,11 +99,24 @@ def set_backend(args: Any) -> None:
             f"attention_backend={refused.name!r} is not supported with a tree method on a GPU; remove it, or use "
             "'FLASH_ATTN': the tree kernel reads that backend's cache"
         )
-    if getattr(target, "kv_lora_rank", None) is not None:
-        config.backend_per_kind = {**config.backend_per_kind, FULL: AttentionBackendEnum.FLASH_ATTN}
-    elif named is None:
+    if named is None and not latent:
         args.attention_backend, config.backend = None, AttentionBackendEnum.FLASH_ATTN
     args.attention_config = config
+
+
+def _is_latent(args: Any) -> bool:
+    """Return whether a target has multi-head latent attention."""
+    try:
+        written = written_config(args.model, args.revision, args.trust_remote_code)
+    except Exception:  # vLLM reports it
+        return False
+    return any(part.get("kv_lora_rank") is not None for part in (written, written.get("text_config") or {}))
+
+
+def keep_updates(config: Any) -> None:
+    """Let no compiled pass write the latents of a draft: its layer drops those of nodes, and NaN."""
+    if config.speculative_config.draft_model_config.use_mla:
+        config.compilation_config.pass_config.fuse_rope_kvcache_cat_mla = False
 
 
 def set_graphs(args: Any, nodes: int, trees: int) -> None:

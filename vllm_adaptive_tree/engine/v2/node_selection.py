@@ -64,6 +64,8 @@ class NodeSelection:
     def get_num_tokens(self, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]]) -> int:
         """Number of tokens of the step."""
         drafts, most = sum(map(len, draft_tokens.values())), self.most(len(num_tokens_per_req))
+        if any(num_tokens_per_req[name] > 1 + len(tokens) for name, tokens in draft_tokens.items() if tokens):
+            most = None  # amid a prompt draft tokens are placeholders; all rows are where the host expects them
         self.nodes = drafts if most is None else min(most, drafts)
         return sum(num_tokens_per_req.values()) - drafts + self.nodes
 

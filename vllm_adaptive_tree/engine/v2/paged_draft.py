@@ -24,10 +24,9 @@ from vllm_adaptive_tree.engine.v2.attention import KernelTrees
 from vllm_adaptive_tree.engine.v2.device import compiles
 from vllm_adaptive_tree.engine.v2.drafting import TargetOutput, TreeDrafting
 from vllm_adaptive_tree.engine.v2.graphs import Piece
-from vllm_adaptive_tree.engine.v2.latent import Chains
+from vllm_adaptive_tree.engine.v2.latent_batch import Chains
 from vllm_adaptive_tree.engine.v2.level_keys import LevelKeys
 from vllm_adaptive_tree.engine.v2.target_buffers import plans
-from vllm_adaptive_tree.engine.v2.verification import Verification
 from vllm_adaptive_tree.kernels.reading import Cache
 
 
@@ -53,7 +52,8 @@ class PagedDraft(TreeDrafting, DraftModelSpeculator):
     profiling = False
     """True while vLLM measures memory: there is no cache."""
     chain_plan: AttentionPlan | None = None
-    """Plan of `Chains`, on devices with kernels."""
+    late_plan: AttentionPlan | None = None
+    """Plans of `Chains` of a step's tokens and of earlier ones, on devices with kernels."""
     longest_text = 0
     """Most tokens of a request in the cache; on the host."""
 
@@ -95,7 +95,8 @@ class PagedDraft(TreeDrafting, DraftModelSpeculator):
             self.reading_plans = plans(layers, *sizes, self.dtype, self.device)
             if self.latent:
                 rows = self.max_num_tokens, self.max_num_reqs, self.reading_width
-                self.chain_plan = next(iter(plans(layers, *rows, self.dtype, self.device).values()))
+                made = (next(iter(plans(layers, *rows, self.dtype, self.device).values())) for _ in range(2))
+                self.chain_plan, self.late_plan = made
 
     def pieces(self) -> dict[Piece, Callable[[], Any]]:
         sizes = [size for size in reversed(self.sizes) if self.fits(size)]
@@ -153,15 +154,20 @@ class PagedDraft(TreeDrafting, DraftModelSpeculator):
         return Cache(self.table(requests), self.block_size) if self.level_keys is not None else None
 
     def read(self, target: TargetOutput) -> None:
-        batch = target.batch
-        at_once = self.level_keys is not None and batch.num_reqs <= self.most_trees
-        requests = self.padded(batch.num_reqs) if at_once else 0
-        if not at_once or not self.fits(requests) or not only_roots(batch):
+        batch, requests = target.batch, self.at_once(target.batch)
+        if not requests:
             self.longest_text = int(batch.seq_lens_cpu_upper_bound[: batch.num_reqs].max())
             self.read_natively(target)
             return
         self.stage_hidden_states(target, requests * self.reading_width)
         self.graphs.run(Piece.of(requests), partial(self.read_accepted, requests))
+
+    def at_once(self, batch: Any) -> int:
+        """Requests of the piece that reads this batch, padding included; 0: it is read as vLLM does."""
+        if self.level_keys is None or batch.num_reqs > self.most_trees:
+            return 0
+        requests = self.padded(batch.num_reqs)
+        return requests if self.fits(requests) and only_roots(batch) else 0
 
     def metadata_of(
         self,
@@ -193,6 +199,13 @@ class PagedDraft(TreeDrafting, DraftModelSpeculator):
         slots = tables.compute_slot_mappings(request, buffers.query_start_loc[: 1 + count], place, total, out=slots)
         if unstored is not None:
             slots = slots.masked_fill(unstored, PAD_SLOT_ID)
+        by_layer = build_slot_mappings_by_layer(slots, self.kv_cache_config)
+        if self.latent:
+            starts, lengths = buffers.query_start_loc[: 1 + count], buffers.seq_lens[:count]
+            bounds = int(sizes.max()), int(longest.max())
+            late = Chains(starts, lengths - starts.diff(), self.table(count), total, *bounds)
+            read = late.metadata(None, self.block_size, self.late_plan)
+            return dict.fromkeys(self.draft_attn_layer_names, read), by_layer
         metadata = super()._build_attn_metadata(
             num_reqs=count,
             batch_desc=BatchExecutionDescriptor(cg_mode=CUDAGraphMode.NONE, num_tokens=total, num_reqs=count),
@@ -201,29 +214,21 @@ class PagedDraft(TreeDrafting, DraftModelSpeculator):
             step=0,
             slot_mappings=slots,
         )
-        if self.latent:
-            starts, lengths = buffers.query_start_loc[: 1 + count], buffers.seq_lens[:count]
-            sizes_at_most = int(sizes.max()), int(longest.max())
-            late = Chains(starts, lengths - starts.diff(), self.table(count), total, *sizes_at_most)
-            read = self._read_as(late, None)
-            metadata = {**metadata, **dict.fromkeys(self.draft_attn_layer_names, read)}
-        return metadata, build_slot_mappings_by_layer(slots, self.kv_cache_config)
+        return metadata, by_layer
 
-    def chains(self, batch: Any, step: Verification, others: Any, block_table: Tensor, rows: int) -> TreeMetadata:
+    def chains(self, batch: Any, context: Tensor, others: Any, block_table: Tensor, rows: int) -> TreeMetadata:
         """Metadata with which layers of latents read the accepted tokens of a verification.
 
         Args:
-            batch: vLLM's InputBatch of the `step`.
+            batch: vLLM's InputBatch.
+            context: [Q], tokens before each root.
             others: vLLM's metadata of requests without trees.
             block_table: [Q, B] of those that have, the first; as many `rows` they have, with padding.
         """
-        count, most = len(block_table), 1 + int(step.scheduled.max())
+        start = batch.query_start_loc[: 1 + len(block_table)]
         longest = int(batch.seq_lens_cpu_upper_bound[: batch.num_reqs].max())
-        start, context = batch.query_start_loc[: 1 + count], step.root[:count].int()
-        return self._read_as(Chains(start, context, block_table, rows, most, longest), others)
-
-    def _read_as(self, chains: Chains, others: Any) -> TreeMetadata:
-        return chains.metadata(others, self.block_size, self.chain_plan)
+        read = Chains(start, context, block_table, rows, 1 + int(batch.num_draft_tokens_per_req.max()), longest)
+        return read.metadata(others, self.block_size, self.chain_plan)
 
     def read_accepted(self, requests: int) -> None:
         """Run one forward over the rows of `inputs`, of so many requests, padding included; a piece."""

@@ -101,6 +101,7 @@ class TreeModelRunnerV2(ModelRunner):
         return kind(self.speculator.drafts, self.input_buffers.query_start_loc, budget, most_rows=most)
 
     def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
+        self.attention.latent = {}  # of the cache that vLLM profiles with
         checks.check_draft_groups(kv_cache_config.kv_cache_groups, self.speculator.draft_attn_layer_names)
         selection = self._selection(NodeSelection, self.budget)
         graphs = self.attention.buffers is not None and self.compilation_config.cudagraph_mode.has_full_cudagraphs()

@@ -10,7 +10,7 @@ from vllm_adaptive_tree.engine.targets import checks
 from vllm_adaptive_tree.engine.v2 import verification
 from vllm_adaptive_tree.engine.v2.attention import DenseTrees, without_first
 from vllm_adaptive_tree.engine.v2.device import compiles
-from vllm_adaptive_tree.engine.v2.latent import LatentBuilder, latent_builders
+from vllm_adaptive_tree.engine.v2.latent_batch import LatentBuilder, latent_builders
 from vllm_adaptive_tree.engine.v2.target_buffers import TargetBuffers
 from vllm_adaptive_tree.engine.v2.verification import Verification
 from vllm_adaptive_tree.kernels.layout import Layout
@@ -46,6 +46,7 @@ class TargetAttention:
     def open_caches(self) -> None:
         """Runs once the caches are there. Raises ValueError for one that cannot be read."""
         runner = self.runner
+        checks.check_block_sizes(runner.vllm_config, runner.kv_cache_config.kv_cache_groups)
         self.latent = latent_builders(runner.attn_groups, checks.attention_layers(runner.vllm_config))
         if self.buffers is not None:
             groups = enumerate(runner.kv_cache_config.kv_cache_groups)
@@ -57,11 +58,15 @@ class TargetAttention:
         self, input_batch: Any, mode: Any, block_tables: Any, slot_mappings: Any, *rest: Any, **kwargs: Any
     ) -> Any:
         """Build vLLM's metadata, and that of the trees for the target's layers."""
-        metadata = self.native_metadata(input_batch, mode, block_tables, slot_mappings, *rest, **kwargs)
         # A whole graph holds our kernel, also for a step without a tree; vLLM records it under another name.
-        whole = mode == CUDAGraphMode.FULL or kwargs.get("for_capture", False)
+        recorded = kwargs.get("for_capture", False)
+        whole = mode == CUDAGraphMode.FULL or recorded
         step = self.runner.step.verification
-        if not whole and (step is None or not step.reads_only_roots(input_batch)):
+        trees = whole or (step is not None and step.reads_only_roots(input_batch))
+        for builder in self.latent.values():
+            builder.waits = trees
+        metadata = self.native_metadata(input_batch, mode, block_tables, slot_mappings, *rest, **kwargs)
+        if not trees:
             return metadata
         runner = self.runner
         row_start, count, rows = (
@@ -85,15 +90,21 @@ class TargetAttention:
         for group, slots in zip(runner.kv_cache_config.kv_cache_groups, slot_mappings, strict=True):
             for name in group.layer_names:
                 drafts = name not in self.layers
-                if drafts and (whole or name not in self.latent):
-                    continue  # it reads in a graph of its own, or by vLLM's metadata
+                if drafts and (name not in self.latent or recorded):
+                    continue
+                if drafts and step is None:
+                    metadata[name] = self.latent[name].whole()
+                    continue
+                if drafts and whole and runner.speculator.at_once(input_batch):
+                    continue  # it reads in a graph of its own
                 native = metadata[name]
                 if id(native) not in others:
                     others[id(native)] = self._others(name, native, count, rows)
                 rest, block_table = others[id(native)]
                 if drafts:
                     assert step is not None
-                    metadata[name] = runner.speculator.chains(input_batch, step, rest, block_table, rows)
+                    context = self.buffers.layout.context if self.buffers is not None else step.root.int()
+                    metadata[name] = runner.speculator.chains(input_batch, context[:count], rest, block_table, rows)
                     continue
                 if self.buffers is not None:
                     metadata[name] = self.buffers.metadata(name, rest, block_table, row_start, rows)
