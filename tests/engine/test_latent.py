@@ -14,10 +14,10 @@ from tests.engine.test_families import PARAMS, TOKENS, Run, without_weights
 from vllm_adaptive_tree.attention import triton_tree
 from vllm_adaptive_tree.engine.preview import Arguments, preview
 from vllm_adaptive_tree.engine.targets.checks import attention_layers
-from vllm_adaptive_tree.engine.v2 import latent
+from vllm_adaptive_tree.engine.v2 import latent, latent_batch
 
 NODES = 6
-LENGTHS = [29, 62, 17, 40, 33]
+LENGTHS = [29, 62, 1 + NODES, 40, 33]  # one is as long as a tree
 on_v2 = pytest.mark.skipif(not V2, reason="MODEL_RUNNER=v2")
 
 
@@ -31,13 +31,13 @@ def run(engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> Run:
 @on_v2
 def test_prompts_beside_trees(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are left to vLLM, by metadata of their own."""
-    left, others = [], latent.LatentBuilder.others
+    left, others = [], latent_batch.LatentBuilder.others
 
     def seen(builder: Any, count: int, rows: int) -> Any:
         left.append(others(builder, count, rows))
         return left[-1]
 
-    monkeypatch.setattr(latent.LatentBuilder, "others", seen)
+    monkeypatch.setattr(latent_batch.LatentBuilder, "others", seen)
     params = [PARAMS.clone() for _ in run.asked]
     for number, one in enumerate(params):
         one.max_tokens = TOKENS - 3 * number  # they end one after the other
