@@ -227,7 +227,7 @@ class PagedDraft(TreeDrafting, DraftModelSpeculator):
         """
         start = batch.query_start_loc[: 1 + len(block_table)]
         longest = int(batch.seq_lens_cpu_upper_bound[: batch.num_reqs].max())
-        read = Chains(start, context, block_table, rows, 1 + int(batch.num_draft_tokens_per_req.max()), longest)
+        read = Chains(start, context, block_table, rows, 1 + self.num_speculative_steps, longest)
         return read.metadata(others, self.block_size, self.chain_plan)
 
     def read_accepted(self, requests: int) -> None:
