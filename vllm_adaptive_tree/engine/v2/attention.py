@@ -42,7 +42,8 @@ class KernelTrees(TreeMetadata):
     """Metadata for kernels: the first Q requests of the batch have trees, the backend attends for the others. The
     tensors are parts of persistent buffers, so a CUDA graph may read them."""
 
-    native: Any  # vLLM's, for the other requests; None if all have trees, which may be empty
+    native: Any
+    """vLLM's, for the other requests, of latent layers an `Others`; None if all have trees, which may be empty."""
     block_table: Tensor  # [Q, B]
     row_start: Tensor  # [Q + 1] int32
     context: Tensor  # [Q] int32: tokens before each root
@@ -124,7 +125,7 @@ class DenseTrees(TreeMetadata):
     """Metadata on a CPU: vLLM's kernel reads every row as part of a chain, then the rows of the trees are computed
     again over a gathered context, with a mask."""
 
-    native: Any  # vLLM's CPUAttentionMetadata
+    native: Any  # vLLM's, of all rows; of latent layers an `Others`, or None
     rows: Tensor  # [Q, T] int64: rows of the flat batch, each tree's root first; padded with the root's
     block_table: Tensor  # [Q, B]
     bias: Tensor  # [Q, T, B * block_size + T] float32
