@@ -193,13 +193,13 @@ class TreeAttention:
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        inputs, scales = (layer, query, key, value, kv_cache), (output_scale, output_block_scale)
-        native: Callable[..., Tensor] = super().forward  # type: ignore[misc]
-        if not isinstance(attn_metadata, TreeMetadata):
-            return native(*inputs, attn_metadata, output, *scales)
-        if (others := attn_metadata.before()) is not None:
-            native(*inputs, others, output)
-        return attn_metadata.attend(self, *inputs, output)
+        inputs = layer, query, key, value, kv_cache
+        if isinstance(attn_metadata, TreeMetadata):
+            if (others := attn_metadata.before()) is not None:
+                super().forward(*inputs, others, output)  # type: ignore[misc]
+            return attn_metadata.attend(self, *inputs, output)
+        scales = (output_scale, output_block_scale)
+        return super().forward(*inputs, attn_metadata, output, *scales)  # type: ignore[misc]
 
     def write(self, layer: Any, key: Tensor, value: Tensor, slots: Tensor) -> None:
         """Write K/V [T, Hkv, D] to slots [T] of the layer's cache, -1: nowhere."""
