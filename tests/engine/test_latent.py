@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from vllm.engine.arg_utils import EngineArgs
 
 from tests.engine.engines import V2, Engines, assert_identical, generate, metric, runner_of
@@ -63,6 +64,48 @@ def test_the_target_s_own_module(run: Run, budget: str | int | None) -> None:
     layers = attention_layers(runner_of(llm).vllm_config)
     assert len(layers) == 1 + FAMILIES["deepseek-v3"].built().num_hidden_layers
     assert all(isinstance(one.impl, latent.LatentAttention) for one in layers.values())
+
+
+class Roots:
+    """Hidden states of a module's roots from now on, by request, in the order of the requests, and position."""
+
+    def __init__(self, speculator: Any, monkeypatch: pytest.MonkeyPatch):
+        self.found: dict[tuple[int, int], torch.Tensor] = {}
+        self.speculator, self.read_to, self.roots_of = speculator, speculator.read, speculator.roots
+        monkeypatch.setattr(speculator, "read", self.read)
+        monkeypatch.setattr(speculator, "roots", self.roots)
+
+    def read(self, target: Any) -> None:
+        self.names = target.batch.req_ids
+        self.read_to(target)
+
+    def roots(self, requests: int) -> Any:
+        for row, name in enumerate(self.names):
+            key = int(name.split("-")[0]), int(self.speculator.inputs.position[row])
+            self.found[key] = self.speculator.root_hidden[row].clone()
+        return self.roots_of(requests)
+
+
+@on_v2
+def test_what_a_module_has_read(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Roots after trees, also beside prompts, are those of the same text read as a prompt."""
+    target = with_module(run.arguments["model"], run.folder / "target, roots")
+    tree = {"draft": "mtp", "budget": 5, "threshold": 0}
+    speculation = {"method": "opt_tree", "model": target, "num_speculative_tokens": NODES, "tree": tree}
+    llm = run.engines.start(speculation, **{**run.arguments, "model": target})
+    roots = Roots(runner_of(llm).speculator, monkeypatch)
+    generate(llm, run.asked, PARAMS)
+    after, texts = dict(roots.found), run.texts()
+    keys = [key for key in after if key[1] > len(run.asked[key[0]]["prompt_token_ids"])][::5]
+    roots.found.clear()
+    brief = PARAMS.clone()
+    brief.max_tokens = 2
+    generate(llm, [{"prompt_token_ids": texts[request][:position]} for request, position in keys], brief)
+    first = min(request for request, _ in roots.found)
+    assert len(keys) > 8
+    for number, (request, position) in enumerate(keys):
+        read = roots.found[first + number, position]
+        assert torch.allclose(after[request, position], read, atol=1e-4 * float(read.abs().max())), (request, position)
 
 
 @on_v2
