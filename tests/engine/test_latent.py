@@ -29,6 +29,14 @@ def run(engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return Run(engines, FAMILIES["deepseek-v3"], folder, LENGTHS, dtype="float32", max_num_seqs=2)
 
 
+def unequal(run: Run) -> list[Any]:
+    """Parameters with which requests end one after the other."""
+    params = [PARAMS.clone() for _ in run.asked]
+    for number, one in enumerate(params):
+        one.max_tokens = TOKENS - 3 * number
+    return params
+
+
 @on_v2
 def test_prompts_beside_trees(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are left to vLLM, by metadata of their own."""
@@ -39,11 +47,8 @@ def test_prompts_beside_trees(run: Run, monkeypatch: pytest.MonkeyPatch) -> None
         return left[-1]
 
     monkeypatch.setattr(latent_batch.LatentBuilder, "others", seen)
-    params = [PARAMS.clone() for _ in run.asked]
-    for number, one in enumerate(params):
-        one.max_tokens = TOKENS - 3 * number  # they end one after the other
     llm = run.engines.start(known(run.texts(), run.folder, NODES), **run.arguments)
-    for plain, ours in zip(run.plain, generate(llm, run.asked, params), strict=True):
+    for plain, ours in zip(run.plain, generate(llm, run.asked, unequal(run)), strict=True):
         assert ours.token_ids == plain.token_ids[: len(ours.token_ids)]
     assert any(one is None for one in left)
     assert {(one.metadata.num_decodes, one.metadata.num_prefills) for one in left if one is not None} == {(0, 1)}
@@ -71,18 +76,20 @@ class Roots:
 
     def __init__(self, speculator: Any, monkeypatch: pytest.MonkeyPatch):
         self.found: dict[tuple[int, int], torch.Tensor] = {}
+        self.beside_prompts: set[tuple[int, int]] = set()
         self.speculator, self.read_to, self.roots_of = speculator, speculator.read, speculator.roots
         monkeypatch.setattr(speculator, "read", self.read)
         monkeypatch.setattr(speculator, "roots", self.roots)
 
     def read(self, target: Any) -> None:
-        self.names = target.batch.req_ids
+        self.names, self.prompts = target.batch.req_ids, target.batch.has_prefill
         self.read_to(target)
 
     def roots(self, requests: int) -> Any:
         for row, name in enumerate(self.names):
             key = int(name.split("-")[0]), int(self.speculator.inputs.position[row])
             self.found[key] = self.speculator.root_hidden[row].clone()
+            self.beside_prompts |= {key} if self.prompts else set()
         return self.roots_of(requests)
 
 
@@ -94,15 +101,17 @@ def test_what_a_module_has_read(run: Run, monkeypatch: pytest.MonkeyPatch) -> No
     speculation = {"method": "opt_tree", "model": target, "num_speculative_tokens": NODES, "tree": tree}
     llm = run.engines.start(speculation, **{**run.arguments, "model": target})
     roots = Roots(runner_of(llm).speculator, monkeypatch)
-    generate(llm, run.asked, PARAMS)
+    generate(llm, run.asked, unequal(run))
     after, texts = dict(roots.found), run.texts()
-    keys = [key for key in after if key[1] > len(run.asked[key[0]]["prompt_token_ids"])][::5]
+    decoded = [key for key in after if key[1] > len(run.asked[key[0]]["prompt_token_ids"])]
+    beside = [key for key in decoded if key in roots.beside_prompts]
+    keys = [*beside, *decoded[::8]]
     roots.found.clear()
     brief = PARAMS.clone()
     brief.max_tokens = 2
     generate(llm, [{"prompt_token_ids": texts[request][:position]} for request, position in keys], brief)
     first = min(request for request, _ in roots.found)
-    assert len(keys) > 8
+    assert len(beside) > 1
     for number, (request, position) in enumerate(keys):
         read = roots.found[first + number, position]
         assert torch.allclose(after[request, position], read, atol=1e-4 * float(read.abs().max())), (request, position)
