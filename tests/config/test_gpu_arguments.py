@@ -18,7 +18,7 @@ from vllm.platforms.interface import CpuArchEnum, DeviceCapability, Platform, Pl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from tests.engine.engines import TARGET
-from vllm_adaptive_tree.engine.targets import checks, gpu_arguments
+from vllm_adaptive_tree.engine.targets import gpu_arguments, latents
 from vllm_adaptive_tree.engine.v2.graphs import with_fullest
 
 
@@ -222,20 +222,28 @@ def test_backends_that_read_lengths_on_the_host_are_refused(monkeypatch: pytest.
     """Those of trees are known to the device alone."""
     monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
     values = {"use_sparse": False, "sliding_window": None, "kv_cache_dtype": "auto"}
-    checks.check_latent_layer("layer", latent_layer(**values))
+    latents.check_layer("layer", latent_layer(**values))
     for support in (QueryLenSupport.UNIFORM, QueryLenSupport.SINGLE_ONLY):
         with pytest.raises(ValueError, match=rf"latent attention of {support.value}_MLA, .* from the host"):
-            checks.check_latent_layer("layer", latent_layer(support, **values))
+            latents.check_layer("layer", latent_layer(support, **values))
 
 
-def test_latents_are_read_in_the_blocks_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_latents_are_read_in_the_blocks_of_the_cache() -> None:
     layer = latent_layer(kv_cache=torch.zeros(4, 64, 576))
-    monkeypatch.setattr(checks, "attention_layers", lambda _: {"layer": layer})
     group = SimpleNamespace(layer_names=["layer"], kv_cache_spec=SimpleNamespace(block_size=64))
-    checks.check_block_sizes(None, [group])
+    latents.check_block_sizes({"layer": layer}, [group])
     group.kv_cache_spec.block_size = 128
     with pytest.raises(ValueError, match="block_size=128 .* varlen_MLA, which reads blocks of 64; set"):
-        checks.check_block_sizes(None, [group])
+        latents.check_block_sizes({"layer": layer}, [group])
+
+
+@pytest.mark.parametrize("latent", [True, False])
+def test_no_pass_writes_the_latents_of_a_draft(latent: bool) -> None:
+    passes = SimpleNamespace(fuse_rope_kvcache_cat_mla=True)
+    spec = SimpleNamespace(draft_model_config=SimpleNamespace(use_mla=latent))
+    compilation = SimpleNamespace(pass_config=passes)
+    gpu_arguments.keep_updates(SimpleNamespace(speculative_config=spec, compilation_config=compilation))
+    assert passes.fuse_rope_kvcache_cat_mla is not latent
 
 
 @pytest.mark.parametrize("given", [None, *(mode.name for mode in CUDAGraphMode)])

@@ -7,28 +7,31 @@ import pytest
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_adaptive_tree.engine.v2.latent_batch import Chains, LatentBuilder, chain_bits
+from vllm_adaptive_tree.engine.v2.latent_batch import Chains, LatentBuilder
 from vllm_adaptive_tree.trees.masks import ancestor_bits
 
 
 @pytest.mark.parametrize("counts", [[1, 5, 2], [64, 1, 63, 65], [0, 130, 0, 3]])
-def test_the_bits_of_chains(counts: list[int]) -> None:
+def test_a_row_of_a_chain_sees_those_before_it(counts: list[int]) -> None:
+    """The plan is the kernel's, which is not here."""
     start = torch.tensor([0, *counts]).cumsum(0).int()
+    chains = Chains(start, start[1:], torch.zeros(len(counts), 1), sum(counts) + 2, max(counts), 999)
+    plan: Any = SimpleNamespace(update=lambda *_: None)
+    trees: Any = chains.metadata(None, 16, plan)
     words = -(-max(counts) // 64)
-    found = chain_bits(start, sum(counts) + 2, max(counts))[: sum(counts)]
     rows = []
     for count in counts:
         if count:
             bits = ancestor_bits(torch.arange(-1, count - 2)[None])[0]
             rows.append(torch.nn.functional.pad(bits, (0, words - bits.shape[1])))
-    assert torch.equal(found, torch.cat(rows))
+    assert torch.equal(trees.ancestors[: sum(counts)], torch.cat(rows))
 
 
 def test_without_kernels_a_chain_sees_its_context_and_what_came_before() -> None:
     """Rows that the host counts and the device does not have are left out, and so are requests without a row."""
     start, context = torch.tensor([0, 3, 3, 4]).int(), torch.tensor([5, 9, 0]).int()
     table = torch.arange(6).view(3, 2).int()
-    trees = Chains(start, context, table, rows=7, most=4, longest=8).metadata(None, 4, None)
+    trees: Any = Chains(start, context, table, rows=7, most=4, longest=8).metadata(None, 4, None)
     assert trees.rows.tolist() == [[0, 1, 2, 0], [3, 3, 3, 3]]
     assert trees.position.tolist() == [[5, 6, 7, 5], [0, 0, 0, 0]]
     assert trees.block_table.tolist() == [[0, 1], [4, 5]]

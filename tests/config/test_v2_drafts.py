@@ -118,6 +118,17 @@ def test_a_budget_verifies_what_is_sampled_at_once(most_rows: int, verified: int
     assert selection.get_num_tokens(dict.fromkeys(names, 25), {name: [-1] * 24 for name in names}) == 250
 
 
+def test_placeholders_amid_a_prompt_are_all_kept() -> None:
+    """Then every row is where the host expects it."""
+    budget: Any = SimpleNamespace(nodes=3)
+    drafts, start = Drafts(2, 2, 4, 2, torch.device("cpu")), torch.zeros(3, dtype=torch.int32)
+    selection = NodeSelection(drafts, start, budget, most_rows=1000)
+    placeholders = {"a": [-1] * 4, "b": [-1] * 4}
+    assert selection.get_num_tokens({"a": 5, "b": 5}, placeholders) == 5
+    assert selection.get_num_tokens({"a": 5, "b": 30}, placeholders) == 35
+    assert selection.get_num_tokens({"a": 5, "b": 30}, {"a": [-1] * 4, "b": []}) == 34
+
+
 def test_memory_of_the_largest_acceptance() -> None:
     """Of a head of one forward and a draft with drawn children, at a vocabulary of 152k."""
     sizes = {"requests": 256, "rows": 1766, "levels": 16, "vocabulary": 151_936, "size": 2}

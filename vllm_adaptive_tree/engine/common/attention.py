@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 from vllm_adaptive_tree.attention.cpu import attend, context_bias
 from vllm_adaptive_tree.engine.common.contexts import Contexts, finite
 from vllm_adaptive_tree.engine.cpu_cache import gather_context
-from vllm_adaptive_tree.engine.targets import checks
+from vllm_adaptive_tree.engine.targets import checks, latents
 from vllm_adaptive_tree.trees import SlicedMask
 
 
@@ -231,8 +231,8 @@ def adopt_layers(
     """
     named = checks.is_named(config.model_config)
     for name, layer in checks.attention_layers(config).items():
-        if latent is not None and checks.is_latent(layer):
-            checks.check_latent_layer(name, layer)
+        if latent is not None and latents.is_latent(layer):
+            latents.check_layer(name, layer)
             latent.adopt(layer, drafts=name in drafts)
             continue
         checks.check_layer(name, layer, plain=name in drafts or not named, caches=caches if named else ())

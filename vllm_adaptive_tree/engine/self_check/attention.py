@@ -16,7 +16,7 @@ from vllm_adaptive_tree.attention import reference, triton_tree
 from vllm_adaptive_tree.engine.common.attention import AttentionVariant
 from vllm_adaptive_tree.engine.self_check.trees import random_parents
 from vllm_adaptive_tree.engine.self_check.verdict import Finding
-from vllm_adaptive_tree.engine.targets.checks import is_latent
+from vllm_adaptive_tree.engine.targets.latents import is_latent
 from vllm_adaptive_tree.engine.v2.attention import LayerShape
 from vllm_adaptive_tree.engine.v2.latent import latent_views
 from vllm_adaptive_tree.trees import TreeBatch

@@ -11,7 +11,7 @@ from vllm_adaptive_tree.engine.cpu_cache import gather_context
 from vllm_adaptive_tree.engine.patches import swapped
 from vllm_adaptive_tree.engine.self_check.trial import Trial
 from vllm_adaptive_tree.engine.self_check.verdict import Finding
-from vllm_adaptive_tree.engine.targets.checks import is_latent
+from vllm_adaptive_tree.engine.targets.latents import is_latent
 from vllm_adaptive_tree.engine.v2.sampler import TreeSampler
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vllm_adaptive_tree.attention import triton_tree
-from vllm_adaptive_tree.attention.cpu import attend, window_bias
+from vllm_adaptive_tree.attention.cpu import attend, context_bias, window_bias
 from vllm_adaptive_tree.attention.plan import AttentionPlan
 from vllm_adaptive_tree.attention.triton_tree import Scales
 from vllm_adaptive_tree.engine.common.attention import AttentionVariant, TreeAttention, TreeMetadata
@@ -132,6 +132,37 @@ class DenseTrees(TreeMetadata):
     position: Tensor  # [Q, T]: root + depth
     saved: dict[str, tuple[Tensor, Tensor]]  # layer -> key, value of all rows
     windowed: dict[int, Tensor]  # window -> the bias with it
+
+    @classmethod
+    def of(
+        cls,
+        native: Any,
+        block_table: Tensor,
+        first: Tensor,
+        inside: Tensor,
+        mask: Tensor,
+        context: Tensor,
+        *,
+        block_size: int,
+        longest: int,
+    ) -> Self:
+        """Metadata of Q requests.
+
+        Args:
+            first: [Q], first row of each in the flat batch.
+            inside: [Q, T] bool, rows that there are, the first among them.
+            mask: [Q, T, T] or [T, T] bool, rows of its request that each sees.
+            context: [Q], tokens before the first row.
+            longest: most tokens of a request in the cache.
+        """
+        rows = first[:, None] + torch.arange(inside.shape[1], device=first.device)
+        rows, mask = torch.where(inside, rows, first[:, None]), mask.expand(len(first), -1, -1)
+        mask = torch.where(inside[:, :, None], mask, mask[:, :1])  # padding is the first row once more
+        blocks = -(-longest // block_size)
+        before = context_bias(context, blocks * block_size).expand(-1, inside.shape[1], -1)
+        bias = torch.cat([before, torch.where(mask, 0.0, -torch.inf)], 2)
+        position = context[:, None] + mask.sum(2) - 1
+        return cls(native, rows, block_table[:, :blocks], bias, position, {}, {})
 
     def before(self) -> Any:
         return self.native

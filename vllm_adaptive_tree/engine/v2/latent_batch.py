@@ -9,12 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_adaptive_tree.attention.cpu import context_bias
 from vllm_adaptive_tree.attention.plan import AttentionPlan
 from vllm_adaptive_tree.engine.common.attention import TreeMetadata
-from vllm_adaptive_tree.engine.targets.checks import is_latent
-from vllm_adaptive_tree.engine.v2.attention import DenseTrees, KernelTrees
-from vllm_adaptive_tree.trees.masks import WORD
+from vllm_adaptive_tree.engine.targets.latents import is_latent
+from vllm_adaptive_tree.engine.v2.attention import DenseTrees, KernelTrees, packed_bits
 
 
 class Others(NamedTuple):
@@ -22,16 +20,6 @@ class Others(NamedTuple):
 
     metadata: Any  # vLLM's
     first: int  # row of the flat batch
-
-
-def chain_bits(row_start: Tensor, rows: int, most: int) -> Tensor:
-    """`ancestor_bits` [rows, W] of requests whose rows are chains; `row_start` [R + 1]: the rows of each, at most so
-    many. Rows after the last are padding, and get any bits."""
-    row = torch.arange(rows, device=row_start.device)
-    request = torch.searchsorted(row_start[1:].long(), row, right=True).clamp(max=len(row_start) - 2)
-    place = row - row_start[request]
-    seen = 1 + place[:, None] - WORD * torch.arange(-(-most // WORD), device=row.device)
-    return torch.where(seen < WORD, (1 << seen.clamp(0, WORD - 1)) - 1, -1)
 
 
 class Chains(NamedTuple):
@@ -47,24 +35,20 @@ class Chains(NamedTuple):
 
     def metadata(self, others: Others | None, block_size: int, plan: AttentionPlan | None) -> TreeMetadata:
         """`others`: after these rows; `plan`: of kernels, with which this package reads; None: without any."""
+        place = torch.arange(self.most, device=self.context.device)
         if plan is None:
-            return self._dense(others, block_size)
-        where = self.block_table, self.row_start, self.context
-        bits = chain_bits(self.row_start, self.rows, self.most)
-        return KernelTrees(others, *where, bits, self.rows, plan.update(self.row_start, self.context))
+            return self._dense(others, block_size, place)
+        parent = (place[1:] - 2).expand(len(self.context), -1)
+        bits = packed_bits(parent, self.row_start, self.rows)
+        plan.update(self.row_start, self.context)
+        return KernelTrees(others, self.block_table, self.row_start, self.context, bits, self.rows, plan)
 
-    def _dense(self, others: Others | None, block_size: int) -> DenseTrees:
+    def _dense(self, others: Others | None, block_size: int, place: Tensor) -> DenseTrees:
         count = self.row_start.diff()
         requests = count.nonzero()[:, 0]
-        place, first = torch.arange(self.most, device=count.device), self.row_start[requests, None].long()
-        inside = place < count[requests, None]
-        mask = torch.where(inside[:, :, None], place[:, None] >= place, place == 0)  # padding is the first row again
-        blocks = -(-self.longest // block_size)
-        context = self.context[requests]
-        before = context_bias(context, blocks * block_size).expand(-1, self.most, -1)
-        bias = torch.cat([before, torch.where(mask, 0.0, -torch.inf)], 2)
-        rows, table = torch.where(inside, first + place, first), self.block_table[requests, :blocks]
-        return DenseTrees(others, rows, table, bias, context[:, None] + mask.sum(2) - 1, {}, {})
+        inside, mask = place < count[requests, None], place[:, None] >= place
+        where = self.block_table[requests], self.row_start[requests].long(), inside, mask, self.context[requests]
+        return DenseTrees.of(others, *where, block_size=block_size, longest=self.longest)
 
 
 class LatentBuilder:

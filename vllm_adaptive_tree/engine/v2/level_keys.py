@@ -9,7 +9,7 @@ from torch import Tensor
 from vllm_adaptive_tree.attention.plan import AttentionPlan
 from vllm_adaptive_tree.attention.triton_tree import OwnKeys, tree_attention
 from vllm_adaptive_tree.engine.common.attention import TreeMetadata
-from vllm_adaptive_tree.engine.targets.checks import is_latent
+from vllm_adaptive_tree.engine.targets.latents import is_latent
 from vllm_adaptive_tree.engine.v2.attention import LayerShape
 from vllm_adaptive_tree.trees.masks import WORD
 

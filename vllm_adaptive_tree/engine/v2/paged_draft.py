@@ -19,7 +19,7 @@ from vllm_adaptive_tree.drafters import Rows
 from vllm_adaptive_tree.engine.common.attention import DraftKeys, TreeMetadata
 from vllm_adaptive_tree.engine.common.contexts import PagedContexts
 from vllm_adaptive_tree.engine.common.tree_state import TreeState
-from vllm_adaptive_tree.engine.targets.checks import is_latent
+from vllm_adaptive_tree.engine.targets.latents import is_latent
 from vllm_adaptive_tree.engine.v2.attention import KernelTrees
 from vllm_adaptive_tree.engine.v2.device import compiles
 from vllm_adaptive_tree.engine.v2.drafting import TargetOutput, TreeDrafting

@@ -6,7 +6,7 @@ import numpy as np
 from torch import Tensor
 from vllm.config.compilation import CUDAGraphMode
 
-from vllm_adaptive_tree.engine.targets import checks
+from vllm_adaptive_tree.engine.targets import checks, latents
 from vllm_adaptive_tree.engine.v2 import verification
 from vllm_adaptive_tree.engine.v2.attention import DenseTrees, without_first
 from vllm_adaptive_tree.engine.v2.device import compiles
@@ -46,13 +46,14 @@ class TargetAttention:
     def open_caches(self) -> None:
         """Runs once the caches are there. Raises ValueError for one that cannot be read."""
         runner = self.runner
-        checks.check_block_sizes(runner.vllm_config, runner.kv_cache_config.kv_cache_groups)
-        self.latent = latent_builders(runner.attn_groups, checks.attention_layers(runner.vllm_config))
+        layers = checks.attention_layers(runner.vllm_config)
+        latents.check_block_sizes(layers, runner.kv_cache_config.kv_cache_groups)
+        self.latent = latent_builders(runner.attn_groups, layers)
         if self.buffers is not None:
             groups = enumerate(runner.kv_cache_config.kv_cache_groups)
             self.buffers.open_caches({name: number for number, group in groups for name in group.layer_names})
         elif runner.device.type == "cpu":
-            checks.check_packing(checks.attention_layers(runner.vllm_config))
+            checks.check_packing(layers)
 
     def prepare(
         self, input_batch: Any, mode: Any, block_tables: Any, slot_mappings: Any, *rest: Any, **kwargs: Any

@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_adaptive_tree.attention.cpu import context_bias
 from vllm_adaptive_tree.engine.v2.attention import DenseTrees, packed_bits
 from vllm_adaptive_tree.engine.v2.drafts import DraftProbs, Drafts
 from vllm_adaptive_tree.kernels.layout import Layout
@@ -164,19 +164,12 @@ class Verification(NamedTuple):
             block_table: [R, B], at least of the requests with draft tokens.
             longest: most tokens of a request in the cache, on the host.
         """
-        device = self.first.device
-        requests = async_tensor_h2d(np.flatnonzero(self.scheduled), device=device)
+        requests = async_tensor_h2d(np.flatnonzero(self.scheduled), device=self.first.device)
         nodes = int(self.scheduled.max())
-        place = torch.arange(-1, nodes, device=device)
-        inside = torch.cat([self.tree.valid[:, :nodes].new_ones(len(self.first), 1), self.tree.valid[:, :nodes]], 1)
-        rows = torch.where(inside, self.first[:, None] + 1 + place, self.first[:, None])[requests]
-        mask = ancestor_mask(self.tree.parent[requests, :nodes])
-        mask = torch.where(inside[requests][:, :, None], mask, mask[:, :1])  # padding is the root once more
-        blocks = -(-longest // block_size)
-        before = context_bias(self.root[requests], blocks * block_size).expand(-1, 1 + nodes, -1)
-        bias = torch.cat([before, torch.where(mask, 0.0, -torch.inf)], 2)
-        position = self.root[requests, None] + mask.sum(2) - 1
-        return DenseTrees(native, rows, block_table[requests, :blocks], bias, position, {}, {})
+        valid = self.tree.valid[requests, :nodes]
+        inside, mask = pad(valid, (1, 0), value=True), ancestor_mask(self.tree.parent[requests, :nodes])
+        where = block_table[requests], self.first[requests], inside, mask, self.root[requests]
+        return DenseTrees.of(native, *where, block_size=block_size, longest=longest)
 
     def commit(self, nodes: Tensor, metadata: dict[str, Any], layers: dict[str, Any], slots: dict[str, Tensor]) -> None:
         """Copy the K/V of the accepted `nodes` [R, L] (-1 pads) to the slots after the root, on a CPU.
