@@ -1,9 +1,16 @@
 """An engine at its start: what is stock without a tree method, what is measured, and the layers that are refused."""
 
+import gc
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+from tests.engine import heads
 from tests.engine.engines import PROMPTS, Engines, generate, runner_of, tree
+from vllm_adaptive_tree.engine.common.attention import adopt_layers
 from vllm_adaptive_tree.engine.targets import checks
+from vllm_adaptive_tree.engine.v1 import runner as v1_runner
 
 
 def test_asked_for_nothing_changes_nothing(engines: Engines) -> None:
@@ -58,3 +65,27 @@ def test_threshold_auto_is_measured(engines: Engines) -> None:
     assert 0.05 <= runner.proposer.threshold <= 0.9
     assert runner.proposer.threshold != 0.5
     assert generate(llm, PROMPTS[:1], None)[0].token_ids
+
+
+def test_no_handle_is_left_to_be_freed_while_torch_compiles(
+    engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM frees a dropped weight's by an operation that ends the process inside a trace; see `patches/README.md`."""
+    from vllm._custom_ops import CPUDNNLGEMMHandler
+
+    handles = list[int]()
+
+    def count(*args: Any, **kwargs: Any) -> None:
+        for _ in range(2):
+            handles.append(sum(isinstance(one, CPUDNNLGEMMHandler) for one in gc.get_objects()))
+            gc.collect()
+        adopt_layers(*args, **kwargs)
+
+    monkeypatch.setattr(v1_runner, "adopt_layers", count)
+    gc.disable()  # else it may have gone by chance
+    try:
+        engines.start(tree(8) | {"model": heads.eagle3(tmp_path)})
+    finally:
+        gc.enable()
+    before, after = handles
+    assert before == after > 0

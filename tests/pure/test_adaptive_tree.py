@@ -16,7 +16,7 @@ from vllm_adaptive_tree.proposers.acceptance_table import (
     RANKS,
     SHAPE,
     AcceptanceTable,
-    reached,
+    count,
     rising,
 )
 from vllm_adaptive_tree.proposers.adaptive_tree import AdaptiveTree
@@ -82,19 +82,26 @@ def test_reached_nodes(seed):
         while (below := [node for node, parent in enumerate(tree) if parent == at]) and rng.random() < 0.7:
             nodes.append(at := int(rng.choice(below)))
         path.append(nodes)
-    padded = np.array([nodes + [-1] * (10 - len(nodes)) for nodes in path])
     ranks = rng.integers(0, 3, (4, 9))
-    tried, accepted = reached(np.ones((4, 9), dtype=bool), np.array(parents), padded, ranks)
-    assert [(a, b) for a, b in zip(tried.tolist(), accepted.tolist(), strict=True)] == [
-        by_hand(*tree) for tree in zip(parents, path, ranks.tolist(), strict=True)
-    ]
+    for parent, nodes, rank in zip(parents, path, ranks, strict=True):
+        tried, accepted = counted(rank * SHAPE[3] + np.arange(9), parent, nodes + [-1] * (10 - len(nodes)))
+        assert (tried, accepted) == by_hand(parent, nodes, rank.tolist())
+
+
+def counted(cell: np.ndarray, parent: list[int], nodes: list[int]) -> tuple[list[bool], list[bool]]:
+    """Nodes of a tree, each with a cell of its own or -1, that are tried and accepted."""
+    trials, hits = counts = np.zeros((2, AcceptanceTable.cells), np.int64)
+    assert count(cell[None], np.array([parent]), np.array([nodes]), *counts) == trials.sum() == np.count_nonzero(trials)
+    return [bool(at >= 0 and trials[at]) for at in cell], [bool(at >= 0 and hits[at]) for at in cell]
 
 
 def test_empty_slots_are_not_reached():
-    valid = np.array([[True, False]])
-    nothing = np.array([[-1, -1]])
-    tried, accepted = reached(valid, nothing, nothing, np.zeros_like(nothing))
-    assert (tried.tolist(), accepted.tolist()) == ([[True, False]], [[False, False]])
+    assert counted(np.array([0, -1]), [-1, -1], [-1, -1]) == ([True, False], [False, False])
+
+
+def test_children_of_an_accepted_node_without_a_cell_are_reached():
+    """A look-up's node has none."""
+    assert counted(np.array([0, -1, 1]), [-1, -1, 1], [1, -1]) == ([True, False, True], [False, False, False])
 
 
 @pytest.mark.parametrize("seed", range(10))

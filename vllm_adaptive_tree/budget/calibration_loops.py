@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from vllm_adaptive_tree.budget.njit import njit
+from vllm_adaptive_tree.compiled import njit
 
 DEPTHS, BINS = 16, 24
 LOWEST = 1e-4

@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from vllm_adaptive_tree.budget.njit import njit
+from vllm_adaptive_tree.compiled import njit
 
 SAMPLES = 32.0
 """Most forwards at a point that count against a new one: the times of one row count scatter by 5 to 10 %."""

@@ -87,7 +87,7 @@ class Planner(Budget):
 
     def begin(self, greedy: Sequence[bool]) -> Plan:
         self.steps += 1
-        if self.steps % (EVERY // 2 if self.plan.levels else EVERY) == 0:
+        if self.steps % EVERY == 0 and not self.plan.levels:
             self._forget_plans()
         if greedy:
             plan = self._planned(len(greedy), sum(greedy))

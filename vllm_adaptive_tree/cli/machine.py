@@ -42,7 +42,7 @@ def findings(flags: set[str], *, cores: int, load: float, compiled: bool, preloa
             "machine; delete its cost profile afterwards"
         )
     if not compiled:
-        found.append("numba is missing: OPT-Tree grows its trees in tensor operations; the extra 'cpu' brings it")
+        found.append("numba is missing: trees grow in loops of Python; the extra 'cpu' brings it")
     if "tcmalloc" not in preloaded:
         found.append("tcmalloc is not preloaded (LD_PRELOAD), which vLLM recommends on CPUs")
     return found

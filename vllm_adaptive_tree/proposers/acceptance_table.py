@@ -1,5 +1,7 @@
 """Learnt probability that verification accepts a node which it reaches."""
 
+# mypy: disable-error-code="untyped-decorator"
+
 from typing import Any, ClassVar
 
 import numpy as np
@@ -7,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vllm_adaptive_tree.compiled import njit
 from vllm_adaptive_tree.json_numbers import member, numbers, short
 
 EDGES = (0.005, 0.02, 0.05, 0.1, 0.2, 0.4, 0.7, 0.9)
@@ -31,6 +34,9 @@ LEAST, MOST = 1e-3, 0.995
 DRAWN = (0.5, 0.3, 0.2, 0.1)
 """Least prior of a drawn child by group of its rank: where the laws of draft and target overlap by half, half of the
 first draws are accepted, however unlikely the token."""
+
+BEYOND = np.iinfo(np.int64).max
+"""Turn after that of every child."""
 
 Shape = tuple[int, int, int, int]
 SHAPE: Shape = (CLASSES, 1 + max(DEPTHS), 1 + max(RANKS), 1 + len(EDGES))
@@ -98,12 +104,12 @@ class AcceptanceTable:
             parent: [R, N], -1 the root.
             nodes: [R, L] accepted path, -1 pads.
         """
-        tried, accepted = reached(cell >= 0, parent, nodes, cell // SHAPE[3] % SHAPE[2])
-        trials = np.bincount(cell[tried], minlength=self.cells).reshape(SHAPE)
-        hits = np.bincount(cell[accepted & tried], minlength=self.cells).reshape(SHAPE)
+        counts = np.zeros((2, self.cells), np.int64)
+        parts = (np.ascontiguousarray(part, np.int64) for part in (cell, parent, nodes))
+        self.unsettled += count(*parts, *counts)
+        trials, hits = counts.reshape(2, *SHAPE)
         fade = np.exp(-trials / MEMORY)
         self.trials, self.hits = self.trials * fade + trials, self.hits * fade + hits
-        self.unsettled += int(tried.sum())
         if self.unsettled >= min(SETTLE_SHARE * self.trials.sum(), SETTLE_MOST):
             self.settle()
 
@@ -138,25 +144,32 @@ def depth_group(depth: int) -> int:
     return DEPTHS[min(depth, len(DEPTHS)) - 1]
 
 
-def reached(
-    valid: NDArray[np.bool_], parent: NDArray[np.int64], nodes: NDArray[np.int64], rank: NDArray[np.int64]
-) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Nodes of R trees that a verification has reached, and those that it has accepted, both [R, N].
+@njit("int64(int64[:, ::1], int64[:, ::1], int64[:, ::1], int64[::1], int64[::1])")
+def count(cell, parent, nodes, trials, hits):  # type: ignore[no-untyped-def]
+    """Count the nodes that a verification has reached and accepted to `trials` and `hits` of their cells; returns the
+    number of those reached. Arguments as of `AcceptanceTable.observe`.
 
-    Siblings count in the order of their `rank` [R, N], then of their places: a learnt value, or a continuation of the
-    text, may have moved a chosen child before a better one.
+    Siblings count in the order of their rank, then of their places: a learnt value, or a continuation of the text, may
+    have moved a chosen child before a better one.
     """
-    requests, width = valid.shape
-    row, turn = np.arange(requests)[:, None], rank * width + np.arange(width)
-    accepted = np.zeros((requests, 1 + width), dtype=bool)
-    accepted[row, 1 + nodes] = True  # -1: the root
-    accepted[:, 0] = True
-    taken = np.full((requests, 1 + width), np.iinfo(np.int64).max)
-    on_path = accepted[:, 1:] & valid
-    where = np.nonzero(on_path)
-    taken[where[0], 1 + parent[where]] = turn[where]  # of the accepted child of each accepted node
-    tried = valid & accepted[row, 1 + parent] & (turn <= taken[row, 1 + parent])
-    return tried, on_path
+    width, total = cell.shape[1], 0
+    last = np.empty(1 + width, np.int64)  # turn of the last child tried of each; -1: it is not reached
+    for r in range(len(cell)):
+        last[:] = -1
+        last[0] = BEYOND
+        for at in nodes[r]:
+            if at >= 0:
+                last[1 + at] = BEYOND
+        for at in nodes[r]:
+            if at >= 0 and cell[r, at] >= 0:
+                last[1 + parent[r, at]] = cell[r, at] // SHAPE[3] % SHAPE[2] * width + at
+                hits[cell[r, at]] += 1
+        for at in range(width):
+            one = cell[r, at]
+            if one >= 0 and one // SHAPE[3] % SHAPE[2] * width + at <= last[1 + parent[r, at]]:
+                trials[one] += 1
+                total += 1
+    return total
 
 
 def rising(value: NDArray[np.float64], weight: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -1,5 +1,6 @@
 """vLLM's V1 model runner on a CPU with trees: the hooks, in the order of a step."""
 
+import gc
 from types import SimpleNamespace
 from typing import Any
 
@@ -83,6 +84,7 @@ class TreeModelRunner(CPUModelRunner):
 
     def load_model(self, load_dummy_weights: bool = False) -> None:
         super().load_model(load_dummy_weights)
+        gc.collect()  # handles of weights that a head has dropped, which must not be freed while torch compiles
         layers = self.drafter.layers
         self.draft_memory = draft_memory(self, layers, getattr(self.drafter, "model", None), requests=self.max_num_reqs)
         # The grown contexts of a draft with K/V are read out of the cache as they are.
