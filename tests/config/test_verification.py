@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 from vllm import _custom_ops as ops
+from vllm.forward_context import override_forward_context
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
 
 from tests.oracles.trees import random_tree
-from vllm_adaptive_tree.engine.common.attention import CPUTreeAttention
 from vllm_adaptive_tree.engine.cpu_cache import gather_context
-from vllm_adaptive_tree.engine.v1.attention import VerifyMetadata
+from vllm_adaptive_tree.engine.v1.attention import VerifyAttention, VerifyMetadata
 from vllm_adaptive_tree.engine.v1.drafts import Draft
 from vllm_adaptive_tree.engine.v1.scratch import ScratchBlocks
 from vllm_adaptive_tree.engine.v1.verification import Verification
@@ -165,7 +165,7 @@ class Caches:
             cache = memory[at : at + blocks * pages[name] // 4].view(shape)
             at += blocks * pages[name] // 4
             layer = SimpleNamespace(layer_name=name, isa=ISA, kv_cache=cache, impl=Native())
-            CPUTreeAttention.adopt(layer)
+            VerifyAttention.adopt(layer)
             self.layers[name] = layer
             scratch.begin_cache({name: cache})
             for request, length in enumerate(batch.computed):
@@ -213,7 +213,8 @@ def test_every_row_sees_its_path_and_commit_puts_it_in_place(seed: int, blocks: 
         rounds.append(len(metadata.rounds))
         query, out = torch.randn(2, batch.rows, HEADS, DIM)
         key, value = new[name] = torch.randn(2, batch.rows, heads, DIM)
-        layer.impl.do_kv_cache_update(layer, key, value, layer.kv_cache, slots)  # vLLM's own, before it attends
+        with override_forward_context(SimpleNamespace(attn_metadata={name: metadata})):
+            layer.impl.do_kv_cache_update(layer, key, value, layer.kv_cache, slots)  # vLLM's own, before it attends
         found = layer.impl.forward(layer, query, key, value, layer.kv_cache, metadata, out)
         assert (found - expected(batch, name, caches, query, new[name])).abs().max() < 1e-5
     assert (max(rounds) > 1) == (blocks == 2), "few blocks: several rounds"

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
 
-from vllm_adaptive_tree.engine.common.attention import TreeMetadata
+from vllm_adaptive_tree.engine.common.attention import CPUTreeAttention, TreeMetadata
 from vllm_adaptive_tree.engine.v1.scratch import ScratchBlocks
 
 
@@ -19,10 +20,12 @@ class AttentionRound:
     scratch blocks. These are behind a layer's own blocks, so its tables and slots are its own."""
 
     rows: slice  # of the flat batch, which attend
-    written: Tensor  # [paths] int64: rows with K/V to write, a node once for every branch through it
+    written: Tensor
+    """[W] int64: rows with K/V to write, a node once for every branch through it; in the first round all rows of the
+    flat batch before these, in the slots that vLLM gave them."""
     copies: list[tuple[int, int, int]]
     """A block of the context, and the scratch blocks [start, end), counted from 0, that begin as it."""
-    slots: dict[str, Tensor]  # layer -> [paths] int64
+    slots: dict[str, Tensor]  # layer -> [W] int64
     tables: dict[str, Tensor]  # layer -> [sequences, B] int32: block table
     native: CPUAttentionMetadata  # with the block table of the layer that attends
 
@@ -32,28 +35,51 @@ class VerifyMetadata(TreeMetadata):
     """Metadata of trees cut into branches, each a causal sequence for vLLM's native kernel.
 
     The rows of a tree come depth first, so each branch is consecutive rows, and the first one is in the request's own
-    slots as vLLM has written them. The others have scratch blocks in place of those that they do not share with the
-    first, so one call of the kernel reads them all; commit needs their K/V again.
+    slots. The others have scratch blocks in place of those that they do not share with the first, so one call of the
+    kernel reads them all; commit needs their K/V again.
     """
 
     rounds: list[AttentionRound]  # mostly one; more if the branches of a batch outnumber the scratch blocks
-    saved: dict[str, list[tuple[Tensor, Tensor]]]  # layer -> key, value [paths, Hkv, D] of each round
+    saved: dict[str, tuple[Tensor, Tensor]]  # layer -> key, value [rows or more, Hkv, D]
     scratch: ScratchBlocks
+
+    def write(self, impl: "VerifyAttention", turn: AttentionRound, layer: Any, key: Tensor, value: Tensor) -> None:
+        """Write the K/V of a round."""
+        cache, first = self.scratch.views[layer.layer_name]
+        for source, start, end in turn.copies:
+            cache[first + start : first + end] = cache[source]
+        written = key.index_select(0, turn.written), value.index_select(0, turn.written)
+        self.saved.setdefault(layer.layer_name, written)
+        impl.write_rows(layer, *written, cache, turn.slots[layer.layer_name])
 
     def attend(
         self, impl: Any, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, out: Tensor
     ) -> Tensor:
         name = layer.layer_name
-        cache, first = self.scratch.views[name]
-        saved = self.saved[name] = []
+        cache, _ = self.scratch.views[name]
         for turn in self.rounds:
-            for source, start, end in turn.copies:
-                cache[first + start : first + end] = cache[source]
-            saved.append((key.index_select(0, turn.written), value.index_select(0, turn.written)))
-            impl.do_kv_cache_update(layer, *saved[-1], cache, turn.slots[name])
+            if turn is not self.rounds[0]:  # that is written
+                self.write(impl, turn, layer, key, value)
             turn.native.block_table = turn.tables[name]
             impl.forward(layer, query[turn.rows], key, value, cache, turn.native, out[turn.rows])
         return out
+
+
+class VerifyAttention(CPUTreeAttention):
+    """Mixin before vLLM's CPU attention. Where vLLM writes the K/V of a verification to the cache, that of all branches
+    is written in the same call."""
+
+    def do_kv_cache_update(self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
+        metadata = get_forward_context().attn_metadata if is_forward_context_available() else None
+        trees = metadata.get(layer.layer_name) if isinstance(metadata, dict) else None
+        if isinstance(trees, VerifyMetadata):
+            trees.write(self, trees.rounds[0], layer, key, value)
+        else:
+            self.write_rows(layer, key, value, kv_cache, slots)
+
+    def write_rows(self, layer: Any, key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
+        """Write K/V [T, Hkv, D] to slots [T], as vLLM does."""
+        super().do_kv_cache_update(layer, key, value, cache, slots)  # type: ignore[misc]
 
 
 def native_metadata(

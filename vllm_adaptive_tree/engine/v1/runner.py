@@ -13,7 +13,7 @@ from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_adaptive_tree.budget import Budget, DraftTemperature
-from vllm_adaptive_tree.engine.common.attention import CPUTreeAttention, adopt_layers
+from vllm_adaptive_tree.engine.common.attention import adopt_layers
 from vllm_adaptive_tree.engine.common.threshold_controller import ThresholdController
 from vllm_adaptive_tree.engine.drafts.registry import kind_in
 from vllm_adaptive_tree.engine.grammar.copies import Grammars
@@ -25,6 +25,7 @@ from vllm_adaptive_tree.engine.patches import swapped
 from vllm_adaptive_tree.engine.startup.cost_profile import CostProfile
 from vllm_adaptive_tree.engine.startup.finish import check_ranks, draft_memory, tree_options
 from vllm_adaptive_tree.engine.targets import checks
+from vllm_adaptive_tree.engine.v1.attention import VerifyAttention
 from vllm_adaptive_tree.engine.v1.budget import HostBudget
 from vllm_adaptive_tree.engine.v1.clock import PhaseClock
 from vllm_adaptive_tree.engine.v1.host_draft import HostDraft
@@ -88,7 +89,7 @@ class TreeModelRunner(CPUModelRunner):
         layers = self.drafter.layers
         self.draft_memory = draft_memory(self, layers, getattr(self.drafter, "model", None), requests=self.max_num_reqs)
         # The grown contexts of a draft with K/V are read out of the cache as they are.
-        adopt_layers(self.vllm_config, layers, CPUTreeAttention, caches=() if layers else checks.FP8_ON_CPUS)
+        adopt_layers(self.vllm_config, layers, VerifyAttention, caches=() if layers else checks.FP8_ON_CPUS)
         self.model.compute_logits = self.clock.phase("verify")(self.model.compute_logits)
 
     def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:

@@ -40,13 +40,14 @@ class Sequences:
         """Add a branch, the next `length` rows of the flat batch; all of it in scratch blocks.
 
         Args:
-            path: rows of its nodes, from the child of the root to its leaf.
+            path: rows from the root to its leaf.
             computed: tokens before the root.
         """
         sequence, size = len(self.requests), self.block_size
-        self.add(request, length, computed + 1 + len(path))
+        self.add(request, length, computed + len(path))
         blocks: dict[int, int] = {}  # column -> scratch block
-        for position, row in enumerate(path, computed + 1):
+        own = int((computed + 1) % size == 0)  # the root's block is whole: no copy of it
+        for position, row in enumerate(path[own:], computed + own):
             column, offset = divmod(position, size)
             if column not in blocks:
                 blocks[column] = self._empty() if offset == 0 else self._copy(request, column)
@@ -70,6 +71,8 @@ class Sequences:
         """Metadata of this round. Args: as of `Verification.metadata`; `firsts`: blocks before the scratch blocks, by
         layer."""
         table, slots = native.block_table[self.requests], torch.tensor(self.slots, dtype=torch.int64)
+        before = native.slot_mapping if self.first == 0 else slots[:0]
+        written = torch.cat([torch.arange(len(before)), torch.tensor(self.written, dtype=torch.int64)])
         step, first = torch.zeros_like(table), torch.tensor([*firsts.values()])
         if self.table:
             at = tuple(torch.tensor(self.table).T)
@@ -77,11 +80,12 @@ class Sequences:
         tables = table + step * first.to(table.dtype)[:, None, None]
         sources = native.block_table[[copy[0] for copy in self.copies], [copy[1] for copy in self.copies]].tolist()
         rows = slice(self.first, self.end)
+        own = slots + first[:, None] * self.block_size
         return AttentionRound(
             rows,
-            torch.tensor(self.written, dtype=torch.int64),
+            written,
             [(source, *copy[2:]) for source, copy in zip(sources, self.copies, strict=True)],
-            dict(zip(firsts, slots + first[:, None] * self.block_size, strict=True)),
+            dict(zip(firsts, torch.cat([before.expand(len(own), -1), own], 1), strict=True)),
             dict(zip(firsts, tables, strict=True)),
             native_metadata(builder, self.lengths, self.ends, table, native.slot_mapping[rows]),
         )

@@ -210,8 +210,8 @@ class Verification:
             own, *others = self.branching[request]
             sequences[-1].add(request, 1 + len(own), computed + 1 + len(own))
             for branch in others:
-                path = [self.row_of(request, node) for node in self.trees[request].path_to(branch[-1])]
-                if not sequences[-1].fits(computed, len(path)):
+                path = [self.row_of(request, node) for node in (-1, *self.trees[request].path_to(branch[-1]))]
+                if not sequences[-1].fits(computed, len(path) - 1):
                     sequences.append(Sequences(builder.block_size, scratch.count, sequences[-1].end))
                 sequences[-1].add_branch(request, path, computed, len(branch))
         firsts = {name: scratch.views[name][1] for name in layers}
@@ -235,13 +235,10 @@ class Verification:
                     homes[row] = home
         if not homes:
             return
+        rows, own = torch.tensor(list(homes)), list(homes.values())
         for metadata, names, slot_mapping in self.groups:
-            written = torch.cat([turn.written for turn in metadata.rounds]).tolist()
-            places = {row: place for place, row in enumerate(written)}
-            source, slots = torch.tensor([places[row] for row in homes]), slot_mapping[list(homes.values())]
+            slots = slot_mapping[own]
             for name in names:
                 layer = layers[name]
-                key, value = (
-                    torch.cat(part).index_select(0, source) for part in zip(*metadata.saved[name], strict=True)
-                )
+                key, value = (part.index_select(0, rows) for part in metadata.saved[name])
                 layer.impl.do_kv_cache_update(layer, key, value, layer.kv_cache, slots)
