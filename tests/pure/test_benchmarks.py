@@ -25,7 +25,7 @@ def rows_of(file: str, method: str) -> dict[str, dict[str, Any]]:
 
 def test_the_enlarged_pair_is_that_of_its_results() -> None:
     section = " ".join(PAGE.read_text().split("## The bundled pair, enlarged\n")[1].split("\n## ")[0].split())
-    new = rows_of("enlarged.json", "adaptive_tree")
+    new = rows_of("enlarged.json", "adaptive_tree") | rows_of("enlarged_one.json", "adaptive_tree")
     cells = [new[f"offline {load}"] for load in ("1 T=0", "8 T=0", "1 sampled")]
     head = rows_of("enlarged_head.json", "adaptive_tree")
     cells += [head[f"offline 1 {law}"] for law in ("T=0", "sampled")]
