@@ -7,7 +7,7 @@ import torch
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from tests.engine.engines import DRAFT, PROMPTS, V2, Engines, assert_identical, generate, metric, runner_of, tree
+from tests.engine.engines import DRAFT, ENGINE, PROMPTS, V2, Engines, assert_identical, generate, metric, runner_of, tree
 
 LONG = ["\n\n".join(PROMPTS[i:] + PROMPTS[:i]) for i in range(0, 16, 3)]  # about 200 tokens each
 SMALL = {"max_model_len": 320, "max_num_batched_tokens": 64}  # prompts come in chunks
@@ -53,6 +53,17 @@ def test_chunked_prefill_then_prefix_cache_hits(small: Any, plain: dict[str, lis
     hits = metric(small, "prefix_cache_hits")
     assert_identical(plain["long"], generate(small, LONG, greedy(24)))
     assert metric(small, "prefix_cache_hits") > hits
+
+
+def test_a_prompt_that_is_cached_but_for_a_token(engines: Engines) -> None:
+    """vLLM would pad it with draft tokens -1, of no tree. A draft with K/V reads its last block again."""
+    prompt = {"prompt_token_ids": list(range(1, 2 + 2 * ENGINE["block_size"]))}
+    plain = generate(engines.start(**SMALL), [prompt], greedy(24, logprobs=2))
+    llm = engines.start({**tree(12), "model": "ngram"}, **SMALL)
+    for cached in (0, 2 * ENGINE["block_size"]):
+        hits = metric(llm, "prefix_cache_hits")
+        assert_identical(plain, generate(llm, [prompt], greedy(24)))
+        assert metric(llm, "prefix_cache_hits") - hits == cached
 
 
 def test_max_model_len_reached(small: Any, plain: dict[str, list[Any]]) -> None:

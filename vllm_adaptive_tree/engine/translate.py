@@ -62,9 +62,6 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
             "model": path,
             "method": kind.built_as or kind.method,
             "num_speculative_tokens": options.num_speculative_tokens,
-            # One size for every batch of Model Runner V1, which allocates slots itself; with a schedule vLLM pads no
-            # resumed or cached request with draft tokens -1.
-            "num_speculative_tokens_per_batch_size": [(1, 1, options.num_speculative_tokens)],
         }
         asked = args.enable_prefix_caching  # vLLM writes its default here
         config = original(args, *rest, **kwargs)
@@ -87,10 +84,13 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
         gpu_arguments.check_config(config)
         gpu_arguments.keep_updates(config)
     kind.finalize(config, draft)
-    if config.use_v2_model_runner:
-        config.speculative_config.num_speculative_tokens_per_batch_size = schedule(
-            requests=requests, nodes=options.num_speculative_tokens, room=room
-        )
+    # With a schedule vLLM pads no resumed or cached request with draft tokens -1. It would drop one that it is given
+    # before, on Model Runner V1 of 0.33 and with several replicas: draft tokens of its own differ by it.
+    config.speculative_config.num_speculative_tokens_per_batch_size = (
+        schedule(requests=requests, nodes=options.num_speculative_tokens, room=room)
+        if config.use_v2_model_runner
+        else [(1, 1, options.num_speculative_tokens)]  # V1 allocates slots itself
+    )
     logger.info(
         "Tree speculative decoding: %s with up to %d nodes per request and step, draft %s (%s), acceptance rule %s "
         "(%s), Model Runner %s, asynchronous scheduling %s, %s",
