@@ -308,19 +308,17 @@ def test_connectors_are_refused_by_name(connector: str) -> None:
         build(tree(25), kv_transfer_config=config)
 
 
-@pytest.mark.parametrize(("name", "words"), [("is_multimodal_model", "multimodal models"), ("uses_mrope", "M-RoPE")])
-def test_models_of_more_than_text_are_refused(name: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = build(tree(24))
-    monkeypatch.setattr(type(config.model_config), name, True)
-    with pytest.raises(ValueError, match=f"cannot be served with a tree method: {words} are not supported"):
-        checks.check_config(config, tree_options(config))
-
-
 def test_ranks_of_experts_are_refused() -> None:
     config = build(tree(24), data_parallel_size=2)
     config.model_config.get_num_experts = lambda: 4
     with pytest.raises(ValueError, match="data_parallel_size=2 is not supported with a tree method and experts"):
         checks.check_config(config, tree_options(config))
+
+
+def test_replicas_pad_no_request_with_draft_tokens() -> None:
+    """vLLM drops a schedule that it is given beside replicas."""
+    config = build(tree(24), data_parallel_size=2)
+    assert config.speculative_config.num_speculative_tokens_per_batch_size
 
 
 def test_budget_that_just_fits() -> None:

@@ -25,7 +25,7 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 
 BLOCKS = "dspark", "dflash2", "lilicorr", "xpress"
 """Heads of one forward, each of which replays vLLM's graph of its block."""
 HYBRIDS = "qwen3-next", "qwen3.5"
-TOLD = *HYBRIDS, "latent"
+TOLD = *HYBRIDS, "latent", "qwen3-vl", "images"
 """Cases with a draft that knows the outputs."""
 NODES, DEPTH, TOKENS = 8, 4, 12
 PROMPTS = [[7, 3, 9], list(range(20, 70)), [5] * 33, [11, 2] * 3]
@@ -87,6 +87,16 @@ def hybrid(case: str, folder: Path) -> dict[str, Any]:
     return {**given, "mamba_ssm_cache_dtype": "float32"}
 
 
+def text_alone(case: str, folder: Path) -> dict[str, Any]:
+    """Engine arguments for a class that may read images, and reads none."""
+    from tests.engine.families import FAMILIES
+
+    family = FAMILIES[case]
+    sizes = {"num_hidden_layers": 2}
+    model = replace(family, fields={**family.fields, **sizes}).saved(folder)
+    return {"model": model, "skip_tokenizer_init": True, **family.arguments}
+
+
 def latent(folder: Path) -> str:
     """A model of multi-head latent attention, with head sizes of DeepSeek's that FlashAttention takes."""
     from tests.engine.families import FAMILIES
@@ -96,19 +106,18 @@ def latent(folder: Path) -> str:
     return replace(family, fields={**family.fields, **sizes}).saved(folder)
 
 
-def told(tokens: list[list[int]], folder: Path, *, chains: bool) -> dict[str, Any]:
-    """`speculative_config` of a draft that knows the outputs; its requests verify five nodes together."""
+def told(texts: list[tuple[list[int], list[int]]], folder: Path, *, chains: bool) -> dict[str, Any]:
+    """`speculative_config` of a draft that knows prompts and outputs; its requests verify five nodes together."""
     from tests.engine.known import known
 
-    texts = [[*prompt, *output] for prompt, output in zip(PROMPTS, tokens, strict=True)]
-    speculation: dict[str, Any] = known(texts, folder, NODES, chains=chains)
+    speculation: dict[str, Any] = known([prompt + output for prompt, output in texts], folder, NODES, chains=chains)
     speculation["tree"]["budget"] = 5
     return speculation
 
 
 def models(case: str, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Engine arguments and `speculative_config`."""
-    from tests.engine import heads
+    from tests.engine import heads, images
     from tests.engine.engines import DRAFT, TARGET
     from vllm_adaptive_tree.engine.v2 import block_speculator, verification
 
@@ -124,6 +133,11 @@ def models(case: str, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         return {"model": TARGET}, {"method": "dyspec", "model": head, "tree": {"budget": "auto"}}
     if case in HYBRIDS:
         return hybrid(case, folder / "target"), {}
+    if case == "qwen3-vl":
+        return text_alone(case, folder / "target"), {}
+    if case == "images":
+        # With FlashAttention vLLM asks the device, which is faked, whether it records the encoder.
+        return {"model": images.saved(folder / "target"), "mm_encoder_attn_backend": "TORCH_SDPA"}, {}
     if case == "latent":
         return {"model": latent(folder / "target"), "skip_tokenizer_init": True}, {}
     if case == "latent module":
@@ -186,7 +200,7 @@ def main(capability: str, case: str, graphs: str = "NONE") -> dict[str, Any]:
     from vllm import SamplingParams
 
     trees, verdicts, compiled = faked.watch_trees(), faked.watch_verdicts(), faked.watch_kernels()
-    from tests.engine import contract, torchvision
+    from tests.engine import contract, images, torchvision
     from tests.engine.engines import Engines, metric, runner_of
     from vllm_adaptive_tree.engine.v2.node_selection import NoNodes
 
@@ -201,7 +215,8 @@ def main(capability: str, case: str, graphs: str = "NONE") -> dict[str, Any]:
         tree = {"method": "opt_tree", "num_speculative_tokens": NODES, "tree": options, **speculative}
         for name, speculation in (("plain", None), ("tree", tree)):
             if name == "tree" and case in TOLD:
-                speculation.update(told(found["plain"]["tokens"], Path(folder), chains=case in HYBRIDS))
+                texts = zip(found["plain"]["prompts"], found["plain"]["tokens"], strict=True)
+                speculation.update(told(list(texts), Path(folder), chains=case in HYBRIDS))
             llm = engines.start(
                 speculation,
                 **given,
@@ -217,9 +232,14 @@ def main(capability: str, case: str, graphs: str = "NONE") -> dict[str, Any]:
             )
             started, checked, early = len(faked.LAUNCHES), len(trees), set(compiled)
             steps, blocks = Steps(runner_of(llm)), Blocks(runner_of(llm))
-            prompts = [{"prompt_token_ids": one} for one in PROMPTS]
-            outputs = [one.outputs[0] for one in llm.generate(prompts, params, use_tqdm=False)]
+            prompts: list[Any] = [{"prompt_token_ids": one} for one in PROMPTS]
+            if case == "images":
+                prompts[1] = images.prompt(PROMPTS[1][:20], 1, PROMPTS[1][20:])
+                prompts[3] = images.prompt(PROMPTS[3], 2)
+            requests = llm.generate(prompts, params, use_tqdm=False)
+            outputs = [one.outputs[0] for one in requests]
             found[name] = {
+                "prompts": [list(one.prompt_token_ids) for one in requests],
                 "tokens": [list(one.token_ids) for one in outputs],
                 "best_two": [
                     [sorted((entry.logprob for entry in row.values()), reverse=True)[:2] for row in one.logprobs]

@@ -30,7 +30,7 @@ import vllm
 from vllm.model_executor.models import registry
 from vllm.platforms.cpu import CpuPlatform
 
-from tests.engine import contract
+from tests.engine import contract, torchvision
 from tests.engine.engines import Engines
 from vllm_adaptive_tree.engine.startup import finish, measuring
 
@@ -55,3 +55,10 @@ def engines() -> Iterator[Engines]:
     pool = Engines()
     yield pool
     pool.shutdown()
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Classes that may read images can be imported."""
+    with torchvision.imported(tmp_path_factory.mktemp("packages")):
+        yield

@@ -1,12 +1,13 @@
 """Tiny models of widely served classes, of random weights, and the features of each."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from tests.engine.quantising import awq, gptq
@@ -30,16 +31,24 @@ GEMMA = "gemma2", "gemma3_text", "gemma4_text"
 """Classes whose blocks end in a norm, which undoes a factor of their projections."""
 
 
+class Sees(NamedTuple):
+    """A class of targets that read images."""
+
+    name: str  # of transformers, without its end
+    vision: dict[str, Any]  # configuration of this part
+    others: dict[str, Any]  # fields beside it
+
+
 @dataclass(frozen=True)
 class Family:
     config: str  # a class of transformers
     brings: str
     fields: dict[str, Any] = field(default_factory=dict)
     arguments: dict[str, Any] = field(default_factory=dict)  # of the engine
-    quantise: Callable[[Path], None] | None = None  # the checkpoint
+    rewrite: Callable[[Path], None] | None = None  # the checkpoint
     hybrid: bool = False  # its trees are chains (`test_hybrids.py`)
     latent: bool = False  # its attention is multi-head latent, for Model Runner V2
-    sees: str = ""  # name of the classes of transformers that read images too, and have it as their part for text
+    sees: "Sees | None" = None  # the classes that read images too, and have it as their part for text
 
     @property
     def groups(self) -> int:
@@ -52,10 +61,11 @@ class Family:
     def _model(self) -> Any:
         if not self.sees:
             return AutoModelForCausalLM.from_config(self.built(), dtype=torch.float32)
+        name, vision, others = self.sees
         text = self.built()
-        vision = {**VISION, "out_hidden_size": text.hidden_size}
-        config = getattr(transformers, f"{self.sees}Config")(text_config=text, vision_config=vision, **IMAGE_TOKENS)
-        return getattr(transformers, f"{self.sees}ForConditionalGeneration")(config).float()
+        parts = {"text_config": text, "vision_config": vision, "tie_word_embeddings": text.tie_word_embeddings}
+        config = getattr(transformers, f"{name}Config")(**parts, **others)
+        return getattr(transformers, f"{name}ForConditionalGeneration")(config).float()
 
     def saved(self, folder: Path, seed: int = 0) -> str:
         torch.manual_seed(seed)
@@ -63,14 +73,24 @@ class Family:
         with torch.no_grad():
             spread(model)
         model.save_pretrained(folder)
-        if self.quantise is not None:
-            self.quantise(folder)
+        if self.rewrite is not None:
+            self.rewrite(folder)
         return str(folder)
+
+
+def experts_as_published(folder: Path) -> None:
+    """Transpose the weights of experts: those of Qwen3-VL are [E, in, out], and transformers 5 writes [E, out, in]."""
+    weights = load_file(folder / "model.safetensors")
+    for name, one in weights.items():
+        if ".experts." in name:
+            weights[name] = one.transpose(1, 2).contiguous()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
 def spread(model: Any) -> None:
     """Scale weights so that logits differ and texts vary: tied embeddings are small beside the layers' output."""
-    tied = model.config.tie_word_embeddings
+    text = model.config.get_text_config()
+    tied = text.tie_word_embeddings
     model.get_input_embeddings().weight.normal_(0, 0.03 if tied else 1)
     if not tied:
         model.get_output_embeddings().weight.normal_(0, 0.35)
@@ -81,7 +101,7 @@ def spread(model: Any) -> None:
             one.add_(torch.randn_like(one) * 0.1)
         if tied and "o_proj" in name:  # an average over the context changes slowly, and so would the text
             one.mul_(0.3)
-        if "post_attention_layernorm" in name and model.config.model_type in GEMMA:
+        if "post_attention_layernorm" in name and text.model_type in GEMMA:
             one.sub_(0.7)
 
 
@@ -89,6 +109,7 @@ def rope(kind: str, **more: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **more}}
 
 
+MROPE = rope("default", mrope_section=[12, 10, 10], mrope_interleaved=True)
 LLAMA3 = rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
 YARN = rope("yarn", factor=4.0, original_max_position_embeddings=64)
 DYNAMIC = rope("dynamic", factor=4.0)
@@ -106,7 +127,14 @@ GEMMA4 = {
     "final_logit_softcapping": 30.0,
 }
 
-VISION = {
+VISION: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "patch_size": 8,
+}
+QWEN_VISION: dict[str, Any] = {
     "depth": 1,
     "hidden_size": 64,
     "num_heads": 2,
@@ -114,8 +142,9 @@ VISION = {
     "patch_size": 4,
     "spatial_merge_size": 2,
     "temporal_patch_size": 2,
-    "num_position_embeddings": 16,
+    "out_hidden_size": COMMON["hidden_size"],
 }
+QWEN3_VISION = {**QWEN_VISION, "num_position_embeddings": 16}
 IMAGE_TOKENS = {"image_token_id": 500, "video_token_id": 501, "vision_start_token_id": 502, "vision_end_token_id": 503}
 DELTA_NETS: dict[str, Any] = {
     "head_dim": 64,
@@ -160,7 +189,7 @@ QWEN35 = {
 }
 # Rounded states would tell a step of several tokens from as many steps. A CPU keeps no states of prefixes.
 STATES = {"dtype": "bfloat16", "mamba_ssm_cache_dtype": "float32", "enable_prefix_caching": False}
-TEXT_ALONE = {**STATES, "language_model_only": True}
+TEXT_ALONE = {"language_model_only": True}
 
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaConfig", "RoPE scaling of Llama 3, head size 64, GQA", {"head_dim": 64, **LLAMA3}),
@@ -308,13 +337,18 @@ FAMILIES: dict[str, Family] = {
         "Qwen3_5TextConfig",
         "gated delta nets but for the last layer, gated attention, M-RoPE of three parts",
         QWEN35,
-        TEXT_ALONE,
+        {**STATES, **TEXT_ALONE},
         hybrid=True,
-        sees="Qwen3_5",
+        sees=Sees("Qwen3_5", QWEN3_VISION, IMAGE_TOKENS),
     ),
     "qwen3.5-text": Family("Qwen3_5TextConfig", "a checkpoint without images", QWEN35, STATES, hybrid=True),
     "qwen3.5-moe": Family(
-        "Qwen3_5MoeTextConfig", "4 experts", {**QWEN35, **EXPERTS}, TEXT_ALONE, hybrid=True, sees="Qwen3_5Moe"
+        "Qwen3_5MoeTextConfig",
+        "4 experts",
+        {**QWEN35, **EXPERTS},
+        {**STATES, **TEXT_ALONE},
+        hybrid=True,
+        sees=Sees("Qwen3_5Moe", QWEN3_VISION, IMAGE_TOKENS),
     ),
     "deepseek-v2": Family(
         "DeepseekV2Config",
@@ -337,12 +371,48 @@ FAMILIES: dict[str, Family] = {
         AS_ON_ANY_CPU,
         latent=True,
     ),
+    "qwen2.5-vl": Family(
+        "Qwen2_5_VLTextConfig",
+        "M-RoPE of three parts, one after the other",
+        {**rope("default", mrope_section=[6, 5, 5])},
+        TEXT_ALONE,
+        sees=Sees("Qwen2_5_VL", {**QWEN_VISION, "fullatt_block_indexes": [0], "window_size": 16}, IMAGE_TOKENS),
+    ),
+    "qwen3-vl": Family(
+        "Qwen3VLTextConfig",
+        "M-RoPE of three interleaved parts",
+        {"head_dim": 64, **MROPE},
+        TEXT_ALONE,
+        sees=Sees("Qwen3VL", {**QWEN3_VISION, "deepstack_visual_indexes": [0]}, IMAGE_TOKENS),
+    ),
+    "qwen3-vl-moe": Family(
+        "Qwen3VLMoeTextConfig",
+        "8 experts, 4 per token",
+        {
+            "head_dim": 64,
+            "num_experts": 8,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 32,
+            "decoder_sparse_step": 1,
+            "norm_topk_prob": True,
+            **MROPE,
+        },
+        TEXT_ALONE,
+        experts_as_published,
+        sees=Sees("Qwen3VLMoe", {**QWEN3_VISION, "deepstack_visual_indexes": [0]}, IMAGE_TOKENS),
+    ),
     "llama-fp8-kv": Family("LlamaConfig", "K/V in 8 bits", {"head_dim": 64}, {"kv_cache_dtype": "fp8"}),
     "llama-e5m2-kv": Family("LlamaConfig", "K/V in 8 bits", {"head_dim": 64}, {"kv_cache_dtype": "fp8_e5m2"}),
     "llama-gptq": Family("LlamaConfig", "weights of 4 bits by GPTQ", {"head_dim": 64}, {"dtype": "bfloat16"}, gptq),
     "llama-awq": Family("LlamaConfig", "weights of 4 bits by AWQ", {"head_dim": 64}, {"dtype": "bfloat16"}, awq),
 }
 
+for name, family, sees in (
+    ("gemma3", "gemma3-vl", Sees("Gemma3", {**VISION, "image_size": 32}, {"mm_tokens_per_image": 4})),
+    ("gemma4", "gemma4-vl", Sees("Gemma4", {**VISION, "num_key_value_heads": 2, "head_dim": 32}, {})),
+    ("mistral", "mistral3", Sees("Mistral3", {**VISION, "image_size": 32}, {"image_token_index": 500})),
+):
+    FAMILIES[family] = replace(FAMILIES[name], arguments=TEXT_ALONE, sees=sees)
 
 SHORT = ("llama", "phi", "qwen3-moe", "gpt-oss", "gemma2")
 """Families that together have scaled and partial RoPE, biases, experts, windows, soft-caps and sinks."""

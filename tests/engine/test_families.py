@@ -92,7 +92,7 @@ class Run:
 
 
 @pytest.mark.parametrize("name", [n if n in SHORT else pytest.param(n, marks=pytest.mark.slow) for n in WITH_TREES])
-def test_identity(engines: Engines, name: str, tmp_path: Path) -> None:
+def test_identity(engines: Engines, name: str, seeing: None, tmp_path: Path) -> None:
     if refused(name):
         pytest.skip("refused on this model runner")
     run = Run(engines, FAMILIES[name], tmp_path, dtype="float32")
@@ -109,7 +109,7 @@ def test_identity(engines: Engines, name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in WITH_TREES if "dtype" not in FAMILIES[name].arguments])
-def test_bfloat16(engines: Engines, name: str, tmp_path: Path) -> None:
+def test_bfloat16(engines: Engines, name: str, seeing: None, tmp_path: Path) -> None:
     """A row's logits depend on the rows beside it: without trees, too, a text may differ alone and in a batch."""
     if refused(name):
         pytest.skip("refused on this model runner")

@@ -7,7 +7,18 @@ import torch
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from tests.engine.engines import DRAFT, ENGINE, PROMPTS, V2, Engines, assert_identical, generate, metric, runner_of, tree
+from tests.engine.engines import (
+    DRAFT,
+    ENGINE,
+    PROMPTS,
+    V2,
+    Engines,
+    assert_identical,
+    generate,
+    metric,
+    runner_of,
+    tree,
+)
 
 LONG = ["\n\n".join(PROMPTS[i:] + PROMPTS[:i]) for i in range(0, 16, 3)]  # about 200 tokens each
 SMALL = {"max_model_len": 320, "max_num_batched_tokens": 64}  # prompts come in chunks

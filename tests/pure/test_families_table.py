@@ -21,7 +21,8 @@ def test_models_are_of_the_class_that_they_prove() -> None:
     for family in FAMILIES:
         kind = family.architecture.split("For")[0]
         for name in family.tests:
-            built = MODELS[name].config.removesuffix("Config").removesuffix("Text")
+            model = MODELS[name]
+            built = model.sees.name if model.sees else model.config.removesuffix("Config").removesuffix("Text")
             assert built == kind, (name, family.architecture)
 
 

@@ -36,6 +36,11 @@ class Independent(DraftKind):
                 "has multi-head latent attention, whose backends of vLLM part a batch by lengths that the host does "
                 "not know of a draft model: take one with other attention, or a head"
             )
+        if model.uses_mrope:
+            raise draft.refused(
+                "has M-RoPE, whose positions are several numbers, and a draft's are one: take a model of text alone "
+                "with the target's tokenizer, or a head"
+            )
         if model.is_hybrid:
             raise draft.refused(
                 "keeps a recurrent state, which follows one sequence, and a draft reads all nodes of a level at once: "

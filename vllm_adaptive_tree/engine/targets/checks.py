@@ -74,17 +74,19 @@ def check_config(config: Any, options: TreeOptions) -> None:
             "speculative_config['method']: VLLM_USE_V2_MODEL_RUNNER=1 asks for Model Runner V2, which needs Triton; "
             "unset it"
         )
-    text_alone = reads_text_alone(target)
     for refused, what in (
         (target.runner_type != "generate", f"runner {target.runner_type!r}"),
         (target.is_encoder_decoder, "encoder-decoder models"),
-        (target.is_multimodal_model and not text_alone, "multimodal models"),
-        (target.uses_mrope and not text_alone, "M-RoPE"),
         (target.use_mla and not is_named(target), "layers of multi-head latent attention (MLA) of this class"),
         (target.is_attention_free, "attention-free models"),
     ):
         if refused:
             raise _not_served(target, what)
+    if target.is_mm_prefix_lm:
+        raise ValueError(
+            f"model: {target.model!r} reads the tokens of an image in both directions, which is not supported with a "
+            "tree method; set language_model_only to True (--language-model-only), and leave enable_mm_embeds out"
+        )
     caches: tuple[str, ...] = FP8
     if current_platform.is_cpu():
         caches = () if config.use_v2_model_runner or options.text is None else FP8_ON_CPUS
@@ -181,19 +183,6 @@ def check_recurrent(config: Any) -> None:
             "enable_prefix_caching is not supported with a tree method and a target with linear layers on a CPU: vLLM "
             "moves their states by a Triton kernel once it speculates; set it to False"
         )
-
-
-def reads_text_alone(target: Any) -> bool:
-    """Return whether chains of a target have vLLM's own positions: the three numbers of a token in M-RoPE are equal
-    where there is text alone. Raises ValueError where it is served so, and may read images."""
-    if not follows_chains(target.architectures):
-        return False
-    if target.supports_multimodal_inputs:
-        raise ValueError(
-            f"model: {target.model!r} may read images, and with a tree method it is served without; set "
-            "language_model_only to True (--language-model-only), and leave enable_mm_embeds out"
-        )
-    return True
 
 
 def _not_served(target: Any, what: str) -> ValueError:

@@ -14,7 +14,7 @@ class Family(NamedTuple):
     examples: str
     brings: str
     tests: tuple[str, ...]  # of `tests/engine/families.py`
-    chains: bool = False  # its recurrent states follow chains alone; text alone, if it reads more
+    chains: bool = False  # its recurrent states follow chains alone
 
 
 class Refusal(NamedTuple):
@@ -58,6 +58,17 @@ FAMILIES = (
         "windows in every other layer, full layers with other heads, experts",
         ("gemma4", "gemma4-moe"),
     ),
+    Family(
+        "Gemma3ForConditionalGeneration",
+        "Gemma 3 of 4B to 27B",
+        "as Gemma 3; text alone (`--language-model-only`)",
+        ("gemma3-vl",),
+    ),
+    Family("Gemma4ForConditionalGeneration", "Gemma 4 of 26B and 31B", "as Gemma 4; text alone", ("gemma4-vl",)),
+    Family("Mistral3ForConditionalGeneration", "Mistral Small 3.1 and later", "as Mistral", ("mistral3",)),
+    Family("Qwen2_5_VLForConditionalGeneration", "Qwen2.5-VL", "M-RoPE", ("qwen2.5-vl",)),
+    Family("Qwen3VLForConditionalGeneration", "Qwen3-VL", "interleaved M-RoPE", ("qwen3-vl",)),
+    Family("Qwen3VLMoeForConditionalGeneration", "Qwen3-VL-30B-A3B", "as above, experts", ("qwen3-vl-moe",)),
     Family("MinistralForCausalLM", "Ministral", "windows in every other layer", ("ministral",)),
     Family(
         "Qwen3NextForCausalLM",
@@ -69,7 +80,7 @@ FAMILIES = (
     Family(
         "Qwen3_5ForConditionalGeneration",
         "Qwen3.5",
-        "as above, M-RoPE; with `--language-model-only`",
+        "as above, M-RoPE",
         ("qwen3.5",),
         chains=True,
     ),
@@ -91,10 +102,10 @@ BY_CONFIG, BY_LAYER = "`test_what_is_refused_by_its_config`", "`test_what_is_ref
 REFUSALS = (
     Refusal("sparse latent attention", "DeepSeek V3.2 and V4, GLM-5", "it chooses tokens by sequence", BY_CONFIG),
     Refusal(
-        "models with images, audio or M-RoPE",
-        "Qwen2.5-VL, Qwen3-VL, Gemma 3 and 4 with images",
-        "placeholders, three positions a token",
-        "`test_models_of_more_than_text_are_refused`",
+        "images that are read in both directions",
+        "Gemma 3 and 4 with images",
+        "a prompt's mask is no causal one",
+        "`test_images.py`",
     ),
     Refusal("other hybrids", "Jamba, LFM2", "a state for every sequence", BY_CONFIG),
     Refusal(

@@ -109,6 +109,9 @@ class PagedDrafter(SpecDecodeBaseProposer):
         ):
             # A node may be beyond the draft's last position, which costs quality only.
             positions = positions.clamp(max=self.draft_model_config.max_model_len - 1)
+            if self.uses_mrope:  # a compiled module has been traced with vLLM's buffer of several numbers a token
+                self._set_positions(len(tokens), positions)
+                positions = self._get_positions(len(tokens))
             states = {} if inputs is None else {"hidden_states": inputs}
             hidden: Any = self.model(input_ids=tokens.int(), positions=positions, **states)
         if inputs is None:

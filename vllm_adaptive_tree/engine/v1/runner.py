@@ -131,7 +131,11 @@ class TreeModelRunner(CPUModelRunner):
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         counts = num_scheduled_tokens.tolist()
         computed = self.input_batch.num_computed_tokens_cpu[: len(counts)].tolist()
+        positions = self.positions[: sum(counts)]
+        linear = positions.clone() if self.uses_mrope else positions
         self.step.verify(Rows(scheduler_output, counts, computed, prepared[0]))
+        if self.uses_mrope:
+            self.mrope_positions.gpu[:, : len(positions)] += positions - linear
         return prepared
 
     def _calc_spec_decode_metadata(self, num_draft_tokens: np.ndarray, cu_num_scheduled_tokens: np.ndarray) -> Any:

@@ -104,10 +104,14 @@ def target_forward(runner: Any, rows: int, context: int = 0) -> Callable[[], Ten
         runner._set_active_loras((0,) * rows, (0,) * rows, set())  # rows without an adapter
 
     def forward() -> Tensor:
+        ids, embeddings = tokens, None
+        if runner.supports_mm_inputs:  # text, too, comes as embeddings
+            runner.inputs_embeds.gpu[:rows] = runner.model.embed_input_ids(tokens)
+            ids, embeddings = runner._prepare_mm_inputs(rows)
         with set_forward_context(
             metadata, runner.vllm_config, num_tokens=rows, slot_mapping=dict.fromkeys(metadata, slots)
         ):
-            hidden = runner.model(input_ids=tokens, positions=start)
+            hidden = runner.model(input_ids=ids, positions=start, inputs_embeds=embeddings)
         if isinstance(hidden, tuple):  # with the states of auxiliary layers
             hidden = hidden[0]
         logits: Tensor = runner.model.compute_logits(hidden)

@@ -33,6 +33,7 @@ from vllm_adaptive_tree.engine.v2.graphs import drop_whole_graphs, with_fullest
 from vllm_adaptive_tree.engine.v2.latent import LatentAttention, PagedLatentAttention
 from vllm_adaptive_tree.engine.v2.node_selection import NodeSelection, NoNodes
 from vllm_adaptive_tree.engine.v2.rank_agreement import RankAgreement
+from vllm_adaptive_tree.engine.v2.rope import TreeRopeState
 from vllm_adaptive_tree.engine.v2.sampler import TreeSampler
 from vllm_adaptive_tree.engine.v2.step_stats import StepStats
 from vllm_adaptive_tree.engine.v2.target_attention import TargetAttention
@@ -130,6 +131,7 @@ class TreeModelRunnerV2(ModelRunner):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
+        self.rope = TreeRopeState.of(self.model_state)
         speculator = self.speculator
         layers, draft = speculator.draft_attn_layer_names, getattr(speculator, "model", None)
         most = speculator.most_trees
@@ -173,7 +175,10 @@ class TreeModelRunnerV2(ModelRunner):
     def prepare_attn(self, input_batch: Any) -> Any:
         prepared = super().prepare_attn(input_batch)  # slots of linear positions
         self.lora_state.verified(input_batch)
+        linear = None if self.rope is None else input_batch.positions.clone()
         self.step.verify(input_batch)
+        if self.rope is not None:
+            self.rope.moved = input_batch.positions - linear
         return prepared
 
     def execute_model(self, scheduler_output: Any, *args: Any, dummy_run: bool = False, **kwargs: Any) -> Any:
