@@ -62,6 +62,7 @@ EXTENDED: dict[str, tuple[str, ...]] = {
         "test_accepted_branches[dflash]",
     ),
     "engine/test_head_chains.py": ("[eagle]", "[eagle3 reduced]", "[eagle3.1]", "[lilicorr]", "[peagle]"),
+    "engine/test_images.py": ("[ngram]", "[model]", "[qwen2.5-vl]"),
     "engine/test_initial.py": ("test_one_initial_token_is_plain_decoding",),
     "engine/test_killed.py": ("test_a_killed_rank[1]", "test_a_killed_rank[0]"),
     "engine/test_llm_calls.py": ("test_a_pause[1]", "test_other_weights[eagle3]", "test_other_weights[model]"),

@@ -24,8 +24,12 @@ ASKED = [
     *({"prompt_token_ids": text} for text in TEXTS[5:7]),
 ]
 TOKENS, NODES = (16, 6) if V2 else (40, 12)
-PARAMS = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=2, detokenize=False)
-ARGUMENTS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": TOKENS, "ignore_eos": True, "detokenize": False}
+PARAMS = [
+    SamplingParams(**{**GREEDY, **more}, logprobs=2)
+    for more in ({}, {}, {"temperature": 0.8, "seed": 7}, {}, {"frequency_penalty": 0.5, "presence_penalty": -0.2})
+]
+ARGUMENTS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 8}
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +60,16 @@ def speculation(draft: str, folder: Path, plain: list[Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("draft", ["known", "model", "ngram", "eagle3"])
 def test_identity(engines: Engines, folder: Path, plain: list[Any], draft: str) -> None:
+    """With requests that join, come again from the prefix cache and, with a model, are preempted."""
     expected = [output.outputs[0] for output in plain]
-    llm = engines.start(speculation(draft, folder, plain), model=str(folder / "target"), **ARGUMENTS)
+    few = {"num_gpu_blocks_override": 12} if draft == "model" else {}
+    given = {**ARGUMENTS, "max_num_batched_tokens": 64, **few}  # prompts in chunks
+    llm = engines.start(speculation(draft, folder, plain), model=str(folder / "target"), **given)
     assert_identical(expected, generate(llm, ASKED, PARAMS))
     hits = metric(llm, "prefix_cache_hits")
     assert_identical(expected, generate(llm, ASKED, PARAMS))
     assert metric(llm, "prefix_cache_hits") > hits
+    assert (metric(llm, "num_preemptions") > 0) == bool(few)
     assert metric(llm, "spec_decode_num_draft_tokens") > 0
     if draft in ("known", "model"):
         assert metric(llm, "spec_decode_num_accepted_tokens") > TOKENS * len(ASKED) / 3

@@ -20,6 +20,7 @@ SHORT = [
     "tests/engine/test_identity.py",
     "tests/engine/test_law.py::test_tokens_follow_the_target_s_law[dyspec, rrsw]",
     "tests/engine/test_hybrids.py",
+    "tests/engine/test_images.py::test_identity[known]",
     "tests/engine/test_one_forward.py::test_greedy_and_seeded[xpress-opt_tree-auto]",
     "tests/cuda/test_start.py::test_graphs[9.0-xpress-FULL_AND_PIECEWISE]",
     "tests/engine/test_scheduling.py",
