@@ -1,5 +1,6 @@
 """Tiny models of widely served classes, of random weights, and the features of each."""
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -76,6 +77,18 @@ class Family:
         if self.rewrite is not None:
             self.rewrite(folder)
         return str(folder)
+
+
+def kimi_as_published(folder: Path) -> None:
+    """Rename the class, and layers that transformers 5 names as the part that sees has them; leave that part out."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["KimiK25ForConditionalGeneration"]}))
+    weights = {
+        name.replace(".blocks.", ".layers."): one
+        for name, one in load_file(folder / "model.safetensors").items()
+        if name.startswith("language_model.")
+    }
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
 def experts_as_published(folder: Path) -> None:
@@ -400,6 +413,15 @@ FAMILIES: dict[str, Family] = {
         TEXT_ALONE,
         experts_as_published,
         sees=Sees("Qwen3VLMoe", {**QWEN3_VISION, "deepstack_visual_indexes": [0]}, IMAGE_TOKENS),
+    ),
+    "kimi-k2.5": Family(
+        "DeepseekV3Config",
+        "as DeepSeek V3, beside a part that sees",
+        {**LATENT, **ROUTED, **LOW_RANK, **YARN},
+        {**AS_ON_ANY_CPU, **TEXT_ALONE},
+        kimi_as_published,
+        latent=True,
+        sees=Sees("Kimi_K25", VISION, {"image_token_id": 500, "projection_hidden_size": VISION["hidden_size"]}),
     ),
     "llama-fp8-kv": Family("LlamaConfig", "K/V in 8 bits", {"head_dim": 64}, {"kv_cache_dtype": "fp8"}),
     "llama-e5m2-kv": Family("LlamaConfig", "K/V in 8 bits", {"head_dim": 64}, {"kv_cache_dtype": "fp8_e5m2"}),

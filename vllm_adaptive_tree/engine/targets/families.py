@@ -96,6 +96,7 @@ FAMILIES = (
         "DeepseekV3ForCausalLM", "DeepSeek V3 and R1, Kimi K2", "as above, queries of low rank, YaRN", ("deepseek-v3",)
     ),
     Family("Glm4MoeLiteForCausalLM", "GLM-4.7-Flash", "as above", ("glm4-moe-lite",)),
+    Family("KimiK25ForConditionalGeneration", "Kimi K2.5", "as DeepSeek V3; text alone", ("kimi-k2.5",)),
     Family("Cohere2ForCausalLM", "Command R7B, Command A", "windows with RoPE, full layers without", ("cohere2",)),
 )
 BY_CONFIG, BY_LAYER = "`test_what_is_refused_by_its_config`", "`test_what_is_refused_by_its_layer`"
