@@ -122,7 +122,7 @@ REST: dict[str, Cases] = {
         "test_public_reports.py": [],
         "test_request_kinds.py": [],
         "test_request_options.py": [],
-        "test_initial.py": ["test_model_runner_v2_refuses_it"],
+        "test_initial.py": [],
         "test_self_check.py": ["test_a_broken_engine_fails_by_name", "test_the_doctors_engine"],
     },
     "v2-kernels": {"test_latent.py": []},

@@ -7,7 +7,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from tests.engine.engines import DRAFT, PROMPTS, V2, Engines, TreeSpy, generate, metric
+from tests.engine.engines import DRAFT, PROMPTS, Engines, TreeSpy, generate, metric
 
 WIDTH = 3
 SPEC = {
@@ -30,16 +30,8 @@ def parameters(i: int) -> SamplingParams:
     return SamplingParams(temperature=0, repetition_penalty=1.2 if i == 4 else 1, **common)
 
 
-@pytest.mark.skipif(not V2, reason="V1 has it")
-def test_model_runner_v2_refuses_it(engines: Engines) -> None:
-    with pytest.raises(ValueError, match=r"'init_width'\] above 1 .* V2: it holds back .*; set it to 1"):
-        engines.start(SPEC)
-
-
 @pytest.fixture(scope="module")
 def ours(engines: Engines) -> list[Any]:
-    if V2:
-        pytest.skip("refused there")
     llm = engines.start(SPEC)
     with pytest.MonkeyPatch.context() as patch:
         spy = TreeSpy(llm, patch)

@@ -66,17 +66,6 @@ def test_chunked_prefill_then_prefix_cache_hits(small: Any, plain: dict[str, lis
     assert metric(small, "prefix_cache_hits") > hits
 
 
-def test_a_prompt_that_is_cached_but_for_a_token(engines: Engines) -> None:
-    """vLLM would pad it with draft tokens -1, of no tree. A draft with K/V reads its last block again."""
-    prompt = {"prompt_token_ids": list(range(1, 2 + 2 * ENGINE["block_size"]))}
-    plain = generate(engines.start(**SMALL), [prompt], greedy(24, logprobs=2))
-    llm = engines.start({**tree(12), "model": "ngram"}, **SMALL)
-    for cached in (0, 2 * ENGINE["block_size"]):
-        hits = metric(llm, "prefix_cache_hits")
-        assert_identical(plain, generate(llm, [prompt], greedy(24)))
-        assert metric(llm, "prefix_cache_hits") - hits == cached
-
-
 def test_max_model_len_reached(small: Any, plain: dict[str, list[Any]]) -> None:
     assert {output.finish_reason for output in plain["end"]} == {"length"}
     assert min(len(output.token_ids) for output in plain["end"]) < 200
@@ -104,6 +93,17 @@ def test_abort_in_flight(small: Any, plain: dict[str, list[Any]]) -> None:
     assert not engine.has_unfinished_requests()
     survivors = [i for i in range(8) if i not in (1, 6)]
     assert_identical([plain["short"][i] for i in survivors], [outputs[str(i)] for i in survivors])
+
+
+def test_a_prompt_that_is_cached_but_for_a_token(engines: Engines) -> None:
+    """vLLM would pad it with draft tokens -1, of no tree. A draft with K/V reads its last block again."""
+    prompt = {"prompt_token_ids": list(range(1, 2 + 2 * ENGINE["block_size"]))}
+    plain = generate(engines.start(**SMALL), [prompt], greedy(24, logprobs=2))
+    llm = engines.start({**tree(12), "model": "ngram"}, **SMALL)
+    for cached in (0, 2 * ENGINE["block_size"]):
+        hits = metric(llm, "prefix_cache_hits")
+        assert_identical(plain, generate(llm, [prompt], greedy(24)))
+        assert metric(llm, "prefix_cache_hits") - hits == cached
 
 
 def test_preemption(engines: Engines, plain: dict[str, list[Any]]) -> None:

@@ -6,9 +6,11 @@ from torch import Tensor
 
 from tests.oracles.growth import grow, models_of
 from tests.oracles.trees import on_device
-from vllm_adaptive_tree.acceptance import RULES, Children, longest_continuation, walk
+from vllm_adaptive_tree.acceptance import RULES, Accepted, Children, longest_continuation, walk
 from vllm_adaptive_tree.proposers import Request, draft_tree
 from vllm_adaptive_tree.proposers.mcsd import Mcsd
+from vllm_adaptive_tree.rng import CounterRNG
+from vllm_adaptive_tree.step.target_init import candidates, held_back
 from vllm_adaptive_tree.testing.models import ToyDrafter, ToyLM, histories
 from vllm_adaptive_tree.testing.outcomes import ForkingRandom, every_outcome
 from vllm_adaptive_tree.testing.well_formed import paths_of
@@ -42,6 +44,37 @@ def kept(tree: TokenTree, initial: int, says: dict[int, int]) -> list[int]:
 )
 def test_the_longest_path(initial, says, expected):
     assert kept(FORK, initial, says) == expected
+
+
+ACCEPTED = Accepted(
+    torch.tensor([[4, 5, 6], [3, -1, -1], [2, 7, -1]]), torch.tensor([[0, 2, -1], [-1] * 3, [1, -1, -1]])
+)
+
+
+class Told:
+    """Target and requests: p after node i is [R, 8], and prefers the tokens after i."""
+
+    greedy = torch.tensor([True, True, False])
+
+    def probs(self, node: Tensor, active: Tensor) -> Tensor:
+        return ((torch.arange(8) - node[:, None] - 1) % 8 * -1.0).softmax(-1)
+
+    def rng(self, purpose: int) -> CounterRNG:
+        return CounterRNG(torch.arange(3), torch.full((3,), 9), purpose)
+
+
+def test_the_last_of_several_tokens_is_held_back():
+    assert held_back(ACCEPTED).tokens.tolist() == [[4, 5, -1], [3, -1, -1], [2, -1, -1]]
+    assert held_back(ACCEPTED).nodes is ACCEPTED.nodes
+
+
+def test_it_heads_the_next_tree_beside_others_of_the_target():
+    first = candidates(Told(), ACCEPTED, 3, Told()).tolist()
+    assert first[0] == [6, 3, 4]  # the best two after node 2, but for the token itself
+    assert first[1] == [-1] * 3
+    assert first[2][0] == 7
+    assert len({*first[2]}) == 3
+    assert all(0 <= token < 8 for token in first[2])
 
 
 def test_without_initial_tokens_it_is_the_walk():

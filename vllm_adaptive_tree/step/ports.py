@@ -61,6 +61,10 @@ class Requests(Protocol):
         """True if every request walks with the target's own draws; on the host."""
 
     @property
+    def greedy(self) -> Tensor:
+        """[R] bool: requests of temperature 0."""
+
+    @property
     def from_target(self) -> Tensor | None:
         """[R] bool: requests that walk with the target's own draws, whatever the rule; None: there is none."""
 

@@ -2,10 +2,13 @@
 
 from typing import Any, Generic, TypeVar
 
+from torch import Tensor
+
 from vllm_adaptive_tree.acceptance import Accepted
 from vllm_adaptive_tree.methods import Pair
 from vllm_adaptive_tree.step.accept import accept
 from vllm_adaptive_tree.step.ports import Draft, Engine, Requests, Target, Verification
+from vllm_adaptive_tree.step.target_init import candidates, held_back
 
 V = TypeVar("V", bound=Verification)
 
@@ -28,13 +31,15 @@ class TreeStep(Generic[V]):
         """Trees of this step; None: every request decodes without one, or the engine is between two steps."""
         self.accepted: Accepted | None = None
         """Accepted paths of these trees, until the draft has read them."""
+        self.initial: Tensor | None = None
+        """[R, W] first layers of the next trees, -1 pads, if the target samples them itself."""
 
     def verify(self, batch: Any) -> V | None:
         """Lay out the trees of a batch: root and nodes are rows, parents before children, each node at position root +
         depth. Each row attends to the context and to its ancestors alone, so that one forward of the target gives its
         distribution after every node.
         """
-        self.verification, self.accepted = self.engine.lay_out(batch), None
+        self.verification, self.accepted, self.initial = self.engine.lay_out(batch), None, None
         return self.verification
 
     def accept(self, target: Target[V], requests: Requests, *, allowed: V | None = None) -> Accepted:
@@ -46,6 +51,9 @@ class TreeStep(Generic[V]):
         assert self.verification is not None
         accepted = accept(self.pair, target, allowed or self.verification, requests)
         self.accepted = self.engine.agreed(self.verification, accepted)
+        if self.pair.init_width > 1:
+            self.initial = candidates(target, self.accepted, self.pair.init_width, requests)
+            self.accepted = held_back(self.accepted)
         return self.accepted
 
     def commit(self) -> None:
@@ -77,4 +85,4 @@ class TreeStep(Generic[V]):
 
     def end(self) -> None:
         """Forget the trees of this step; the engine calls it after each, with or without a draft."""
-        self.verification = self.accepted = None
+        self.verification = self.accepted = self.initial = None

@@ -115,12 +115,6 @@ def check_config(config: Any, options: TreeOptions) -> None:
                 f"data_parallel_size={replicas} is not supported with a tree method and experts ({name}: "
                 f"{model.model!r}): their ranks step together, and trees do not; run one engine per replica"
             )
-    if config.use_v2_model_runner and getattr(options.tree, "init_width", 1) > 1:
-        raise ValueError(
-            "speculative_config['tree']['init_width'] above 1 is not supported on Model Runner V2: it holds back the "
-            "last token of a step, and a request without a token counts as amid its prompt there; set it to 1, or, on "
-            "a CPU, set VLLM_USE_V2_MODEL_RUNNER=0"
-        )
     if not config.use_v2_model_runner:
         check_processors(target.logits_processors)
     elif config.lora_config is not None and options.tree.budget is not None:

@@ -207,17 +207,17 @@ class HostDraft:
     @cached_property
     def request(self) -> Request:
         """View of the requests with trees for the proposer."""
-        runner, initial = self.runner, self.engine.initial
+        runner, initial = self.runner, self.runner.step.initial
         roots = [item.root for item in self.rooted if item.root is not None]
         requests = HostRequests(runner, self.rooted_names, roots)
         temperatures = [
             0.0 if greedy else state.sampling_params.temperature
-            for greedy, state in zip(requests.greedy, requests.states, strict=True)
+            for greedy, state in zip(requests.greedy.tolist(), requests.states, strict=True)
         ]
         fitted = GREEDY_DRAFT_TEMPERATURE if self.budget is None else self.budget.greedy_temperature
         return Request(
             temperature=torch.tensor([runner.options.tree.temperature(value, fitted) for value in temperatures]),
-            greedy=torch.tensor(requests.greedy),
+            greedy=requests.greedy,
             rng=requests.rng(purpose=0),
             initial=None if initial is None else initial[[item.row for item in self.rooted]],
             chosen=torch.tensor(requests.flags),

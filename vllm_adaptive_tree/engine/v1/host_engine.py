@@ -17,7 +17,6 @@ from vllm_adaptive_tree.engine.v1.limits import Limits
 from vllm_adaptive_tree.engine.v1.requests import HostRequests
 from vllm_adaptive_tree.engine.v1.scheduling import affordable, reasons_without_tree, scheduled_draft
 from vllm_adaptive_tree.engine.v1.target import Target
-from vllm_adaptive_tree.engine.v1.target_init import candidates, held_back
 from vllm_adaptive_tree.engine.v1.verification import Verification
 from vllm_adaptive_tree.proposers.acceptance_table import AcceptanceTable
 
@@ -51,8 +50,6 @@ class HostEngine:
         """Those of this step, as `StepFigures.fallback_reasons`."""
         self.requests = HostRequests(runner, (), ())
         self.target: Target | None = None
-        self.initial: Tensor | None = None
-        """Tokens of the next first layer [R, W], with target initialisation."""
         self.num_dead_rows = self.num_drafted_nodes = 0
         """Numbers since the last metrics read."""
 
@@ -91,19 +88,12 @@ class HostEngine:
         runner = self.runner
         limits = Limits.of(runner.input_batch, runner.requests, acceptable, verification.levels)
         metadata, forces_greedy = runner.input_batch.sampling_metadata, runner.pair.init_width > 1
-        self.initial = None
         self.target = Target(runner.sampler, metadata, logits, verification, limits, forces_greedy=forces_greedy)
         yield self.target
         self.target.close()
 
     def agreed(self, verification: Verification, accepted: Accepted) -> Accepted:
-        accepted = accepted_from_rank_0(accepted, verification.levels)
-        width = self.runner.pair.init_width
-        if width > 1:
-            assert self.target is not None
-            self.initial = candidates(self.target, accepted, width, self.requests)
-            accepted = held_back(accepted)
-        return accepted
+        return accepted_from_rank_0(accepted, verification.levels)
 
     def commit(self, verification: Verification, nodes: Tensor) -> None:
         verification.commit(nodes, self.runner.compilation_config.static_forward_context)
@@ -130,7 +120,7 @@ class HostEngine:
 
     def end(self) -> None:
         """Drop what belongs to one step."""
-        self.requests, self.target, self.initial = HostRequests(self.runner, (), ()), None, None
+        self.requests, self.target = HostRequests(self.runner, (), ()), None
 
     def figures(self, verification: Verification) -> StepFigures:
         """Figures of a step, and of all since the last one."""

@@ -19,8 +19,8 @@ class HostRequests:
         self.states = [runner.requests[name] for name in names]
 
     @cached_property
-    def greedy(self) -> list[bool]:
-        return [is_greedy(state.sampling_params) for state in self.states]
+    def greedy(self) -> Tensor:
+        return torch.tensor([is_greedy(state.sampling_params) for state in self.states], dtype=torch.bool)
 
     @cached_property
     def flags(self) -> list[bool]:

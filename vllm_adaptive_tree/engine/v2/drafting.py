@@ -143,6 +143,11 @@ class TreeDrafting(BaseSpeculator):
         """Look-up that proposes trees while the draft rests."""
         if self.lookup is not None and self.pair.mixes:
             self.drafts.chosen = torch.zeros_like(self.drafts.read, dtype=torch.bool)
+        self.initial: Tensor | None = None
+        """[trees, W] first layers that the target has sampled itself, -1 pads; None: there are none."""
+        if (first := self.pair.init_width) > 1:
+            self.initial = torch.full((self.most_trees, first), -1, device=self.device)
+            self.drafts.initial = torch.zeros(self.most_trees, dtype=torch.int64, device=self.device)
         self.drafted_levels = self.levels = min(self.pair.proposer.max_depth, nodes)
         """Largest depth of drafted nodes; of a tree."""
         if self.offers is not None:
@@ -312,6 +317,10 @@ class TreeDrafting(BaseSpeculator):
     def prepare(self, target: TargetOutput, temperature: Tensor, seeds: Tensor, ready: np.ndarray | None) -> None:
         """Fill `inputs`, which the pieces of this step read. Temperatures and seeds are vLLM's, by its index."""
         batch, states, proposer = target.batch, self.states, self.pair.proposer
+        if self.initial is not None:
+            self.initial.fill_(-1)
+            if self.step.initial is not None:
+                self.initial[: batch.num_reqs] = self.step.initial
         fitted = GREEDY_DRAFT_TEMPERATURE if self.budget is None else self.budget.greedy_temperature
         self.inputs.update(
             StepTensors(
@@ -402,6 +411,7 @@ class TreeDrafting(BaseSpeculator):
                     temperature,
                     inputs.greedy[:requests].bool(),
                     counter_rng(seed, inputs.position[:requests], purpose=0),
+                    initial=None if self.initial is None else self.initial[:requests],
                     chosen=self.chosen(requests),
                 ),
                 agree=agree,
@@ -409,6 +419,8 @@ class TreeDrafting(BaseSpeculator):
                 lost=dead.append,
             ).padded(self.num_speculative_steps)
         self.drafts.store(inputs.request[:requests], inputs.position[:requests], proposal, temperature)
+        if self.initial is not None and self.drafts.initial is not None:
+            self.drafts.initial[:requests] = (self.initial[:requests] >= 0).sum(1)
         counts = torch.stack([proposal.tree.valid.sum(), alive.sum()])
         return DraftedTrees(proposal, counts, torch.cat(dead, 1).sum(), self.forwards)
 

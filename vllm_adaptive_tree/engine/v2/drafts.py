@@ -23,6 +23,7 @@ class DraftProbs(NamedTuple):
     slot: Tensor  # [R, 1 + N] of `logits`, -1: never read
     num_planned: Tensor  # [R, 1 + N] children planned for a node
     chosen: Tensor | None  # [B, N] bool: nodes that a look-up has chosen, in generation order; None: there is none
+    initial: Tensor | None  # [B]: leading nodes that the target has sampled itself; None: there are none
     unread: Tensor  # [1, 1, V] logits in place of those that the draft has not made, where no node was drawn
 
     def after(self, node: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,6 +58,8 @@ class Drafts:
         """Cells of the nodes [trees, N], if the proposer learns acceptance."""
         self.chosen: Tensor | None = None
         """[trees, N] bool: nodes that a look-up has chosen, if they may stand among drawn ones."""
+        self.initial: Tensor | None = None
+        """[trees]: leading nodes that the target has sampled itself, if the pair asks for them."""
         self.shape = 0, 0
         """Shape of the last batch: B, S."""
         self.kept: Tensor | None = None
@@ -126,4 +129,4 @@ class Drafts:
 
     def probs(self, place: Tensor, slot: Tensor, planned: Tensor) -> DraftProbs:
         """Distributions of trees at `place` [R]; `slot`, `planned` [R, 1 + N]."""
-        return DraftProbs(self.logits, self.temperature, place, slot, planned, self.chosen, self.unread)
+        return DraftProbs(self.logits, self.temperature, place, slot, planned, self.chosen, self.initial, self.unread)

@@ -19,10 +19,15 @@ class DeviceRequests:
         """`seeds`: by vLLM's index of the request, on the device; `root` [R]: position of each root."""
         self.batch, self.seeds, self.root = batch, seeds, root
         self.flags: np.ndarray = flags.from_target[batch.idx_mapping_np]
+        self.are_greedy: np.ndarray = flags.greedy[batch.idx_mapping_np]
 
     @property
     def all_from_target(self) -> bool:
         return bool(self.flags.all())
+
+    @property
+    def greedy(self) -> Tensor:
+        return async_tensor_h2d(self.are_greedy, device=self.root.device)
 
     @cached_property
     def from_target(self) -> Tensor | None:

@@ -43,7 +43,8 @@ class Verification(NamedTuple):
         first = batch.query_start_loc[1 : 1 + batch.num_reqs] - logits
         root = batch.positions[first]
         tree, draft = drafts.of(batch.idx_mapping, root, logits - 1)
-        large = tree.tokens.shape[1] > IN_GENERATION_ORDER and not batch.has_structured_output_reqs
+        ordered = batch.has_structured_output_reqs or drafts.initial is not None
+        large = tree.tokens.shape[1] > IN_GENERATION_ORDER and not ordered
         order = depth_first(tree.parent, tree.valid) if large else None
         if order is not None:
             tree, draft = permuted(tree, order), draft.permuted(order)
@@ -88,8 +89,11 @@ class Verification(NamedTuple):
 
     @property
     def initial(self) -> Tensor:
-        """[R]: zeros, as nothing is target-initialised here."""
-        return torch.zeros_like(self.root)
+        """See `step.Verification`."""
+        if self.draft.initial is None:
+            return torch.zeros_like(self.root)
+        leading = self.tree.valid.int().cumprod(1).sum(1)  # those that are verified
+        return torch.minimum(self.draft.initial[self.draft.place.clamp(min=0)], leading)
 
     def draft_probs(self, node: Tensor) -> tuple[Tensor, Tensor]:
         """See `step.Verification`."""
