@@ -68,6 +68,7 @@ SHORT: dict[str, Cases] = {  # MODEL_RUNNER -> cases
             "test_one_request_at_a_time",
             "test_a_failure_switches_trees_off",
             "test_modes",
+            "test_a_draft_that_repeats_a_token_passes",
         ],
     },
     "v2-kernels": {

@@ -23,6 +23,8 @@ from tests.engine.engines import (
     set_costs,
     tree,
 )
+from tests.engine.families import FAMILIES
+from tests.engine.test_families import begin_anew
 
 pytestmark = pytest.mark.skipif(not V2, reason="MODEL_RUNNER=v2")
 
@@ -313,3 +315,26 @@ def test_modes(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(check.SWITCH, "no")
     with pytest.raises(ValueError, match="'strict'"):
         check.start(runner_of(llm))
+
+
+def test_a_draft_that_repeats_a_token_passes(
+    engines: Engines, seeing: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of its paths is the same from its end. The target has M-RoPE."""
+    from vllm_adaptive_tree.engine.self_check import draft as module
+
+    paths, deepest = list[list[int]](), module._deepest
+
+    def noted(*args: Any) -> Any:
+        found = deepest(*args)
+        paths.append(found.tokens)
+        return found
+
+    monkeypatch.setattr(module, "_deepest", noted)
+    begin_anew(engines)
+    target, draft = FAMILIES["qwen3-vl"], FAMILIES["qwen3"].saved(tmp_path / "draft")
+    given = {"skip_tokenizer_init": True, "max_model_len": 256, **target.arguments}
+    llm = engines.start({**tree(12), "model": draft}, model=target.saved(tmp_path / "target"), max_num_seqs=6, **given)
+    found = verdict(llm)
+    assert any(len(path) > 1 and path == path[::-1] for path in paths)
+    assert found.passed, str(found)
