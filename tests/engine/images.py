@@ -27,19 +27,19 @@ EYES = {
 }
 
 
-def saved(folder: Path) -> str:
+def saved(folder: Path, token: int = IMAGE) -> str:
     """Write the checkpoint, with a tokenizer and an image processor."""
     text = transformers.AutoModelForCausalLM.from_pretrained(TARGET)
     tied = {"tie_word_embeddings": text.config.tie_word_embeddings}
     torch.manual_seed(0)
     model = transformers.LlavaForConditionalGeneration(
-        transformers.LlavaConfig(text_config=text.config, vision_config=EYES, image_token_index=IMAGE, **tied)
+        transformers.LlavaConfig(text_config=text.config, vision_config=EYES, image_token_index=token, **tied)
     )
     model.model.language_model.load_state_dict(text.model.state_dict())
     model.lm_head.load_state_dict(text.lm_head.state_dict())
     model.float().save_pretrained(folder)
     _as_published(folder)
-    words = {"<image>" if number == IMAGE else f"t{number}": number for number in range(text.config.vocab_size)}
+    words = {f"t{number}": number for number in range(text.config.vocab_size) if number != token} | {"<image>": token}
     spaced = Tokenizer(models.WordLevel(words, unk_token="t1"))
     spaced.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     transformers.LlavaProcessor(

@@ -1,6 +1,7 @@
 """Targets that read images: tokens are the same with and without trees."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tests.engine.engines import DRAFT, PROMPTS, TARGET, V2, Engines, assert_ide
 from tests.engine.families import FAMILIES
 from tests.engine.known import known
 from tests.engine.test_families import Run, begin_anew
+from vllm_adaptive_tree.engine.targets import checks
 
 TEXTS: list[list[int]] = [AutoTokenizer.from_pretrained(TARGET).encode(text) for text in PROMPTS]
 ASKED = [
@@ -53,25 +55,28 @@ def plain(engines: Engines, folder: Path) -> list[Any]:
 def speculation(draft: str, folder: Path, plain: list[Any]) -> dict[str, Any]:
     if draft == "known":
         return known([[*one.prompt_token_ids, *one.outputs[0].token_ids] for one in plain], folder, NODES)
-    model = heads.eagle3(folder / "eagle3") if draft == "eagle3" else {"model": DRAFT}.get(draft, draft)
+    known_as = {"model": DRAFT, "target": str(folder / "target")}
+    model = heads.eagle3(folder / "eagle3") if draft == "eagle3" else known_as.get(draft, draft)
     tree = {"budget": None, "cost_profile": None}
     return {"method": "adaptive_tree", "model": model, "num_speculative_tokens": NODES, "tree": tree}
 
 
-@pytest.mark.parametrize("draft", ["known", "model", "ngram", "eagle3"])
+@pytest.mark.parametrize("draft", ["known", "model", "ngram", "eagle3", "target"])
 def test_identity(engines: Engines, folder: Path, plain: list[Any], draft: str) -> None:
-    """With requests that join, come again from the prefix cache and, with a model, are preempted."""
+    """With requests that join, come again from the prefix cache and, with a model, are preempted. A draft that could
+    read images too is compiled."""
     expected = [output.outputs[0] for output in plain]
     few = {"num_gpu_blocks_override": 12} if draft == "model" else {}
+    few |= {"enforce_eager": False} if draft == "target" and not V2 else {}
     given = {**ARGUMENTS, "max_num_batched_tokens": 64, **few}  # prompts in chunks
     llm = engines.start(speculation(draft, folder, plain), model=str(folder / "target"), **given)
     assert_identical(expected, generate(llm, ASKED, PARAMS))
     hits = metric(llm, "prefix_cache_hits")
     assert_identical(expected, generate(llm, ASKED, PARAMS))
     assert metric(llm, "prefix_cache_hits") > hits
-    assert (metric(llm, "num_preemptions") > 0) == bool(few)
+    assert (metric(llm, "num_preemptions") > 0) == (draft == "model")
     assert metric(llm, "spec_decode_num_draft_tokens") > 0
-    if draft in ("known", "model"):
+    if draft in ("known", "model", "target"):
         assert metric(llm, "spec_decode_num_accepted_tokens") > TOKENS * len(ASKED) / 3
 
 
@@ -102,6 +107,21 @@ def test_m_rope_after_an_image(
     assert run.varied, "constant texts prove nothing"
     assert_identical(run.plain, run.trees())
     assert len(BENT) == 2 * len(run.asked)
+
+
+@pytest.mark.parametrize("attribute", ["_has_oov_mm_tokens", "supports_realtime"])
+def test_what_is_refused_once_it_is_loaded(attribute: str) -> None:
+    checks.check_images("MODEL", SimpleNamespace())
+    with pytest.raises(
+        ValueError, match="model: 'MODEL' .* beyond its vocabulary|model: 'MODEL' hears while it speaks"
+    ):
+        checks.check_images("MODEL", SimpleNamespace(**{attribute: True}))
+
+
+def test_a_token_of_an_image_beyond_the_vocabulary_is_refused(engines: Engines, seeing: None, tmp_path: Path) -> None:
+    model = images.saved(tmp_path / "target", token=2048)
+    with pytest.raises(ValueError, match="tokens in place of images that are beyond its vocabulary"):
+        engines.start(speculation("ngram", tmp_path, []), model=model, **ARGUMENTS)
 
 
 def test_images_that_are_read_in_both_directions_are_refused(folder: Path, tmp_path: Path) -> None:

@@ -152,3 +152,12 @@ def test_embeddings(engines: Engines, of_embeddings: list[Any], draft: str, tmp_
     generate(llm, TEXTS[::-1], params(processed=False))
     assert_identical(of_embeddings, generate(llm, embedded(llm), params(processed=False)))
     assert metric(llm, "spec_decode_num_accepted_tokens") > 0
+
+
+@pytest.mark.skipif(V2, reason="in the interpreter nothing is compiled")
+def test_costs_of_a_model_that_is_compiled_for_embeddings(engines: Engines) -> None:
+    """With prompts as embeddings vLLM compiles no forward of tokens."""
+    speculation = {**tree(4, budget="auto"), "model": "ngram"}
+    llm = engines.start(speculation, **EMBEDDINGS, enforce_eager=False)
+    assert runner_of(llm).budget is not None
+    assert generate(llm, PROMPTS[:2], SamplingParams(temperature=0, max_tokens=8))

@@ -100,10 +100,14 @@ def test_a_prompt_that_is_cached_but_for_a_token(engines: Engines) -> None:
     prompt = {"prompt_token_ids": list(range(1, 2 + 2 * ENGINE["block_size"]))}
     plain = generate(engines.start(**SMALL), [prompt], greedy(24, logprobs=2))
     llm = engines.start({**tree(12), "model": "ngram"}, **SMALL)
-    for cached in (0, 2 * ENGINE["block_size"]):
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    assert scheduler.dynamic_sd_lookup is not None
+    for cached in (0, 2 * ENGINE["block_size"], 2 * ENGINE["block_size"]):
         hits = metric(llm, "prefix_cache_hits")
         assert_identical(plain, generate(llm, [prompt], greedy(24)))
         assert metric(llm, "prefix_cache_hits") - hits == cached
+        if cached:
+            scheduler.dynamic_sd_lookup = None  # as if the schedule had been lost
 
 
 def test_preemption(engines: Engines, plain: dict[str, list[Any]]) -> None:

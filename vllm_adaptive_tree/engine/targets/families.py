@@ -65,7 +65,7 @@ FAMILIES = (
         ("gemma3-vl",),
     ),
     Family("Gemma4ForConditionalGeneration", "Gemma 4 of 26B and 31B", "as Gemma 4; text alone", ("gemma4-vl",)),
-    Family("Mistral3ForConditionalGeneration", "Mistral Small 3.1 and later", "as Mistral", ("mistral3",)),
+    Family("Mistral3ForConditionalGeneration", "Mistral Small 3.1 and 3.2", "as Mistral", ("mistral3",)),
     Family("Qwen2_5_VLForConditionalGeneration", "Qwen2.5-VL", "M-RoPE", ("qwen2.5-vl",)),
     Family("Qwen3VLForConditionalGeneration", "Qwen3-VL", "interleaved M-RoPE", ("qwen3-vl",)),
     Family("Qwen3VLMoeForConditionalGeneration", "Qwen3-VL-30B-A3B", "as above, experts", ("qwen3-vl-moe",)),
@@ -105,7 +105,7 @@ REFUSALS = (
     Refusal(
         "images that are read in both directions",
         "Gemma 3 and 4 with images",
-        "a prompt's mask is no causal one",
+        "a prompt's mask is not causal",
         "`test_images.py`",
     ),
     Refusal("other hybrids", "Jamba, LFM2", "a state for every sequence", BY_CONFIG),

@@ -15,7 +15,12 @@ from vllm_adaptive_tree.engine.metrics.step_figures import StepFigures, by_depth
 from vllm_adaptive_tree.engine.v1.drafts import Draft
 from vllm_adaptive_tree.engine.v1.limits import Limits
 from vllm_adaptive_tree.engine.v1.requests import HostRequests
-from vllm_adaptive_tree.engine.v1.scheduling import affordable, reasons_without_tree, scheduled_draft
+from vllm_adaptive_tree.engine.v1.scheduling import (
+    affordable,
+    reasons_without_tree,
+    scheduled_draft,
+    without_placeholders,
+)
 from vllm_adaptive_tree.engine.v1.target import Target
 from vllm_adaptive_tree.engine.v1.verification import Verification
 from vllm_adaptive_tree.proposers.acceptance_table import AcceptanceTable
@@ -60,7 +65,7 @@ class HostEngine:
     def affordable(self, scheduled: SchedulerOutput) -> SchedulerOutput:
         """Scheduler's output with as many nodes as the budget affords in a step with prompts."""
         self.scheduled_tokens = scheduled.scheduled_spec_decode_tokens
-        scheduled = affordable(scheduled, self.drafts, self.runner.budget)
+        scheduled = affordable(without_placeholders(scheduled), self.drafts, self.runner.budget)
         self.verified_tokens = scheduled.scheduled_spec_decode_tokens
         return scheduled
 

@@ -27,6 +27,10 @@ class PagedDrafter(SpecDecodeBaseProposer):
         self.runner, self.contexts = runner, KeptContexts()
         self.num_speculative_tokens = 1  # forwards of vLLM's warm-up; ours are measured by themselves
 
+    def load_model(self, target_model: Any) -> None:
+        super().load_model(target_model)
+        self.supports_mm_inputs = False  # compiled for tokens: it reads that of an image in its place
+
     @property
     def layers(self) -> Collection[str]:
         layers: Collection[str] = self._draft_attn_layer_names

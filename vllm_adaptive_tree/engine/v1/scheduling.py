@@ -10,6 +10,15 @@ from vllm_adaptive_tree.engine.v1.budget import HostBudget
 from vllm_adaptive_tree.engine.v1.drafts import Draft
 
 
+def without_placeholders(scheduled: SchedulerOutput) -> SchedulerOutput:
+    """Leave out the draft tokens -1 with which vLLM pads a request that has one token left of its prompt, unless there
+    is a schedule by batch sizes: it may drop ours, as it checks the configuration anew in some processes."""
+    counts = {
+        name: len(tokens) if tokens[0] >= 0 else 0 for name, tokens in scheduled.scheduled_spec_decode_tokens.items()
+    }
+    return scheduled if all(counts.values()) else _cut(scheduled, counts)
+
+
 def affordable(scheduled: SchedulerOutput, drafts: Mapping[str, Draft], budget: HostBudget | None) -> SchedulerOutput:
     """Cut the nodes of a step that also reads prompts, which was unknown when the trees were drafted. The scheduler,
     which keeps its own list, counts the cut nodes as rejected."""
@@ -18,7 +27,13 @@ def affordable(scheduled: SchedulerOutput, drafts: Mapping[str, Draft], budget: 
         return scheduled
     num_other_rows = scheduled.total_num_scheduled_tokens - sum(rows[name] for name in spec)
     counts = budget.with_prompts([drafts[name].prefix(len(tokens)) for name, tokens in spec.items()], num_other_rows)
-    kept = {name: tokens[:count] for (name, tokens), count in zip(spec.items(), counts, strict=True)}
+    return _cut(scheduled, dict(zip(spec, counts, strict=True)))
+
+
+def _cut(scheduled: SchedulerOutput, counts: Mapping[str, int]) -> SchedulerOutput:
+    """Scheduler's output with so many draft tokens of each request."""
+    spec, rows = scheduled.scheduled_spec_decode_tokens, scheduled.num_scheduled_tokens
+    kept = {name: tokens[: counts[name]] for name, tokens in spec.items()}
     fewer = {name: count - len(spec.get(name, ())) + len(kept.get(name, ())) for name, count in rows.items()}
     return replace(
         scheduled,

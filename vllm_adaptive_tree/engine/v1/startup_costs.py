@@ -104,10 +104,12 @@ def target_forward(runner: Any, rows: int, context: int = 0) -> Callable[[], Ten
         runner._set_active_loras((0,) * rows, (0,) * rows, set())  # rows without an adapter
 
     def forward() -> Tensor:
-        ids, embeddings = tokens, None
-        if runner.supports_mm_inputs:  # text, too, comes as embeddings
-            runner.inputs_embeds.gpu[:rows] = runner.model.embed_input_ids(tokens)
-            ids, embeddings = runner._prepare_mm_inputs(rows)
+        ids: Tensor | None = tokens
+        embeddings = None
+        if runner.supports_mm_inputs or runner.enable_prompt_embeds:  # text, too, comes as embeddings
+            embeddings = runner.inputs_embeds.gpu[:rows]
+            embeddings.copy_(runner.model.embed_input_ids(tokens))
+            ids = tokens if getattr(runner.model, "requires_raw_input_tokens", False) else None
         with set_forward_context(
             metadata, runner.vllm_config, num_tokens=rows, slot_mapping=dict.fromkeys(metadata, slots)
         ):

@@ -86,6 +86,7 @@ class PagedDraft(TreeDrafting, DraftModelSpeculator):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
+        self.supports_mm_inputs = False  # compiled for tokens: it reads that of an image in its place
         if compiles(self.device):
             context = self.vllm_config.compilation_config.static_forward_context
             layers = {name: context[name] for name in sorted(self.draft_attn_layer_names)}
