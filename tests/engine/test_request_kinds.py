@@ -155,7 +155,7 @@ def test_embeddings(engines: Engines, of_embeddings: list[Any], draft: str, tmp_
 
 
 @pytest.mark.skipif(V2, reason="in the interpreter nothing is compiled")
-def test_costs_of_a_model_that_is_compiled_for_embeddings(engines: Engines) -> None:
+def test_costs_of_a_model_that_is_compiled_for_embeddings(own_tokenizer: None, engines: Engines) -> None:
     """With prompts as embeddings vLLM compiles no forward of tokens."""
     speculation = {**tree(4, budget="auto"), "model": "ngram"}
     llm = engines.start(speculation, **EMBEDDINGS, enforce_eager=False)
