@@ -113,7 +113,7 @@ def test_m_rope_after_an_image(
 def test_what_is_refused_once_it_is_loaded(attribute: str) -> None:
     checks.check_images("MODEL", SimpleNamespace())
     with pytest.raises(
-        ValueError, match="model: 'MODEL' .* beyond its vocabulary|model: 'MODEL' hears while it speaks"
+        ValueError, match="model: 'MODEL' .* beyond its vocabulary|model: 'MODEL' reads audio with every token"
     ):
         checks.check_images("MODEL", SimpleNamespace(**{attribute: True}))
 
@@ -122,6 +122,8 @@ def test_a_token_of_an_image_beyond_the_vocabulary_is_refused(engines: Engines, 
     model = images.saved(tmp_path / "target", token=2048)
     with pytest.raises(ValueError, match="tokens in place of images that are beyond its vocabulary"):
         engines.start(speculation("ngram", tmp_path, []), model=model, **ARGUMENTS)
+    llm = engines.start(speculation("ngram", tmp_path, []), model=model, language_model_only=True, **ARGUMENTS)
+    assert len(generate(llm, [ASKED[-1]], PARAMS[-1])[0].token_ids) == TOKENS
 
 
 def test_images_that_are_read_in_both_directions_are_refused(folder: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The start-up check on a real engine, and each of its parts on an engine that is broken where that part looks."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from vllm import SamplingParams
 from vllm.config.compilation import CUDAGraphMode
 
+from tests.engine import heads
 from tests.engine.engines import (
     DRAFT,
     ENGINE,
@@ -338,3 +340,19 @@ def test_a_draft_that_repeats_a_token_passes(
     found = verdict(llm)
     assert any(len(path) > 1 and path == path[::-1] for path in paths)
     assert found.passed, str(found)
+
+
+@pytest.mark.parametrize(
+    "make", [heads.eagle, heads.eagle3, pytest.param(partial(heads.eagle3, reduced=True), id="reduced")]
+)
+def test_a_head_is_compared_too(
+    engines: Engines, make: Callable[[Path], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = {"budget": None, "shape": [2, 2, 1]}
+    given = {"method": "mcsd", "model": make(tmp_path / "head"), "num_speculative_tokens": 10, "tree": shape}
+    llm = engines.start(given, max_num_seqs=6)
+    found = verdict(llm)
+    assert found.passed, str(found)
+    assert next(one.figures for one in found.findings if one.check == "draft")["paths"] > 0
+    break_the_draft(monkeypatch, runner_of(llm))
+    assert verdict(llm).failed == ["draft"]

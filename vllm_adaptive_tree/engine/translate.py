@@ -84,8 +84,8 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
         gpu_arguments.check_config(config)
         gpu_arguments.keep_updates(config)
     kind.finalize(config, draft)
-    # With a schedule vLLM pads no resumed or cached request with draft tokens -1. It would drop one that it is given
-    # before, on Model Runner V1 of 0.33 and with several replicas: draft tokens of its own differ by it.
+    # With a schedule vLLM pads no resumed or cached request with draft tokens -1. Given before, it would be dropped for
+    # some drafts on Model Runner V1 of 0.33, and beside replicas.
     config.speculative_config.num_speculative_tokens_per_batch_size = (
         schedule(requests=requests, nodes=options.num_speculative_tokens, room=room)
         if config.use_v2_model_runner

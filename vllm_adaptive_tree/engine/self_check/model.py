@@ -16,6 +16,7 @@ from vllm_adaptive_tree.engine.self_check.distance import ROWS_OF_EXPERTS, allow
 from vllm_adaptive_tree.engine.self_check.trees import paths, random_parents
 from vllm_adaptive_tree.engine.self_check.trial import Trial, TrialStep
 from vllm_adaptive_tree.engine.self_check.verdict import Finding
+from vllm_adaptive_tree.engine.v2.head_speculator import HeadSpeculator
 from vllm_adaptive_tree.proposers import Proposal
 from vllm_adaptive_tree.trees import TreeBatch
 
@@ -58,6 +59,8 @@ def check(runner: Any) -> CheckOutcome:
         _store(trial, trees, begun)
         with watched(trial) as commit, draft.recorded(runner) as levels:
             step = trial.decode(list(trees), nodes=nodes)
+        has_head = isinstance(runner.speculator, HeadSpeculator)
+        drafting = draft.of_head(trial, levels, trial.requests) if has_head else None  # before its cache goes on
         tree_logits = _by_node(step, trial.requests, trees)
         requests, places = trial.requests, [trial.index(name) for name in trees]
         drafts = runner.req_states.draft_tokens[places].tolist()
@@ -68,7 +71,7 @@ def check(runner: Any) -> CheckOutcome:
         native, noise = _native(trial, begun, trees)
         permuted, _ = _native(trial, begun, {name: _permuted(tree) for name, tree in trees.items()})
         read = {f"{name} on": text[:-1] for name, text in ended.items()}  # the last token was sampled, and not read
-        drafting = draft.finding(trial, levels, requests, committed)
+        drafting = drafting or draft.of_model(trial, levels, requests, committed)
         natively_on = trial.read(read, dict.fromkeys(read, DECODED))
     peak = max(float(logits_of_tree.abs().max()) for logits_of_tree in native.values())
     allowed = allowed_error(trial.coarsest(), noise=noise, peak=peak)

@@ -180,15 +180,16 @@ def check_recurrent(config: Any) -> None:
 
 
 def check_images(name: str, model: Any) -> None:
-    """Refuse a loaded target whose inputs beside the text reach further than its prompts, or the drafts' vocabulary.
-    `name`: as the user gives it."""
+    """Refuse a loaded target that reads images or audio as no draft or tree can. `name`: as the user gives it."""
     if getattr(model, "_has_oov_mm_tokens", False):
         raise ValueError(
             f"model: {name!r} has tokens in place of images that are beyond its vocabulary, which drafts cannot read; "
             "set language_model_only to True (--language-model-only)"
         )
     if getattr(model, "supports_realtime", False):
-        raise ValueError(f"model: {name!r} hears while it speaks, which is not supported with a tree method")
+        raise ValueError(
+            f"model: {name!r} reads audio with every token it decodes, which a tree method does not support"
+        )
 
 
 def _not_served(target: Any, what: str) -> ValueError:

@@ -85,7 +85,8 @@ class TreeModelRunner(CPUModelRunner):
 
     def load_model(self, load_dummy_weights: bool = False) -> None:
         super().load_model(load_dummy_weights)
-        checks.check_images(self.model_config.model, self.model)
+        if self.supports_mm_inputs:
+            checks.check_images(self.model_config.model, self.model)
         gc.collect()  # handles of weights that a head has dropped, which must not be freed while torch compiles
         layers = self.drafter.layers
         self.draft_memory = draft_memory(self, layers, getattr(self.drafter, "model", None), requests=self.max_num_reqs)

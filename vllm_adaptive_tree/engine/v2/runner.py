@@ -131,7 +131,8 @@ class TreeModelRunnerV2(ModelRunner):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
-        checks.check_images(self.model_config.model, self.model)
+        if self.supports_mm_inputs:
+            checks.check_images(self.model_config.model, self.model)
         self.rope = TreeRopeState.of(self.model_state)
         speculator = self.speculator
         layers, draft = speculator.draft_attn_layer_names, getattr(speculator, "model", None)
