@@ -106,6 +106,8 @@ class TreeDrafting(BaseSpeculator):
     """Tokens of earlier steps that it has read in this step."""
     backlog: Any = None
     """Backlog of a draft that `reads_late`, if a budget may skip drafting."""
+    initial: Tensor | None = None
+    """[trees, W] first layers that the target has sampled itself, -1 pads; None: there are none."""
     off = False
     """True once nothing is read or drafted any more."""
 
@@ -143,8 +145,6 @@ class TreeDrafting(BaseSpeculator):
         """Look-up that proposes trees while the draft rests."""
         if self.lookup is not None and self.pair.mixes:
             self.drafts.chosen = torch.zeros_like(self.drafts.read, dtype=torch.bool)
-        self.initial: Tensor | None = None
-        """[trees, W] first layers that the target has sampled itself, -1 pads; None: there are none."""
         if (first := self.pair.init_width) > 1:
             self.initial = torch.full((self.most_trees, first), -1, device=self.device)
             self.drafts.initial = torch.zeros(self.most_trees, dtype=torch.int64, device=self.device)
