@@ -13,10 +13,10 @@ from vllm_adaptive_tree.engine.v1.drafts import Draft
 def without_placeholders(scheduled: SchedulerOutput) -> SchedulerOutput:
     """Leave out the draft tokens -1 with which vLLM pads a request that has one token left of its prompt, unless there
     is a schedule by batch sizes: it may drop ours, as it checks the configuration anew in some processes."""
-    counts = {
-        name: len(tokens) if tokens[0] >= 0 else 0 for name, tokens in scheduled.scheduled_spec_decode_tokens.items()
-    }
-    return scheduled if all(counts.values()) else _cut(scheduled, counts)
+    spec = scheduled.scheduled_spec_decode_tokens
+    if all(tokens[0] >= 0 for tokens in spec.values()):
+        return scheduled
+    return _cut(scheduled, {name: len(tokens) if tokens[0] >= 0 else 0 for name, tokens in spec.items()})
 
 
 def affordable(scheduled: SchedulerOutput, drafts: Mapping[str, Draft], budget: HostBudget | None) -> SchedulerOutput:
