@@ -11,6 +11,7 @@ EXTENDED: dict[str, tuple[str, ...]] = {
         "test_fewer_nodes_with_prompts",
     ),
     "engine/test_bench.py": ("test_",),
+    "engine/test_connectors.py": ("[block]", "[ngram]"),
     "engine/test_dead_rows.py": ("[eagle2]", "[static_tree]", "[mcsd]", "[dyspec]", "[opt_tree]"),
     "engine/test_draft_memory.py": ("test_a_text_has_float32_rows", "[10700-10700-False]"),
     "engine/test_drafts.py": (

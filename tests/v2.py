@@ -51,6 +51,7 @@ SHORT: dict[str, Cases] = {  # MODEL_RUNNER -> cases
         "test_contract.py": ["test_a_process_of_its_own_checks_too"],
         "test_one_forward.py": ["test_greedy_and_seeded[dspark-opt_tree-auto]"],
         "test_images.py": ["test_identity[known]", "test_m_rope_after_an_image[qwen3-vl]"],
+        "test_connectors.py": ["test_what_is_offloaded_and_loaded[model, resting at times]"],
     },
     "v2": {
         "test_latent.py": [
@@ -108,6 +109,7 @@ REST: dict[str, Cases] = {
         "test_step_record.py": [],
         "test_quantised.py": [],
         "test_images.py": ["test_identity", "test_m_rope_after_an_image"],
+        "test_connectors.py": [],
         "test_tensor_parallel.py": [],
         "test_pairs.py": [
             "test_a_draft_of_another_shape_and_shorter_context",

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 from vllm.config import ECTransferConfig, KVTransferConfig
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 
 from tests.engine.engines import DRAFT, TARGET, tree
@@ -238,8 +237,6 @@ def test_an_illegal_pair_that_is_asked_for_runs_and_is_logged(spec: Any, monkeyp
         ({"max_num_batched_tokens": 26, "max_num_seqs": 2}, ["max_num_batched_tokens=26", "to 24"]),
         ({"max_num_scheduled_tokens": 26}, ["max_num_scheduled_tokens=26", "to 24"]),
         ({"kv_cache_dtype": "fp8"}, ["kv_cache_dtype"]),
-        ({"kv_offloading_size": 1.0}, ["kv_offloading_size=1.0", "native", "committed", "remove it"]),
-        ({"kv_offloading_size": 1.0, "kv_offloading_backend": "lmcache"}, ["kv_offloading_size", "lmcache"]),
         (
             {"logits_processors": ["tests.engine.processors:Counting"]},
             ["processors:Counting", "Adapter"],
@@ -300,12 +297,31 @@ def test_an_engine_that_pools_is_refused() -> None:
         build(tree(25), runner="pooling")
 
 
-@pytest.mark.parametrize("connector", sorted(KVConnectorFactory._registry))
-def test_connectors_are_refused_by_name(connector: str) -> None:
-    """Each of vLLM's."""
-    config = KVTransferConfig(kv_connector=connector, kv_role="kv_both")
-    with pytest.raises(ValueError, match=rf"kv_transfer_config with kv_connector='{connector}' is not supported"):
-        build(tree(25), kv_transfer_config=config)
+def connected(name: str, **extra: Any) -> KVTransferConfig:
+    return KVTransferConfig(kv_connector=name, kv_role="kv_both", kv_connector_extra_config=extra)
+
+
+def test_a_connector_of_whole_blocks_is_allowed() -> None:
+    config = build(tree(25), kv_offloading_size=1.0)
+    assert config.kv_transfer_config.kv_connector == "OffloadingConnector"
+    build(tree(25), kv_transfer_config=connected("DecodeBenchConnector"))
+
+
+@pytest.mark.parametrize(
+    "transfer",
+    [
+        connected("ExampleConnector"),
+        connected("MultiConnector", connectors=[{"kv_connector": "ExampleConnector", "kv_role": "kv_both"}]),
+        connected("LMCacheConnectorV1", use_layerwise=True),
+    ],
+    ids=lambda transfer: transfer.kv_connector,
+)
+def test_a_connector_of_layers_is_refused_with_a_draft_that_has_some(transfer: KVTransferConfig) -> None:
+    with pytest.raises(
+        ValueError, match=r"^kv_transfer_config: \w+Connector\w* takes K/V layer by layer.*kv_offloading_"
+    ):
+        build(tree(25), kv_transfer_config=transfer)
+    build({**tree(25), "model": "ngram"}, kv_transfer_config=transfer)
 
 
 def test_ranks_of_experts_are_refused() -> None:

@@ -76,6 +76,8 @@ def prefixes(step: Step) -> None:
     of the token that follows a prompt is not among the computed ones."""
     for name, request in step.requests.items():
         done = request.num_computed_tokens
+        if step.scheduler.connector is not None and done < request.num_tokens - 1:
+            continue  # a load has failed: vLLM evicts the blocks, and counts them until they are read again
         settled = max(done - request.num_output_placeholders, min(done, request.num_prompt_tokens))
         for manager in step.scheduler.kv_cache_manager.coordinator.single_type_managers:
             cached = manager.num_cached_block.get(name, 0) * manager.block_size

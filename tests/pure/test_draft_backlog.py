@@ -94,3 +94,12 @@ def test_a_copied_block_misses_what_its_source_does():
     it.copied(3, 5)
     it.added(1, [5, 6], 2)
     assert it.gaps(numbers(1), numbers(2)) == [Gap(0, 1, 2)]
+
+
+def test_what_a_connector_brings_is_read_anew():
+    it = backlog()
+    it.added(0, [3, 1, 4], 10, 6)
+    assert it.gaps(numbers(0), numbers(10)) == [Gap(0, 4, 10)]
+    it.read(0, 4, 10, whole=True)
+    it.added(1, [3, 1, 5], 8)  # a prefix hit on what has been read
+    assert it.gaps(numbers(1), numbers(8)) == []

@@ -11,6 +11,9 @@ MARK = "_adaptive_tree"
 DRAFTS = "_adaptive_tree_drafts"
 """Attribute of a ModelRunnerOutput, and of the scheduler that has read it: the next step's draft tokens."""
 
+LOADED = "_adaptive_tree_loaded"
+"""Attribute of a NewRequestData: its computed tokens that a KV connector may have brought."""
+
 STREAMS = "_adaptive_tree_streams"
 """Attribute of the ModelConfig of a tree method's target, where parsers get one token per delta: the server's default
 sampling parameters."""

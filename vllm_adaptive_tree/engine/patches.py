@@ -23,6 +23,7 @@ PATCHES = {
         "a path ends where its request stops, and vLLM's own figures count verified nodes, not the places that are "
         "reserved"
     ),
+    "NewRequestData.from_request": "a draft has not read what a KV connector has brought, and the worker is not told",
     "EngineCore.post_step": "draft tokens come with a step's output, and need no second call to the worker",
     "StructuredOutputManager.validate_tokens": (
         "a mask for each node, and nothing is cut as if a tree were a chain (also grammar_bitmask, accept_tokens and "
@@ -53,6 +54,7 @@ def install() -> None:
         patch_lookahead()
         patch_prometheus_logger()
         patch_scheduler()
+        patch_new_requests()
         patch_engine_core()
         patch_structured_outputs()
         patch_parsers()
@@ -148,6 +150,7 @@ def patch_scheduler() -> None:
     were verified, not the places that the scheduler has reserved, and our figures get its counts."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
+    from vllm_adaptive_tree.engine.common.loads import of_the_last_tokens
     from vllm_adaptive_tree.engine.common.stops import keep_delivered
     from vllm_adaptive_tree.engine.metrics.request_steps import request_steps
 
@@ -164,11 +167,31 @@ def patch_scheduler() -> None:
         outputs = original(self, scheduler_output, model_runner_output)
         if steps is not None:
             steps.correct(outputs)
-        setattr(self, DRAFTS, getattr(model_runner_output, DRAFTS, None))
+        setattr(self, DRAFTS, of_the_last_tokens(self, getattr(model_runner_output, DRAFTS, None)))
         return outputs
 
     setattr(update_from_output, MARK, True)
     Scheduler.update_from_output = update_from_output
+
+
+def patch_new_requests() -> None:
+    """Wrap `NewRequestData.from_request`: it says how many tokens a KV connector has brought."""
+    from vllm.v1.core.sched.output import NewRequestData
+
+    from vllm_adaptive_tree.engine.common.loads import note_loaded
+
+    original = NewRequestData.from_request.__func__
+    if getattr(original, MARK, False):
+        return
+
+    @wraps(original)
+    def from_request(cls: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        new = original(cls, request, *args, **kwargs)
+        note_loaded(new, request)
+        return new
+
+    setattr(from_request, MARK, True)
+    setattr(NewRequestData, original.__name__, classmethod(from_request))
 
 
 def patch_engine_core() -> None:

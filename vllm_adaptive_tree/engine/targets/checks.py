@@ -16,6 +16,8 @@ FP8_ON_CPUS = *FP8, "fp8_e5m2"
 """As vLLM's CPU kernel reads it: Model Runner V1 alone, and no draft with K/V; the rest gathers K/V as it is."""
 NO_WINDOW = None, -1, (-1, -1)
 """Values of `sliding_window` in vLLM's implementations without one, FlashAttention's the last."""
+BY_LAYER = "ExampleConnector", "MoRIIOConnector"
+"""KV connectors that take K/V inside of the attention of each layer, beside those that say so of CUDA graphs."""
 UNSUPPORTED_ARGUMENTS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     # attribute of EngineArgs, what it may be, what to do
     ("pipeline_parallel_size", (1,), "use tensor_parallel_size instead"),
@@ -39,24 +41,8 @@ def check_arguments(args: Any) -> None:
         value = getattr(args, name, allowed[0])
         if value not in allowed:
             raise ValueError(f"{name}={value!r} is not supported with a tree method; {remedy}")
-    if (connector := _connector(args)) is not None:
-        raise ValueError(
-            f"{connector} is not supported with a tree method: connectors take K/V before the accepted path is "
-            "committed; remove it, or use a chain ('draft_model')"
-        )
     if not isinstance(args.additional_config, dict):
         raise ValueError("additional_config must be a mapping with a tree method: its options travel in it")
-
-
-def _connector(args: Any) -> str | None:
-    """Connector that moves K/V out of vLLM's cache or into it; `kv_offloading_size` becomes one."""
-    if args.kv_offloading_size is not None:
-        return f"kv_offloading_size={args.kv_offloading_size!r} (kv_offloading_backend {args.kv_offloading_backend!r})"
-    given = args.kv_transfer_config
-    if given is None:
-        return None
-    name = given.get("kv_connector") if isinstance(given, dict) else given.kv_connector
-    return f"kv_transfer_config with kv_connector={name!r}"
 
 
 def check_config(config: Any, options: TreeOptions) -> None:
@@ -115,6 +101,12 @@ def check_config(config: Any, options: TreeOptions) -> None:
                 f"data_parallel_size={replicas} is not supported with a tree method and experts ({name}: "
                 f"{model.model!r}): their ranks step together, and trees do not; run one engine per replica"
             )
+    if options.text is None and (connector := _connector_by_layer(config.kv_transfer_config)) is not None:
+        raise ValueError(
+            f"kv_transfer_config: {connector} takes K/V layer by layer, which is not supported with a tree method and "
+            "a draft with layers: it runs none while it rests. Use a connector of whole blocks (kv_offloading_size, "
+            "'OffloadingConnector', 'NixlConnector'), or 'ngram' or 'suffix' as speculative_config['model']"
+        )
     if not config.use_v2_model_runner:
         check_processors(target.logits_processors)
     elif config.lora_config is not None and options.tree.budget is not None:
@@ -256,6 +248,21 @@ def attention_layers(config: Any) -> dict[str, Any]:
 
     layers = get_layers_from_vllm_config(config, AttentionLayerBase)
     return {name: layer for name, layer in layers.items() if not isinstance(layer, MambaBase)}
+
+
+def _connector_by_layer(transfer: Any) -> str | None:
+    """Name of a KV connector that takes K/V layer by layer; `transfer`: vLLM's KVTransferConfig, or None."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    if transfer is None or not transfer.is_kv_transfer_instance:
+        return None
+    if (name := next(filter(transfer.has_connector, BY_LAYER), None)) is not None:
+        return name
+    try:
+        kind = KVConnectorFactory.get_connector_class(transfer)
+    except ImportError:  # vLLM says so when it makes the connector
+        return None
+    return kind.__name__ if kind.requires_piecewise_for_cudagraph(transfer.kv_connector_extra_config) else None
 
 
 def is_named(model: Any) -> bool:

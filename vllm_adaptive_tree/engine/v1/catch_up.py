@@ -92,9 +92,10 @@ class StepView(NamedTuple):
 def without_gaps(runner: Any, coverage: Coverage, pending: list[CatchUp], room: int, drafting: bool) -> list[CatchUp]:
     """Items of a step that is `drafting`, each from the end of the draft's coverage, of at most `room` tokens together;
     updates `coverage`."""
-    blocks = runner.drafter.block_table.block_table.np
+    blocks, names = runner.drafter.block_table.block_table.np, runner.input_batch.req_ids
     for item in pending:  # a prefix hit may be on blocks that another request fills in this step
-        coverage.skipped(blocks[item.row], item.start, item.start + len(item.tokens))
+        start = runner.loaded.get(names[item.row], item.start)
+        coverage.skipped(blocks[item.row], start, item.start + len(item.tokens))
     items = []
     for item in pending if drafting else []:
         table, end = blocks[item.row], item.start + len(item.tokens)

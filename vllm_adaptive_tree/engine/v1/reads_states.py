@@ -26,10 +26,12 @@ class ReadsStates:
     def begin_waiting(self, *, in_any_order: bool) -> None:
         """Prepare for the cache, which now exists. `in_any_order`: K/V of a position depends on no other's.
 
-        With several groups of layers a freed block may become another's, which a late reading would write to.
+        With several groups of layers a freed block may become another's, which a late reading would write to; with a
+        KV connector, one that is loaded. Nor would what waits be saved.
         """
         runner = self.runner
-        if in_any_order and len(runner.kv_cache_config.kv_cache_groups) == 1:
+        loads = runner.vllm_config.kv_transfer_config is not None
+        if in_any_order and not loads and len(runner.kv_cache_config.kv_cache_groups) == 1:
             self.unread = UnreadStates(self.read_keys, runner.scheduler_config.max_num_batched_tokens)
         shares = runner.cache_config.enable_prefix_caching
         self.short_wait = ShortWait(self.block_table.block_size if shares else None)

@@ -1,7 +1,8 @@
 """vLLM's V1 model runner on a CPU with trees: the hooks, in the order of a step."""
 
 import gc
-from types import SimpleNamespace
+from collections.abc import Mapping
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_adaptive_tree.budget import Budget, DraftTemperature
 from vllm_adaptive_tree.engine.common.attention import adopt_layers
+from vllm_adaptive_tree.engine.common.loads import first_loaded
 from vllm_adaptive_tree.engine.common.threshold_controller import ThresholdController
 from vllm_adaptive_tree.engine.drafts.registry import kind_in
 from vllm_adaptive_tree.engine.grammar.copies import Grammars
@@ -43,6 +45,9 @@ from vllm_adaptive_tree.step import TreeStep
 
 
 class TreeModelRunner(CPUModelRunner):
+    loaded: Mapping[str, int] = MappingProxyType({})
+    """First position that a KV connector may have brought, of the requests that come with this step."""
+
     def __init__(self, vllm_config: Any, device: torch.device):
         check_ranks(vllm_config)
         kind = kind_in(tree_options(vllm_config))
@@ -118,6 +123,8 @@ class TreeModelRunner(CPUModelRunner):
         self.drafter.forget(rewritten)
         if self.lookup is not None:
             self.lookup.forget(rewritten)
+        if self.vllm_config.kv_transfer_config is not None:
+            self.loaded = first_loaded(scheduler_output)
         updated = super()._update_states(scheduler_output)
         clear_stale_tokens(self.input_batch)
         return updated

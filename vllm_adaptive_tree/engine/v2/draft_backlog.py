@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vllm_adaptive_tree.engine.common.coverage import Coverage
+from vllm_adaptive_tree.engine.common.loads import num_loaded
 
 MAX_UNACKED_STEPS = 2
 """Most steps in flight whose acceptance the scheduler has not seen."""
@@ -25,10 +26,11 @@ class DraftBacklog:
     the tokens there are read again.
     """
 
-    def __init__(self, coverage: Coverage, requests: int, slack: int, limit: int, group: int = 0):
+    def __init__(self, coverage: Coverage, requests: int, slack: int, limit: int, group: int = 0, loads: bool = False):
         """`coverage`: with all blocks read; `limit`: tokens that the draft can read; `group`: vLLM's cache group of its
-        layers."""
+        layers; `loads`: a KV connector may bring tokens that the draft has not read."""
         self.coverage, self.slack, self.limit, self.group = coverage, slack, limit, group
+        self.loads = loads
         self.blocks: list[list[int]] = [[] for _ in range(requests)]
         self.start = np.zeros(requests, dtype=np.int64)
         self.end = np.zeros(requests, dtype=np.int64)  # skipped from `start` to here, not in `coverage` yet
@@ -42,14 +44,16 @@ class DraftBacklog:
         coverage = Coverage(kv_cache_config.num_blocks, size)
         coverage.renew(slice(None))
         slack = MAX_UNACKED_STEPS * speculator.num_speculative_steps
-        return cls(coverage, requests, slack, speculator.limit, group)
+        loads = speculator.vllm_config.kv_transfer_config is not None
+        return cls(coverage, requests, slack, speculator.limit, group, loads)
 
     def started(self, scheduled: Any, index: Mapping[str, int]) -> None:
         """Note the new requests and the copied blocks of vLLM's SchedulerOutput; `index`: vLLM's, by request."""
         for source, target in scheduled.kv_cache_block_copies or ():
             self.copied(source, target)
         for new in scheduled.scheduled_new_reqs:
-            self.added(index[new.req_id], new.block_ids[self.group], new.num_computed_tokens)
+            loaded = num_loaded(new) if self.loads else 0
+            self.added(index[new.req_id], new.block_ids[self.group], new.num_computed_tokens, loaded)
 
     def continued(self, running: Any, index: Mapping[str, int]) -> None:
         """Note the new blocks of vLLM's CachedRequestData."""
@@ -57,13 +61,15 @@ class DraftBacklog:
             if blocks is not None:
                 self.extended(index[name], blocks[self.group])
 
-    def added(self, request: int, blocks: list[int], computed: int) -> None:
-        """Note a new request with its first `computed` tokens in the cache already."""
+    def added(self, request: int, blocks: list[int], computed: int, loaded: int = 0) -> None:
+        """Note a new request with its first `computed` tokens in the cache already, the last of them `loaded`."""
         if computed:
             self.flush(self.end.nonzero()[0])  # they may be in the blocks of others
         self.blocks[request] = list(blocks)
         self.coverage.renew(blocks[-(-computed // self.coverage.block_size) :])
-        self.has_gap[request] = self.coverage.reach(np.array(blocks, dtype=np.int64), computed) < computed
+        table = self._table(request)
+        self.coverage.skipped(table, computed - loaded, computed)
+        self.has_gap[request] = self.coverage.reach(table, computed) < computed
 
     def copied(self, source: int, target: int) -> None:
         """Note that a block was copied; a request's last tokens in it are new."""

@@ -1,0 +1,105 @@
+"""KV connectors: blocks that leave vLLM's cache and come back, with what trees have written there."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+
+from tests.engine.engines import DRAFT, PAIR, PROMPTS, V2, Engines, assert_identical, generate, metric, tree
+from tests.engine.offloading import OFFLOADING
+
+COUNT, LENGTH = (4, 16) if V2 else (10, 40)
+TEXTS = [prompt * 4 for prompt in PROMPTS[:COUNT]]
+FEW = {"num_gpu_blocks_override": 24 if V2 else 40}
+"""A cache in which requests displace each other."""
+ADAPTIVE = {"method": "adaptive_tree", "num_speculative_tokens": 12}
+DRAFTS: dict[str, dict[str, Any]] = {
+    "model": {**ADAPTIVE, "model": DRAFT, "tree": {"budget": None}},
+    "model, resting at times": {**ADAPTIVE, "model": DRAFT},
+    "eagle3": {**ADAPTIVE, "model": str(PAIR / "head"), "tree": {"budget": None}},
+    "block": {**ADAPTIVE, "model": str(PAIR / "lattice_head"), "tree": {"budget": None}},
+    "ngram": {**ADAPTIVE, "model": "ngram", "tree": {"budget": None}},
+}
+
+
+def params(index: int) -> SamplingParams:
+    """Greedy or seeded, in one batch."""
+    return SamplingParams(temperature=0.7 * (index % 2), seed=index, max_tokens=LENGTH, ignore_eos=True, logprobs=2)
+
+
+def forget(llm: Any) -> None:
+    """Empty vLLM's own prefix cache; with steps in flight, blocks of the last requests are free after another one."""
+    while not llm.reset_prefix_cache():
+        generate(llm, ["x"], SamplingParams(max_tokens=1))
+
+
+def conversation(llm: Any) -> list[Any]:
+    """Answers to prompts, and twice to prompts with the answers; the second time vLLM's own cache is empty."""
+    asked = [params(index) for index in range(COUNT)]
+    first = generate(llm, TEXTS, asked)
+    more = [text + answer.text for text, answer in zip(TEXTS, first, strict=True)]
+    second = generate(llm, more, asked)
+    forget(llm)
+    return first + second + generate(llm, more, asked)
+
+
+@pytest.fixture(scope="module")
+def plain(engines: Engines) -> list[Any]:
+    return conversation(engines.start(max_logprobs=2))
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_what_is_offloaded_and_loaded(engines: Engines, plain: list[Any], draft: str) -> None:
+    """vLLM's own connector for `kv_offloading_size`, which also takes blocks of answers, in a cache that preempts."""
+    llm = engines.start(DRAFTS[draft], kv_transfer_config=OFFLOADING, **FEW)
+    assert_identical(plain, conversation(llm))
+    assert metric(llm, "external_prefix_cache_hits") > 0
+    assert metric(llm, "num_preemptions") > 0 or V2
+
+
+def test_layer_by_layer(engines: Engines, plain: list[Any], tmp_path: Path) -> None:
+    """A connector that takes K/V of prompts inside of the attention of each layer, and loads it before a step."""
+    given = {"shared_storage_path": str(tmp_path)}
+    connector = {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": given}
+    llm = engines.start(DRAFTS["ngram"], kv_transfer_config=connector)
+    assert_identical(plain, conversation(llm))
+    assert metric(llm, "external_prefix_cache_hits") > 0
+
+
+@pytest.mark.skipif(V2, reason="there vLLM itself goes on with tokens of the step that failed")
+def test_loads_that_fail(engines: Engines, plain: list[Any], tmp_path: Path) -> None:
+    """Their requests are set back, and what the worker has drafted for them with it."""
+    connector = {
+        "kv_connector": "FailingConnector",
+        "kv_connector_module_path": "tests.engine.offloading",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
+        "kv_load_failure_policy": "recompute",
+    }
+    llm = engines.start(DRAFTS["ngram"], kv_transfer_config=connector)
+    assert_identical(plain, conversation(llm))
+    assert metric(llm, "external_prefix_cache_hits") > 0
+
+
+def test_a_draft_reads_what_was_loaded(engines: Engines) -> None:
+    """Requests without trees leave prompts that no draft has read, as a prefill instance does. They come back to blocks
+    that the draft has read with another text."""
+    llm = engines.start(tree(8), kv_transfer_config=OFFLOADING, **FEW)
+    others, texts = TEXTS[2:], TEXTS[:2]
+    generate(llm, texts, SamplingParams(temperature=0, max_tokens=1, extra_args={"tree": False}))
+    for other in others:
+        forget(llm)
+        accepted(llm, [other])
+    forget(llm)
+    hits = metric(llm, "external_prefix_cache_hits")
+    loaded = accepted(llm, texts)
+    assert metric(llm, "external_prefix_cache_hits") - hits >= sum(len(t) for t in texts) / 8
+    assert loaded == accepted(engines.start(tree(8), **FEW), texts)
+
+
+def accepted(llm: Any, prompts: list[str]) -> float:
+    """Number of nodes that greedy answers to prompts have accepted."""
+    before = metric(llm, "spec_decode_num_accepted_tokens")
+    generate(llm, prompts, SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True))
+    return metric(llm, "spec_decode_num_accepted_tokens") - before

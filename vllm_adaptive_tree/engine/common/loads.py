@@ -1,0 +1,42 @@
+"""Tokens whose K/V a KV connector has brought into the cache.
+
+A connector keeps the draft's K/V as it keeps the target's, but a draft that rests has none for it: a prefill instance
+never drafts, and an offloaded block may be of steps at rest. So a draft that reads tokens alone reads loaded ones anew.
+"""
+
+from typing import Any
+
+from vllm_adaptive_tree.engine.names import LOADED
+
+
+def note_loaded(new: Any, request: Any) -> None:
+    """Note on the NewRequestData of a `request` how many of its computed tokens, the last, may be loaded; after a
+    preemption the scheduler no longer knows, and all may be."""
+    stats = request.prefill_stats
+    loaded = new.num_computed_tokens if stats is None else stats.num_external_cached_tokens
+    if loaded:
+        setattr(new, LOADED, loaded)
+
+
+def num_loaded(new: Any) -> int:
+    """How many of the computed tokens of a NewRequestData, the last, may be loaded where there is a connector."""
+    count: int = getattr(new, LOADED, 0)
+    return count
+
+
+def first_loaded(scheduled: Any) -> dict[str, int]:
+    """First position that may be loaded, of each request of a SchedulerOutput that comes, or comes back, with any."""
+    first = {new.req_id: new.num_computed_tokens - num_loaded(new) for new in scheduled.scheduled_new_reqs}
+    return first | dict.fromkeys(scheduled.scheduled_cached_reqs.resumed_req_ids, 0)
+
+
+def of_the_last_tokens(scheduler: Any, drafts: Any) -> Any:
+    """DraftTokenIds of a step, without tokens for a request that has been set back, since a load of it has failed; its
+    sample is not kept, and vLLM would have them verified after its prompt."""
+    if scheduler.connector is None or drafts is None:
+        return drafts
+    for index, name in enumerate(drafts.req_ids):
+        request = scheduler.requests.get(name)
+        if request is not None and request.num_computed_tokens < request.num_tokens - 1:
+            drafts.draft_token_ids[index] = []
+    return drafts
