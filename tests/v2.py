@@ -35,6 +35,7 @@ SHORT: dict[str, Cases] = {  # MODEL_RUNNER -> cases
         ],
         "test_adaptive_tree.py": [],
         "test_request_options.py": ["test_identity"],
+        "test_request_kinds.py": ["test_adapters_and_processors[7]"],
         "test_options.py": [
             "test_dyspec_fills_its_trees",
             "test_opt_trees_price_floor_and_temperature",

@@ -118,6 +118,20 @@ def test_a_budget_verifies_what_is_sampled_at_once(most_rows: int, verified: int
     assert selection.get_num_tokens(dict.fromkeys(names, 25), {name: [-1] * 24 for name in names}) == 250
 
 
+def test_the_host_divides_nodes_among_rows_with_adapters() -> None:
+    """Evenly, of what each request has; then both views of a step are one."""
+    budget: Any = SimpleNamespace(nodes=5)
+    drafts, start = Drafts(3, 3, 4, 2, torch.device("cpu")), torch.zeros(4, dtype=torch.int32)
+    selection = NodeSelection(drafts, start, budget, most_rows=1000, on_host=True)
+    assert selection.get_num_tokens({"a": 5, "b": 2, "c": 5}, {"a": [-1] * 4, "b": [-1], "c": [-1] * 4}) == 8
+    counts = np.array([4, 1, 4], dtype=np.int32)
+    tokens, logits = selection.compact_batch(counts, counts + 1, np.array([0, 5, 7, 12], dtype=np.int32))
+    assert (tokens.tolist(), logits.tolist()) == ([3, 2, 3], [0, 3, 5, 8])
+    of_device, rows, *_ = selection.reallocate_drafts(["a", "b", "c"], torch.arange(3))
+    assert of_device.tolist() == logits.tolist()
+    assert rows.tolist() == [0, 3, 5, 8]
+
+
 def test_placeholders_amid_a_prompt_are_all_kept() -> None:
     """Then every row is where the host expects it."""
     budget: Any = SimpleNamespace(nodes=3)

@@ -109,12 +109,6 @@ def check_config(config: Any, options: TreeOptions) -> None:
         )
     if not config.use_v2_model_runner:
         check_processors(target.logits_processors)
-    elif config.lora_config is not None and options.tree.budget is not None:
-        raise ValueError(
-            f"enable_lora is not supported on Model Runner V2 with a budget ({options.tree.budget!r}): which rows a "
-            "step verifies is known on the device alone, and vLLM maps rows to adapters on the host; set "
-            "speculative_config['tree']['budget'] to null, or merge the adapter into the target"
-        )
     if config.aux_output_config.enabled:
         raise ValueError(
             "enable_return_routed_experts is not supported with a tree method: its accepted tokens are not in "

@@ -26,7 +26,15 @@ class NodeSelection:
     likely of all its requests; without a node it is vLLM's plain decode. Graphs are chosen by the rows that run.
     """
 
-    def __init__(self, drafts: Drafts, query_start_loc: Tensor, budget: DeviceBudget | None, *, most_rows: int):
+    def __init__(
+        self,
+        drafts: Drafts,
+        query_start_loc: Tensor,
+        budget: DeviceBudget | None,
+        *,
+        most_rows: int,
+        on_host: bool = False,
+    ):
         """
         Args:
             drafts: of the speculator.
@@ -34,8 +42,9 @@ class NodeSelection:
             budget: None: all nodes.
             most_rows: of logits that a budget verifies: vLLM's sampler takes no more at once, nor do the kernels of
                 rules after it.
+            on_host: the host divides the nodes evenly, and knows the rows of each request, as those of adapters.
         """
-        self.most_rows = most_rows
+        self.most_rows, self.on_host = most_rows, on_host
         self.drafts, self.query_start_loc, self.budget = drafts, query_start_loc, budget
         self.nodes = 0  # of the step in preparation
         self.scheduled = self.num_other_tokens = np.zeros(
@@ -73,7 +82,7 @@ class NodeSelection:
         self, num_draft_tokens_per_req: np.ndarray, num_scheduled_tokens: np.ndarray, cu_num_logits_np: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """Host's view of the step: tokens of each request, and the first row of its logits. Only the sums are exact;
-        without a node, all numbers are."""
+        without a node, or where the host divides them, all numbers are."""
         self.scheduled = num_draft_tokens_per_req
         self.num_other_tokens = num_scheduled_tokens - num_draft_tokens_per_req
         if self.nodes == 0:
@@ -81,8 +90,11 @@ class NodeSelection:
         if self.nodes == self.scheduled.sum():
             return num_scheduled_tokens, cu_num_logits_np
         inside = np.arange(self.scheduled.max())[:, None] < self.scheduled
-        taken = inside & (np.cumsum(inside).reshape(inside.shape) <= self.nodes)
-        return self.num_other_tokens + taken.sum(0).astype(np.int32), cu_num_logits_np
+        taken = (inside & (np.cumsum(inside).reshape(inside.shape) <= self.nodes)).sum(0).astype(np.int32)
+        if self.on_host:
+            self.scheduled = taken
+            cu_num_logits_np = np.append(0, np.cumsum(1 + taken)).astype(cu_num_logits_np.dtype)
+        return self.num_other_tokens + taken, cu_num_logits_np
 
     def reallocate_drafts(self, req_ids: list[str], idx_mapping: Tensor) -> tuple[Any, ...]:
         """Device's view of the step: first row of each request's logits, first of its rows (both [R + 1] and more),

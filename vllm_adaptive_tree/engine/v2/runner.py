@@ -99,7 +99,10 @@ class TreeModelRunnerV2(ModelRunner):
 
     def _selection(self, kind: type[NodeSelection], budget: DeviceBudget | None) -> NodeSelection:
         most = get_max_chunk_logits(self.model_config.get_vocab_size())
-        return kind(self.speculator.drafts, self.input_buffers.query_start_loc, budget, most_rows=most)
+        adapters = self.lora_config is not None
+        return kind(
+            self.speculator.drafts, self.input_buffers.query_start_loc, budget, most_rows=most, on_host=adapters
+        )
 
     def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         self.attention.latent = {}  # of the cache that vLLM profiles with
