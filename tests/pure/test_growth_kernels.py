@@ -18,6 +18,7 @@ from vllm_adaptive_tree.proposers import Proposal, Proposer, Request, draft_tree
 from vllm_adaptive_tree.proposers.adaptive_tree import AdaptiveTree
 from vllm_adaptive_tree.proposers.best_first import Growth, Level
 from vllm_adaptive_tree.proposers.dyspec import DySpec
+from vllm_adaptive_tree.proposers.eagle2 import Eagle2
 from vllm_adaptive_tree.proposers.opt_tree import OptTree
 from vllm_adaptive_tree.rng import CounterRNG
 from vllm_adaptive_tree.trees import TreeBatch
@@ -29,6 +30,7 @@ REQUESTS = 5
 METHODS: dict[str, Proposer] = {
     "adaptive_tree": AdaptiveTree(max_depth=4, max_children=4, drawn_from=0.4),
     "opt_tree": OptTree(max_depth=4, threshold=0.0),
+    "eagle2": Eagle2(max_depth=4, top_k=3),
     "dyspec, heap": DySpec(max_depth=4, max_children=4, threshold=0.0),
     "dyspec, threshold": DySpec(max_depth=4, max_children=4, threshold=0.03),
 }

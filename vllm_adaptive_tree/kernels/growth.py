@@ -1,4 +1,5 @@
-"""Growth of a level of best-first trees: what is kept and expanded of its candidates, in one launch."""
+"""Growth of a level of best-first trees: what is kept and expanded of its candidates in one launch, what was read in
+another."""
 
 # ruff: noqa: N803
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped"

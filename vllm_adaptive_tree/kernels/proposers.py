@@ -9,10 +9,11 @@ from vllm_adaptive_tree.kernels.growth import MOST_CANDIDATES, Limits, kept, sca
 from vllm_adaptive_tree.kernels.sampling import FusedRNG, put_top
 from vllm_adaptive_tree.kernels.slots import MOST_CHILDREN, draft_slots, slot_values
 from vllm_adaptive_tree.proposers.adaptive_tree import AdaptiveTree
-from vllm_adaptive_tree.proposers.base import rng_keys, softmax_at
+from vllm_adaptive_tree.proposers.base import log_softmax_at, rng_keys, softmax_at
 from vllm_adaptive_tree.proposers.best_first import BestFirst, Candidates, Growth, best_candidates
 from vllm_adaptive_tree.proposers.dyspec import DySpec
-from vllm_adaptive_tree.proposers.opt_tree import OptTree
+from vllm_adaptive_tree.proposers.eagle2 import Eagle2
+from vllm_adaptive_tree.proposers.opt_tree import OptTree, top_children
 
 
 class FusedGrowth(BestFirst):
@@ -74,3 +75,16 @@ class FusedDySpec(FusedGrowth, DySpec):
         rng = request.rng.fold_in(rng_keys(growth.level, logits))
         tokens = rng.sample_without_replacement(q, children)
         return draft_slots(tokens, q, growth, scalar(self._min_value, q.device))
+
+
+class FusedEagle2(FusedGrowth, Eagle2):
+    limits = None
+    """The frontier is its beam."""
+
+    @classmethod
+    def of(cls, proposer: Eagle2) -> Self:
+        return cls(max_depth=proposer.max_depth, top_k=proposer.top_k)
+
+    def candidates(self, growth: Growth, logits: Tensor) -> Candidates:
+        log_probs = log_softmax_at(logits, growth.request.temperature[:, None])
+        return top_children(log_probs, growth.front.path[:, : log_probs.shape[1]], self.top_k)
