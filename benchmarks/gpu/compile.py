@@ -28,7 +28,7 @@ from triton.compiler import ASTSource
 from vllm_adaptive_tree.attention import plan, triton_tree
 from vllm_adaptive_tree.attention.plan import LANES, MOST_SPLITS, Tiling
 from vllm_adaptive_tree.bench.provenance import save
-from vllm_adaptive_tree.kernels import commit, growth, layout, reading, rejection, sampling, selection, waiting
+from vllm_adaptive_tree.kernels import commit, growth, layout, reading, rejection, sampling, selection, slots, waiting
 from vllm_adaptive_tree.proposers.acceptance_table import EDGES, LEAST, MOST, RANKS, SHAPE, WARM
 from vllm_adaptive_tree.proposers.adaptive_tree import LEAST_LEFT, SPREAD
 from vllm_adaptive_tree.trees.masks import WORD
@@ -222,13 +222,16 @@ def _read(requests: int) -> Variant:
 
 
 def _growth(nodes: int, children: int) -> Iterator[Variant]:
-    """A level of `adaptive_tree`, and one of `opt_tree`."""
+    """A level of `adaptive_tree`, one of `opt_tree`, and one of `dyspec`."""
     places = dict.fromkeys(("cell_out", "column_out", "tokens", "best_token", "ranks"), "*i64")
     places |= dict.fromkeys(("value_out", "path_out", "q", "best_share", "path", "above", "temperature"), "*fp32")
     places |= dict.fromkeys(("table", "edges", "centres", "warm"), "*fp32") | dict.fromkeys(("greedy", "chosen"), "*i1")
     sizes = {"EDGES": len(EDGES), "WARM": len(WARM), "RANKS": len(RANKS), "DEPTHS": SHAPE[1], "RANK_GROUPS": SHAPE[2]}
     bounds = {"SPREAD": SPREAD, "LEAST_LEFT": LEAST_LEFT, "LEAST": LEAST, "MOST": MOST, "PADDED": children}
-    yield Variant(f"slots of {children}", growth._slots, places, sizes | bounds, 1, ("vocabulary",))
+    yield Variant(f"slots of {children}", slots._slots, places, sizes | bounds, 1, ("vocabulary",))
+    types = places | {"least": "*fp64"}
+    name = f"slots of {children} by the draft"
+    yield Variant(name, slots._draft_slots, types, {"PADDED": children}, 1, ("vocabulary",))
     padded = triton.next_power_of_2(nodes)
     types = {"slot_out": "*i64", "expand": "*i1", "dead": "*i1"}
     yield Variant(f"slots read, {nodes}", growth._slots_read, types, {"PADDED": padded}, 1)
@@ -237,11 +240,14 @@ def _growth(nodes: int, children: int) -> Iterator[Variant]:
     types |= dict.fromkeys(("value_out", "path_out", "front_value_out", "front_path_out", "best_out"), "*fp32")
     types |= dict.fromkeys(("total_out", "value", "path", "best", "total"), "*fp32")
     types |= dict.fromkeys(("threshold", "floor"), "*fp64")
-    for count, cells in ((nodes * children, True), (nodes, False)):
+    most = nodes * children
+    for count, cells, limited in ((most, True, True), (nodes, False, True), (most, False, False)):
         size = triton.next_power_of_2(count)
-        constants = {"CELLS": cells, "EMPTY": EMPTY, "PADDED": size, "PADDED_NODES": padded}
+        constants = {"CELLS": cells, "LIMITED": limited, "EMPTY": EMPTY, "PADDED": size, "PADDED_NODES": padded}
         constants["BLOCK"] = growth.rivals_at_a_time(size)
-        yield Variant(f"keep {nodes} of {count}", growth._keep, types, constants, 4 if count <= 1024 else 8)
+        of = types if limited else types | dict.fromkeys(("threshold", "floor"), "*fp32")
+        name = f"keep {nodes} of {count}" + ("" if limited else ", no limits")
+        yield Variant(name, growth._keep, of, constants, 4 if count <= 1024 else 8)
 
 
 def _selection(requests: int, nodes: int) -> Iterator[Variant]:

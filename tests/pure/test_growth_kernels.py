@@ -4,9 +4,11 @@ starts it."""
 import copy
 import inspect
 import itertools
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,6 +17,8 @@ from vllm_adaptive_tree.drafters import Frontier, Rows
 from vllm_adaptive_tree.proposers import Proposal, Proposer, Request, draft_tree
 from vllm_adaptive_tree.proposers.adaptive_tree import AdaptiveTree
 from vllm_adaptive_tree.proposers.best_first import Growth, Level
+from vllm_adaptive_tree.proposers.dyspec import DySpec
+from vllm_adaptive_tree.proposers.eagle2 import Eagle2
 from vllm_adaptive_tree.proposers.opt_tree import OptTree
 from vllm_adaptive_tree.rng import CounterRNG
 from vllm_adaptive_tree.trees import TreeBatch
@@ -26,6 +30,16 @@ REQUESTS = 5
 METHODS: dict[str, Proposer] = {
     "adaptive_tree": AdaptiveTree(max_depth=4, max_children=4, drawn_from=0.4),
     "opt_tree": OptTree(max_depth=4, threshold=0.0),
+    "eagle2": Eagle2(max_depth=4, top_k=3),
+    "dyspec, heap": DySpec(max_depth=4, max_children=4, threshold=0.0),
+    "dyspec, threshold": DySpec(max_depth=4, max_children=4, threshold=0.03),
+}
+LOGITS: dict[str, Callable[[Tensor], Tensor]] = {
+    "random": lambda logits: logits,
+    "filtered": lambda logits: logits.masked_fill(logits < logits.topk(2).values[..., -1:], -torch.inf),
+    "nearly certain": lambda logits: logits * 6,
+    "certain": lambda logits: logits.scatter(2, logits.argmax(2, keepdim=True), 1e4),
+    "equal": torch.zeros_like,
 }
 
 
@@ -37,11 +51,14 @@ def request(kind: type[CounterRNG] = CounterRNG) -> Request:
     return Request(temperature, greedy.bool(), kind(seed, 3 * seed, 0), chosen=chosen.bool())
 
 
-def grown(proposer: Proposer, pool: Tensor, *, nodes: int, width: int, waits: bool = True) -> Proposal:
+def grown(
+    proposer: Proposer, pool: Tensor, *, nodes: int, width: int, waits: bool = True, fused_draws: bool = True
+) -> Proposal:
     def agree(frontier: Frontier, growing: Tensor) -> tuple[Frontier, bool]:
         return Frontier(frontier.tokens[:, :width], frontier.parent[:, :width]), True
 
-    asked = request(CounterRNG if proposer.fused else kernels().FusedRNG)
+    fused_draws &= "fused" not in vars(type(proposer))
+    asked = request(kernels().FusedRNG if fused_draws else CounterRNG)
     rows = pool[:, :1].clone()
     if waits:
         return draft_tree(proposer, Pool(pool.clone()), Rows(rows), None, nodes=nodes, request=asked, agree=agree)
@@ -65,15 +82,25 @@ def prepared(name: str) -> tuple[Proposer, Proposer]:
     return generic, fused
 
 
-def same(found: Proposal, expected: Proposal) -> None:
+def same(found: Proposal, expected: Proposal, *, exactly: bool = False) -> None:
     for part in ("tokens", "parent", "depth"):
         assert torch.equal(getattr(found.tree, part), getattr(expected.tree, part)), part
-    assert torch.allclose(found.tree.log_weight, expected.tree.log_weight, atol=1e-4)
+    assert torch.allclose(found.tree.log_weight, expected.tree.log_weight, rtol=0, atol=0 if exactly else 1e-4)
     assert torch.equal(found.read, expected.read)
     assert torch.equal(found.num_planned, expected.num_planned)
     if expected.cell is not None:
         valid = expected.tree.tokens >= 0
         assert torch.equal(found.cell[valid], expected.cell[valid])  # type: ignore[index]
+
+
+@pytest.fixture
+def same_logarithms(monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
+    """True in the interpreter, which has PyTorch's logarithms then: NumPy's round otherwise."""
+    if INTERPRETED:
+        builder: Any = import_module("triton.runtime.interpreter").InterpreterBuilder
+        logarithm = lambda array: torch.from_numpy(np.array(array)).log().numpy()  # noqa: E731
+        monkeypatch.setattr(builder, "create_log", lambda self, value: self.unary_op(value, logarithm))
+    return INTERPRETED
 
 
 class TestGrowthKernels:
@@ -100,7 +127,7 @@ class TestGrowthKernels:
     @pytest.mark.parametrize(
         ("threshold", "floor", "on_device"), [(0.5, float("-inf"), False), (0.0, -1.5, False), (0.5, -1.5, True)]
     )
-    @pytest.mark.parametrize("name", METHODS)
+    @pytest.mark.parametrize("name", ["adaptive_tree", "opt_tree"])
     def test_limits(self, name, threshold, floor, on_device):
         """A level must bring something, and a node be worth its children; as numbers and as a graph reads them."""
         generic, fused = prepared(name)
@@ -126,9 +153,22 @@ class TestGrowthKernels:
         _, fused = prepared(name)
         assert grown(fused, pool(8, 70), nodes=8, width=8, waits=False).tree.valid.any()
 
+    @pytest.mark.parametrize("threshold", [0.0, 0.25, 1.0])
+    @pytest.mark.parametrize("vocabulary", [4, 70])
+    @pytest.mark.parametrize("logits", LOGITS)
+    def test_dyspec_to_the_last_bit(self, logits, vocabulary, threshold, same_logarithms):
+        """All of four tokens, whose rounded sums are about 1; ties; slots worth the threshold; fewer slots than nodes.
+        The threshold is as a graph reads it."""
+        generic = DySpec(max_depth=3, max_children=16, threshold=threshold)
+        fused = generic.for_gpu()
+        fused.threshold = torch.tensor(threshold, dtype=torch.float64, device=DEVICE)
+        rows, nodes = LOGITS[logits](pool(15, vocabulary)), 15
+        found = grown(fused, rows, nodes=nodes, width=nodes, fused_draws=False)
+        same(found, grown(generic, rows, nodes=nodes, width=nodes), exactly=same_logarithms)
+
     def test_a_value_does_not_see_its_own_draw(self):
         """Not even by rounding; the values of later siblings do."""
-        from vllm_adaptive_tree.kernels.growth import slot_values
+        from vllm_adaptive_tree.kernels.slots import slot_values
 
         _, fused = prepared("adaptive_tree")
         q = pool(1, 40)[:, :1].softmax(-1)

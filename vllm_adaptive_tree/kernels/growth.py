@@ -1,4 +1,5 @@
-"""Growth of a level of best-first trees: values of slots in one launch, what is kept and expanded in another."""
+"""Growth of a level of best-first trees: what is kept and expanded of its candidates in one launch, what was read in
+another."""
 
 # ruff: noqa: N803
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped"
@@ -8,161 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_adaptive_tree.proposers.acceptance_table import (
-    EDGES,
-    LEAST,
-    MOST,
-    RANKS,
-    SHAPE,
-    WARM,
-    AcceptanceTable,
-    depth_group,
-)
-from vllm_adaptive_tree.proposers.adaptive_tree import LEAST_LEFT, SPREAD
 from vllm_adaptive_tree.proposers.best_first import Candidates, Growth, Level
 from vllm_adaptive_tree.trees.tree_batch import EMPTY
 
 MOST_CANDIDATES = 4096
 """Of a request, which one program keeps the best of."""
-MOST_CHILDREN = 64
-"""Of a node, each of which is compared with all others."""
-
-
-@triton.jit
-def _smaller(a, b):
-    return tl.minimum(a, b)
-
-
-@triton.jit
-def _of_earlier(parts, rank):
-    """Sum of the parts of earlier siblings. Its own is in no sum: rounding would let a value see its draw."""
-    return tl.sum(tl.where(rank[None, :] < rank[:, None], parts[None, :], 0.0), 1)
-
-
-@triton.jit
-def _look_up(table, edges, centres, first, share, EDGES: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr):
-    """`AcceptanceTable.look_up`: bin of each `share`, and its chance in the table's row that begins at `first`."""
-    place = tl.zeros_like(first)
-    for edge in tl.static_range(EDGES):
-        place += (share >= tl.load(edges + edge)).to(first.dtype)
-    left = place - (share < tl.load(centres + place)).to(first.dtype)
-    left = tl.minimum(tl.maximum(left, 0), EDGES - 1)
-    low, high = tl.load(centres + left), tl.load(centres + left + 1)
-    from_left, from_right = tl.load(table + first + left), tl.load(table + first + left + 1)
-    chance = from_left + (share - low) / (high - low) * (from_right - from_left)
-    return first + place, tl.minimum(tl.maximum(chance, LEAST), MOST)
-
-
-@triton.jit(do_not_specialize=["width", "above_row", "group", "children"])
-def _slots(
-    value_out,  # [R, W, K]
-    path_out,  # [R, W, K]
-    cell_out,  # [R, W, K]
-    column_out,  # [R, W, K]
-    tokens,  # [R, W, K], -1: none
-    q,  # [R, W, V]
-    best_share,  # [R, W]: the largest of q
-    best_token,  # [R, W]
-    path,  # [R, W]
-    above,  # [R, W or more]: values of the parents
-    temperature,  # [R]
-    greedy,  # [R] bool
-    chosen,  # [R] bool
-    table,  # cells
-    edges,  # [EDGES]
-    centres,  # [EDGES + 1]
-    warm,  # [WARM]
-    ranks,  # [RANKS]
-    width,
-    above_row,
-    group,  # of the depth
-    children,
-    vocabulary,
-    EDGES: tl.constexpr,
-    WARM: tl.constexpr,
-    RANKS: tl.constexpr,
-    DEPTHS: tl.constexpr,  # groups of depths, and of ranks
-    RANK_GROUPS: tl.constexpr,
-    SPREAD: tl.constexpr,
-    LEAST_LEFT: tl.constexpr,
-    LEAST: tl.constexpr,
-    MOST: tl.constexpr,
-    PADDED: tl.constexpr,  # a power of two
-):
-    node = tl.program_id(0).to(tl.int64)
-    request = node // width
-    rank = tl.arange(0, PADDED)
-    exists = rank < children
-    token = tl.load(tokens + node * children + rank, mask=exists, other=-1)
-    chance = tl.load(q + node * vocabulary + token, mask=token >= 0, other=0.0)
-    left = tl.maximum(1.0 - _of_earlier(chance, rank), LEAST_LEFT)
-
-    heat, from_target = tl.load(temperature + request), tl.load(chosen + request) != 0
-    drawn = tl.full([], 2, tl.int64)
-    for bound in tl.static_range(WARM):
-        drawn += (tl.load(warm + bound) < heat).to(tl.int64)
-    kind = tl.where(from_target, tl.where(tl.load(greedy + request) != 0, 0, 1), drawn)
-    rank_group = tl.load(ranks + tl.minimum(rank, RANKS - 1))
-    first = (kind * DEPTHS + group) * (RANK_GROUPS * (EDGES + 1)) + rank_group * (EDGES + 1)
-
-    cell, accepted = _look_up(table, edges, centres, first, chance / left, EDGES, LEAST, MOST)
-    reached = tl.load(path + node) + _of_earlier(tl.log(1.0 - accepted), rank)
-    reached = tl.where(chance > 0, reached, float("-inf"))
-    below = reached + tl.log(accepted)
-
-    # before the token is drawn: see `AdaptiveTree._expected`
-    is_best = (token == tl.load(best_token + node)).to(tl.int32)
-    taken = tl.cumsum(is_best, 0) > is_best
-    share = tl.where(taken, 0.0, tl.minimum(tl.load(best_share + node) / left, 1.0))
-    _, of_best = _look_up(table, edges, centres, first, share, EDGES, LEAST, MOST)
-    _, of_others = _look_up(table, edges, centres, first, (1.0 - share) / SPREAD, EDGES, LEAST, MOST)
-    parent = tl.load(above + request * above_row + node % width)
-    before = tl.minimum(reached + tl.log(of_others + share * (of_best - of_others)), parent)
-    before = tl.associative_scan(before, 0, _smaller)
-    at = node * children + rank
-    tl.store(value_out + at, tl.where(from_target, tl.minimum(below, parent), before), mask=exists)
-    tl.store(path_out + at, below, mask=exists)
-    tl.store(cell_out + at, cell, mask=exists)
-    tl.store(column_out + at, tl.zeros_like(cell) + node % width, mask=exists)
-
-
-def slot_values(
-    tokens: Tensor, q: Tensor, best: tuple[Tensor, Tensor], growth: Growth, chosen: Tensor, table: AcceptanceTable
-) -> Candidates:
-    """Do `AdaptiveTree.slots` in one launch.
-
-    Args:
-        tokens: [R, W, K] children of the frontier's first W columns; -1 pads.
-        q: [R, W, V] float32, contiguous.
-        best: largest of each of its rows, and the token, [R, W] each.
-        chosen: [R] bool.
-    """
-    requests, width, children = tokens.shape
-    value, path = (torch.empty((requests, width * children), dtype=q.dtype, device=q.device) for _ in range(2))
-    cell, column = (torch.empty_like(value, dtype=torch.int64) for _ in range(2))
-    request, above = growth.request, growth.front.value
-    assert above.stride(1) == 1
-    assert q.is_contiguous()
-    if requests:
-        _slots[(requests * width,)](
-            *(value, path, cell, column, tokens, q, *best),
-            *(growth.front.path[:, :width].contiguous(), above, request.temperature.contiguous()),
-            *(request.greedy.contiguous(), chosen.contiguous()),
-            *(table.chance, table.edges, table.centres, table.warm, table.ranks),
-            *(width, above.stride(0), depth_group(growth.level + 1), children, q.shape[-1]),
-            EDGES=len(EDGES),
-            WARM=len(WARM),
-            RANKS=len(RANKS),
-            DEPTHS=SHAPE[1],
-            RANK_GROUPS=SHAPE[2],
-            SPREAD=SPREAD,
-            LEAST_LEFT=LEAST_LEFT,
-            LEAST=LEAST,
-            MOST=MOST,
-            PADDED=triton.next_power_of_2(children),
-            num_warps=1,
-        )
-    return Candidates(tokens.flatten(1), column, value, path, children, cell)
+Limits = tuple[float | Tensor, float | Tensor]
+"""Threshold and floor, as of `Proposer`."""
 
 
 @triton.jit(do_not_specialize=["columns", "width", "first"])
@@ -234,6 +87,7 @@ def _keep(
     nodes,
     first,
     CELLS: tl.constexpr,
+    LIMITED: tl.constexpr,  # by `threshold` and `floor`
     EMPTY: tl.constexpr,
     BLOCK: tl.constexpr,  # rivals at a time
     PADDED: tl.constexpr,  # a power of two, as the next
@@ -266,9 +120,10 @@ def _keep(
     old_worst = tl.max(tl.where(old_stays & (old_place == nodes - 1), so_far, float("-inf")), 0)
     new_worst = tl.max(tl.where(new_stays & (new_place == nodes - 1), worth, float("-inf")), 0)
 
-    enough = summed - tl.load(total + request) > tl.load(threshold).to(tl.float32)
-    least = tl.maximum(tl.maximum(old_worst, new_worst), tl.load(floor).to(tl.float32))
-    least = tl.where(enough, least, float("inf"))
+    least = tl.maximum(old_worst, new_worst)
+    if LIMITED:
+        enough = summed - tl.load(total + request) > tl.load(threshold).to(tl.float32)
+        least = tl.where(enough, tl.maximum(least, tl.load(floor).to(tl.float32)), float("inf"))
     inside, at = there & (place < columns), request * columns + place
     expand = inside & (tl.minimum(through, worth) > least)
     to = tl.zeros([PADDED], tl.int32)
@@ -300,13 +155,11 @@ def _keep(
     tl.store(front_path_out + front, float("-inf"), mask=unused)
 
 
-def kept(
-    growth: Growth, candidates: Candidates, *, width: int, threshold: float | Tensor, floor: float | Tensor
-) -> Growth:
+def kept(growth: Growth, candidates: Candidates, *, width: int, limits: Limits | None) -> Growth:
     """`growth` with one level more: the best of M candidates, in any order, and those of them to expand.
 
-    A node is expanded if its value and its path are above the n-th best value and `floor`, and the level has brought
-    more than `threshold`.
+    A node is expanded if its value and its path are above the n-th best value and, with `limits`, above their floor,
+    and the level has brought more than their threshold.
 
     Args:
         width: columns of the frontier that the candidates are of.
@@ -320,7 +173,7 @@ def kept(
     level_value, path, front_value, front_path = narrow
     expand = torch.empty_like(tokens, dtype=torch.bool)
     best, total = torch.empty_like(growth.best), torch.empty_like(growth.total)
-    limits = (_scalar(limit, value.device) for limit in (threshold, floor))
+    numbers = [total] * 2 if limits is None else [scalar(limit, value.device) for limit in limits]
     columns_of = (candidates.tokens, candidates.parent_column, value, candidates.path)
     parts = [part.contiguous() for part in columns_of]
     cells = tokens if candidates.cell is None else candidates.cell.contiguous()
@@ -328,8 +181,9 @@ def kept(
     if requests:
         _keep[(requests,)](
             *(tokens, parent, level_value, path, cell, expand, front_tokens, front_parent, front_value, front_path),
-            *(best, total, *parts, cells, growth.best, growth.total, *limits, count, columns, nodes, growth.first),
+            *(best, total, *parts, cells, growth.best, growth.total, *numbers, count, columns, nodes, growth.first),
             CELLS=candidates.cell is not None,
+            LIMITED=limits is not None,
             EMPTY=EMPTY,
             BLOCK=rivals_at_a_time(padded),
             PADDED=padded,
@@ -353,5 +207,5 @@ def rivals_at_a_time(padded: int) -> int:
     return max(2, min(16, (1 << 13) // padded))
 
 
-def _scalar(limit: float | Tensor, device: torch.device) -> Tensor:
+def scalar(limit: float | Tensor, device: torch.device) -> Tensor:
     return limit if isinstance(limit, Tensor) else torch.full((), limit, dtype=torch.float64, device=device)

@@ -5,22 +5,30 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from vllm_adaptive_tree.kernels.growth import MOST_CANDIDATES, MOST_CHILDREN, kept, slot_values, slots_read
+from vllm_adaptive_tree.kernels.growth import MOST_CANDIDATES, Limits, kept, scalar, slots_read
 from vllm_adaptive_tree.kernels.sampling import FusedRNG, put_top
+from vllm_adaptive_tree.kernels.slots import MOST_CHILDREN, draft_slots, slot_values
 from vllm_adaptive_tree.proposers.adaptive_tree import AdaptiveTree
-from vllm_adaptive_tree.proposers.base import rng_keys, softmax_at
+from vllm_adaptive_tree.proposers.base import log_softmax_at, rng_keys, softmax_at
 from vllm_adaptive_tree.proposers.best_first import BestFirst, Candidates, Growth, best_candidates
-from vllm_adaptive_tree.proposers.opt_tree import OptTree
+from vllm_adaptive_tree.proposers.dyspec import DySpec
+from vllm_adaptive_tree.proposers.eagle2 import Eagle2
+from vllm_adaptive_tree.proposers.opt_tree import OptTree, top_children
 
 
 class FusedGrowth(BestFirst):
     """Takes candidates in any order, and expands nodes as OPT-Tree does."""
 
+    @property
+    def limits(self) -> Limits | None:
+        """What `kept` compares with besides the n-th best value."""
+        return self.threshold, self.floor
+
     def with_level(self, growth: Growth, candidates: Candidates, width: int) -> Growth:
         value = candidates.value
         if value.dtype != torch.float32 or max(value.shape[1], growth.nodes) > MOST_CANDIDATES:
             return super().with_level(growth, best_candidates(candidates, growth.nodes), width)
-        return kept(growth, candidates, width=width, threshold=self.threshold, floor=self.floor)
+        return kept(growth, candidates, width=width, limits=self.limits)
 
     def slots_read(self, growth: Growth, dead: Tensor) -> Tensor:
         return slots_read(growth, dead)
@@ -49,3 +57,34 @@ class FusedAdaptiveTree(FusedGrowth, AdaptiveTree):
         tokens = rng.sample_without_replacement(q, children)
         best = put_top(tokens, q, chosen)
         return slot_values(tokens, q, best, growth, chosen, self.acceptance)
+
+
+class FusedDySpec(FusedGrowth, DySpec):
+    limits = None
+    """Its threshold is one of slots: their paths end at it."""
+
+    @classmethod
+    def of(cls, proposer: DySpec) -> Self:
+        return cls(max_depth=proposer.max_depth, max_children=proposer.max_children, threshold=proposer.threshold)
+
+    def candidates(self, growth: Growth, logits: Tensor) -> Candidates:
+        request, children = growth.request, min(self.max_children, logits.shape[-1])
+        if logits.dtype == torch.float64 or children > MOST_CHILDREN:
+            return super().candidates(growth, logits)
+        q = softmax_at(logits, request.temperature[:, None])
+        rng = request.rng.fold_in(rng_keys(growth.level, logits))
+        tokens = rng.sample_without_replacement(q, children)
+        return draft_slots(tokens, q, growth, scalar(self._min_value, q.device))
+
+
+class FusedEagle2(FusedGrowth, Eagle2):
+    limits = None
+    """The frontier is its beam."""
+
+    @classmethod
+    def of(cls, proposer: Eagle2) -> Self:
+        return cls(max_depth=proposer.max_depth, top_k=proposer.top_k)
+
+    def candidates(self, growth: Growth, logits: Tensor) -> Candidates:
+        log_probs = log_softmax_at(logits, growth.request.temperature[:, None])
+        return top_children(log_probs, growth.front.path[:, : log_probs.shape[1]], self.top_k)

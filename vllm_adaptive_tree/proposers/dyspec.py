@@ -52,6 +52,7 @@ class DySpec(BestFirst):
     """
 
     Options = DySpecOptions
+    fused = "vllm_adaptive_tree.kernels.proposers:FusedDySpec"
     kinds = ("without_replacement",)
 
     def __init__(self, *, max_depth: int, max_children: int, threshold: float):

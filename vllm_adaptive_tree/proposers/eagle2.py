@@ -27,6 +27,7 @@ class Eagle2(BestFirst):
     """
 
     Options = Eagle2Options
+    fused = "vllm_adaptive_tree.kernels.proposers:FusedEagle2"
     kinds = ("one_hot",)
 
     def __init__(self, *, max_depth: int, top_k: int):
