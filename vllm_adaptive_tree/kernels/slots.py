@@ -182,7 +182,7 @@ def _draft_slots(
     token = tl.load(tokens + at, mask=exists, other=-1)
     chance = tl.load(q + node * vocabulary + token, mask=token >= 0, other=0.0)
     above, smallest = tl.load(path + node), tl.load(least).to(tl.float32)
-    before = 1.0 - (tl.cumsum(chance.to(tl.float64), 0).to(tl.float32) - chance)
+    before = 1.0 - _of_earlier(chance.to(tl.float64), rank).to(tl.float32)
     # Rounding must not sort a sibling before an earlier one, nor a child's slot before its parent's.
     before = tl.associative_scan(tl.maximum(before, 0.0), 0, _smaller)
     value = above + tl.log(before)

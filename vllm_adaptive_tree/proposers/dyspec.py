@@ -84,7 +84,8 @@ class DySpec(BestFirst):
         rng = request.rng.fold_in(keys)
         tokens = draw_children(self.kind, q, num_planned, self.max_children, rng, None)  # [R, W, k]
         chance = q.gather(2, tokens.clamp(min=0)).masked_fill(tokens < 0, 0.0)
-        before = 1 - (chance.cumsum(2) - chance)  # all earlier siblings rejected
+        # All earlier siblings rejected. Its own draw is in no sum: rounding would let a value see it.
+        before = 1 - torch.nn.functional.pad(chance[..., :-1].cumsum(2), (1, 0))
         # Rounding must not sort a sibling before an earlier one, nor a child's slot before its parent's.
         value = path[:, :, None] + before.clamp(min=0).cummin(2).values.log()
         value = value.masked_fill((tokens < 0) | (value < self._min_value), -torch.inf)
