@@ -117,13 +117,18 @@ def told(texts: list[tuple[list[int], list[int]]], folder: Path, *, chains: bool
 
 def models(case: str, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Engine arguments and `speculative_config`."""
-    from tests.engine import heads, images
+    from tests.engine import adapters, heads, images
     from tests.engine.engines import DRAFT, TARGET
     from vllm_adaptive_tree.engine.v2 import block_speculator, verification
 
     if case in ("llama", "depth first"):
         verification.IN_GENERATION_ORDER = NODES // 2 if case == "depth first" else NODES
         return {"model": TARGET}, {"model": DRAFT}
+    if case == "lora":
+        target = written(folder / "target", "qwen3")
+        adapters.adapter(folder / "adapter", target, seed=1, scale=0.06)
+        given = {"enable_lora": True, "max_loras": 2, "max_lora_rank": adapters.RANK, "skip_tokenizer_init": True}
+        return {"model": target, **given}, {"model": target, "tree": {"budget": 5}}
     if case == "fp8":
         return {"model": TARGET, "kv_cache_dtype": "fp8"}, {"model": DRAFT}
     if case == "fp8 checkpoint":
@@ -198,6 +203,7 @@ def main(capability: str, case: str, graphs: str = "NONE") -> dict[str, Any]:
     device = int(capability.split(".")[0]), int(capability.split(".")[1])
     (faked if graphs == "NONE" else tape).install(device)
     from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
 
     trees, verdicts, compiled = faked.watch_trees(), faked.watch_verdicts(), faked.watch_kernels()
     from tests.engine import contract, images, torchvision
@@ -236,7 +242,8 @@ def main(capability: str, case: str, graphs: str = "NONE") -> dict[str, Any]:
             if case == "images":
                 prompts[1] = images.prompt(PROMPTS[1][:20], 1, PROMPTS[1][20:])
                 prompts[3] = images.prompt(PROMPTS[3], 2)
-            requests = llm.generate(prompts, params, use_tqdm=False)
+            adapted = [LoRARequest("one", 1, f"{folder}/adapter"), None] * 2 if case == "lora" else None
+            requests = llm.generate(prompts, params, lora_request=adapted, use_tqdm=False)
             outputs = [one.outputs[0] for one in requests]
             found[name] = {
                 "prompts": [list(one.prompt_token_ids) for one in requests],
@@ -254,7 +261,8 @@ def main(capability: str, case: str, graphs: str = "NONE") -> dict[str, Any]:
         runner = runner_of(llm)
         selection, runner.adaptive_verification = runner.adaptive_verification, runner._selection(NoNodes, None)
         short = SamplingParams(**whole, max_tokens=TOKENS // 2)
-        at_rest = [one.outputs[0].token_ids for one in llm.generate(prompts, short, use_tqdm=False)]
+        rested = llm.generate(prompts, short, lora_request=adapted, use_tqdm=False)
+        at_rest = [one.outputs[0].token_ids for one in rested]
         runner.adaptive_verification = selection
         layers = runner.compilation_config.static_forward_context.values()
         found |= {

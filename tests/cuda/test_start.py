@@ -81,6 +81,7 @@ def test_start(capability: str, case: str, kernel: str, tmp_path: Path) -> None:
         pytest.param("8.0", "qwen3.5", "FULL_AND_PIECEWISE", marks=[pytest.mark.slow, FROM_0_33]),
         pytest.param("9.0", "qwen3-vl", "FULL_AND_PIECEWISE", marks=pytest.mark.slow),
         pytest.param("9.0", "images", "FULL_AND_PIECEWISE", marks=pytest.mark.slow),
+        pytest.param("9.0", "lora", "FULL_AND_PIECEWISE", marks=pytest.mark.slow),
         ("9.0", "latent", "FULL_AND_PIECEWISE"),
         pytest.param("9.0", "latent module", "FULL_AND_PIECEWISE", marks=pytest.mark.slow),
         pytest.param("9.0", "latent, draft", "FULL_AND_PIECEWISE", marks=pytest.mark.slow),
