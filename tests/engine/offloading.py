@@ -20,6 +20,9 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
+PREFILLED = "PREFILLED"
+"""Before what a prefill instance prints."""
+
 
 class CopyingWorker(OffloadingWorker):
     """A store reads its blocks when it is submitted, as late as vLLM submits it: one step after it was asked for."""

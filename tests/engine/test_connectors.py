@@ -1,5 +1,10 @@
 """KV connectors: blocks that leave vLLM's cache and come back, with what trees have written there."""
 
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +12,7 @@ import pytest
 from vllm import SamplingParams
 
 from tests.engine.engines import DRAFT, PAIR, PROMPTS, V2, Engines, assert_identical, generate, metric, tree
-from tests.engine.offloading import OFFLOADING
+from tests.engine.offloading import OFFLOADING, PREFILLED
 
 COUNT, LENGTH = (4, 16) if V2 else (10, 40)
 TEXTS = [prompt * 4 for prompt in PROMPTS[:COUNT]]
@@ -23,9 +28,10 @@ DRAFTS: dict[str, dict[str, Any]] = {
 }
 
 
-def params(index: int) -> SamplingParams:
-    """Greedy or seeded, in one batch."""
-    return SamplingParams(temperature=0.7 * (index % 2), seed=index, max_tokens=LENGTH, ignore_eos=True, logprobs=2)
+def params(index: int, **extra: Any) -> SamplingParams:
+    """Greedy or seeded, in one batch; `extra`: arguments."""
+    sampling: dict[str, Any] = {"temperature": 0.7 * (index % 2), "seed": index, "extra_args": extra or None}
+    return SamplingParams(**sampling, max_tokens=LENGTH, ignore_eos=True, logprobs=2)
 
 
 def forget(llm: Any) -> None:
@@ -96,6 +102,37 @@ def test_a_draft_reads_what_was_loaded(engines: Engines) -> None:
     loaded = accepted(llm, texts)
     assert metric(llm, "external_prefix_cache_hits") - hits >= sum(len(t) for t in texts) / 8
     assert loaded == accepted(engines.start(tree(8), **FEW), texts)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("nixl") is None, reason="pip install --no-deps nixl nixl-cu12")
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_prefill_and_decode_apart(
+    engines: Engines, plain: list[Any], draft: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two instances, and NIXL between them."""
+    connector = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+    asked = {
+        "speculation": DRAFTS[draft],
+        "arguments": {"kv_transfer_config": connector},
+        "prompts": TEXTS,
+        "params": [{"temperature": 0.7 * (index % 2), "seed": index} for index in range(COUNT)],
+    }
+    command = [sys.executable, "-m", "tests.engine.prefill", json.dumps(asked)]
+    environment = {**os.environ, "VLLM_NIXL_SIDE_CHANNEL_PORT": "5600"}
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment, **pipes) as prefill:
+        assert prefill.stdout is not None
+        found = next(line for line in prefill.stdout if line.startswith(PREFILLED))
+        monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", "5700")
+        llm = engines.start(DRAFTS[draft], kv_transfer_config=connector)
+        wanted = [
+            params(index, kv_transfer_params=one) for index, one in enumerate(json.loads(found[len(PREFILLED) :]))
+        ]
+        outputs = generate(llm, TEXTS, wanted)
+        prefill.communicate()
+    assert_identical(plain[:COUNT], outputs)
+    assert metric(llm, "external_prefix_cache_hits") == sum(len(llm.get_tokenizer().encode(text)) for text in TEXTS)
 
 
 def accepted(llm: Any, prompts: list[str]) -> float:
