@@ -312,7 +312,7 @@ def test_a_connector_of_whole_blocks_is_allowed() -> None:
     [
         connected("ExampleConnector"),
         connected("MultiConnector", connectors=[{"kv_connector": "ExampleConnector", "kv_role": "kv_both"}]),
-        connected("LMCacheConnectorV1", use_layerwise=True),
+        connected("LMCacheConnectorV1"),
     ],
     ids=lambda transfer: transfer.kv_connector,
 )
@@ -322,6 +322,23 @@ def test_a_connector_of_layers_is_refused_with_a_draft_that_has_some(transfer: K
     ):
         build(tree(25), kv_transfer_config=transfer)
     build({**tree(25), "model": "ngram"}, kv_transfer_config=transfer)
+
+
+def test_a_connector_that_counts_the_step_in_flight_is_refused() -> None:
+    """NIXL, of a request that ends, to the next turn's prefill instance."""
+    both_ways = {
+        "kv_connector": "NixlConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"bidirectional_kv_xfer": True},
+    }
+    for transfer in (
+        connected("NixlConnector", bidirectional_kv_xfer=True),
+        connected("MultiConnector", connectors=[both_ways]),
+    ):
+        config = build(tree(25), kv_transfer_config=transfer)
+        config.scheduler_config.async_scheduling = True
+        with pytest.raises(ValueError, match=r"bidirectional_kv_xfer.*async_scheduling to False"):
+            checks.check_config(config, tree_options(config))
 
 
 def test_ranks_of_experts_are_refused() -> None:

@@ -32,18 +32,18 @@ class CopyingWorker(OffloadingWorker):
         self.caches = caches
         self.kept = [torch.zeros(chunks, cache.tensor.shape[1], dtype=torch.int8) for cache in caches.tensors]
         self.done: list[TransferResult] = []
-        self.stored = self.loaded = 0  # blocks
+        self.stored: dict[int, int] = {}
+        """Block of each copy."""
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
         for own, kept, block, chunk in self._pairs(src_spec, dst_spec):
             kept[chunk] = own[block]
-        self.stored += len(src_spec.block_ids)
+            self.stored[chunk] = block
         return self._end(job_id)
 
     def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
         for own, kept, block, chunk in self._pairs(dst_spec, src_spec):
             own[block] = kept[chunk]
-        self.loaded += len(dst_spec.block_ids)
         return self._end(job_id)
 
     def _pairs(self, own: GPULoadStoreSpec, kept: Any) -> Iterator[tuple[Tensor, Tensor, int, int]]:

@@ -9,11 +9,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from vllm import SamplingParams
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-from tests.engine.engines import DRAFT, PAIR, PROMPTS, V2, Engines, assert_identical, generate, metric, tree
+from tests.engine.engines import (
+    DRAFT,
+    ENGINE,
+    PAIR,
+    PROMPTS,
+    V2,
+    Engines,
+    assert_identical,
+    generate,
+    metric,
+    set_costs,
+    tree,
+)
 from tests.engine.offloading import OFFLOADING, PREFILLED
+from vllm_adaptive_tree.engine.common.coverage import Coverage
 
+BLOCK: int = ENGINE["block_size"]
 COUNT, LENGTH = (4, 16) if V2 else (10, 40)
 TEXTS = [prompt * 4 for prompt in PROMPTS[:COUNT]]
 FEW = {"num_gpu_blocks_override": 24 if V2 else 40}
@@ -88,20 +104,45 @@ def test_loads_that_fail(engines: Engines, plain: list[Any], tmp_path: Path) -> 
     assert metric(llm, "external_prefix_cache_hits") > 0
 
 
-def test_a_draft_reads_what_was_loaded(engines: Engines) -> None:
+def test_a_draft_reads_what_was_loaded(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests without trees leave prompts that no draft has read, as a prefill instance does. They come back to blocks
-    that the draft has read with another text."""
+    that the draft has read with another text. Of a prompt of whole blocks all is loaded, and the last token computed
+    anew."""
     llm = engines.start(tree(8), kv_transfer_config=OFFLOADING, **FEW)
-    others, texts = TEXTS[2:], TEXTS[:2]
+    texts = [{"prompt_token_ids": llm.get_tokenizer().encode(text)[: 2 * BLOCK]} for text in TEXTS[:2]]
     generate(llm, texts, SamplingParams(temperature=0, max_tokens=1, extra_args={"tree": False}))
-    for other in others:
+    for other in TEXTS[2:]:
         forget(llm)
         accepted(llm, [other])
     forget(llm)
-    hits = metric(llm, "external_prefix_cache_hits")
-    loaded = accepted(llm, texts)
-    assert metric(llm, "external_prefix_cache_hits") - hits >= sum(len(t) for t in texts) / 8
+    hits, unread = metric(llm, "external_prefix_cache_hits"), list[tuple[int, int]]()
+    skipped = Coverage.skipped
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            Coverage, "skipped", lambda self, table, *span: unread.append(span) or skipped(self, table, *span)
+        )
+        loaded = accepted(llm, texts)
+    assert metric(llm, "external_prefix_cache_hits") - hits == 2 * 2 * BLOCK
+    assert sum(start == 0 and end >= 2 * BLOCK - 1 for start, end in unread) == 2
     assert loaded == accepted(engines.start(tree(8), **FEW), texts)
+
+
+def test_a_resting_head_leaves_no_block_unread(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its K/V leaves with that of the target."""
+    set_costs(
+        monkeypatch, verify={"rows": [1, 1000], "seconds": [1.0, 1.0]}, draft={"rows": [1, 2], "seconds": [99, 99]}
+    )
+    spec = {**DRAFTS["eagle3"], "tree": {"lookup": None}}
+    llm = engines.start(spec, kv_transfer_config=OFFLOADING)
+    generate(llm, TEXTS[:2], SamplingParams(temperature=0, max_tokens=2 * BLOCK, ignore_eos=True))
+    generate(llm, ["x"], SamplingParams(max_tokens=2))  # stores are late
+    assert metric(llm, "spec_decode_num_drafts") == 0
+    worker: Any = get_kv_transfer_group()
+    worker = worker.connector_worker.worker
+    assert len(worker.stored) >= 2 * 2
+    for cache, kept in zip(worker.caches.tensors, worker.kept, strict=True):
+        for chunk, block in worker.stored.items():
+            assert torch.equal(cache.tensor[block], kept[chunk])
 
 
 @pytest.mark.slow
@@ -135,7 +176,7 @@ def test_prefill_and_decode_apart(
     assert metric(llm, "external_prefix_cache_hits") == sum(len(llm.get_tokenizer().encode(text)) for text in TEXTS)
 
 
-def accepted(llm: Any, prompts: list[str]) -> float:
+def accepted(llm: Any, prompts: list[Any]) -> float:
     """Number of nodes that greedy answers to prompts have accepted."""
     before = metric(llm, "spec_decode_num_accepted_tokens")
     generate(llm, prompts, SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True))

@@ -1,11 +1,24 @@
 """Backlog of a draft at rest, by request and by block."""
 
+from types import SimpleNamespace
+
 import numpy as np
+import pytest
 
 from vllm_adaptive_tree.engine.common.coverage import Coverage
+from vllm_adaptive_tree.engine.common.loads import note_loaded, num_loaded
 from vllm_adaptive_tree.engine.v2.draft_backlog import DraftBacklog, Gap
 
 SIZE = 4
+LOADS = [
+    (6, 0, 10, 6),
+    (11, 0, 10, 10),  # a whole prompt, whose last token is computed anew
+    (6, 0, 4, 4),  # a load that failed
+    (0, 0, 8, 0),
+    (0, 1, 8, 8),  # a preemption before the first output
+    (None, 1, 8, 8),
+]
+"""Loaded when it came, preemptions, computed, loaded."""
 
 
 def backlog(slack: int = 0, limit: int = 64) -> DraftBacklog:
@@ -103,3 +116,11 @@ def test_what_a_connector_brings_is_read_anew():
     it.read(0, 4, 10, whole=True)
     it.added(1, [3, 1, 5], 8)  # a prefix hit on what has been read
     assert it.gaps(numbers(1), numbers(8)) == []
+
+
+@pytest.mark.parametrize(("of_first", "preemptions", "computed", "loaded"), LOADS)
+def test_tokens_that_may_be_loaded(of_first: int | None, preemptions: int, computed: int, loaded: int):
+    stats = None if of_first is None else SimpleNamespace(num_external_cached_tokens=of_first)
+    new = SimpleNamespace(num_computed_tokens=computed)
+    note_loaded(new, SimpleNamespace(prefill_stats=stats, num_preemptions=preemptions))
+    assert num_loaded(new) == loaded

@@ -38,6 +38,7 @@ class Coverage:
         self._fill(table, start, end, start)
 
     def _fill(self, table: np.ndarray, start: int, end: int, covered: int) -> None:
+        assert start >= 0, start
         first, last = start // self.block_size, -(-end // self.block_size)
         blocks = table[first:last].tolist()  # mostly one: faster than as an array
         for place, block in enumerate(blocks, first):

@@ -10,10 +10,12 @@ from vllm_adaptive_tree.engine.names import LOADED
 
 
 def note_loaded(new: Any, request: Any) -> None:
-    """Note on the NewRequestData of a `request` how many of its computed tokens, the last, may be loaded; after a
-    preemption the scheduler no longer knows, and all may be."""
-    stats = request.prefill_stats
-    loaded = new.num_computed_tokens if stats is None else stats.num_external_cached_tokens
+    """Note on the NewRequestData of a `request` how many of its computed tokens, the last, may be loaded. After a
+    preemption the scheduler no longer knows, and all may be. Of a whole prompt, and of a load that has failed, fewer
+    are computed than were loaded."""
+    stats, loaded = request.prefill_stats, new.num_computed_tokens
+    if stats is not None and not request.num_preemptions:
+        loaded = min(stats.num_external_cached_tokens, loaded)
     if loaded:
         setattr(new, LOADED, loaded)
 

@@ -16,8 +16,8 @@ FP8_ON_CPUS = *FP8, "fp8_e5m2"
 """As vLLM's CPU kernel reads it: Model Runner V1 alone, and no draft with K/V; the rest gathers K/V as it is."""
 NO_WINDOW = None, -1, (-1, -1)
 """Values of `sliding_window` in vLLM's implementations without one, FlashAttention's the last."""
-BY_LAYER = "ExampleConnector", "MoRIIOConnector"
-"""KV connectors that take K/V inside of the attention of each layer, beside those that say so of CUDA graphs."""
+BY_LAYER = "ExampleConnector", "LMCacheConnectorV1", "MoRIIOConnector"
+"""KV connectors that take K/V inside of the attention of each layer, or may, or know the target's layers alone."""
 UNSUPPORTED_ARGUMENTS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     # attribute of EngineArgs, what it may be, what to do
     ("pipeline_parallel_size", (1,), "use tensor_parallel_size instead"),
@@ -106,6 +106,12 @@ def check_config(config: Any, options: TreeOptions) -> None:
             f"kv_transfer_config: {connector} takes K/V layer by layer, which is not supported with a tree method and "
             "a draft with layers: it runs none while it rests. Use a connector of whole blocks (kv_offloading_size, "
             "'OffloadingConnector', 'NixlConnector'), or 'ngram' or 'suffix' as speculative_config['model']"
+        )
+    if config.scheduler_config.async_scheduling and _sends_answers(config.kv_transfer_config):
+        raise ValueError(
+            "kv_connector_extra_config['bidirectional_kv_xfer'] is not supported with a tree method and asynchronous "
+            "scheduling: vLLM sends the nodes of the step in flight as if they were accepted; set async_scheduling to "
+            "False (--no-async-scheduling)"
         )
     if not config.use_v2_model_runner:
         check_processors(target.logits_processors)
@@ -257,6 +263,15 @@ def _connector_by_layer(transfer: Any) -> str | None:
     except ImportError:  # vLLM says so when it makes the connector
         return None
     return kind.__name__ if kind.requires_piecewise_for_cudagraph(transfer.kv_connector_extra_config) else None
+
+
+def _sends_answers(transfer: Any) -> bool:
+    """Return whether a decode instance gives its K/V back to a prefill instance; `transfer`: vLLM's, or None."""
+    if transfer is None:
+        return False
+    extra = transfer.kv_connector_extra_config
+    children = (child.get("kv_connector_extra_config", {}) for child in extra.get("connectors", ()))
+    return any(given.get("bidirectional_kv_xfer") for given in (extra, *children))
 
 
 def is_named(model: Any) -> bool:

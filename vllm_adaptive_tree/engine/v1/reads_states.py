@@ -19,6 +19,7 @@ class ReadsStates:
     contexts: KeptContexts
     block_table: Any
     """vLLM's BlockTable of the cache group that holds the head's layers."""
+    waits: bool
     unread: UnreadStates | None = None
     """What waits until a tree needs it; None: it waits shortly."""
     short_wait: ShortWait
@@ -26,12 +27,12 @@ class ReadsStates:
     def begin_waiting(self, *, in_any_order: bool) -> None:
         """Prepare for the cache, which now exists. `in_any_order`: K/V of a position depends on no other's.
 
-        With several groups of layers a freed block may become another's, which a late reading would write to; with a
-        KV connector, one that is loaded. Nor would what waits be saved.
+        With several groups of layers a freed block may become another's, which a late reading would write to. With a
+        KV connector nothing waits: it would take what has not been read.
         """
         runner = self.runner
-        loads = runner.vllm_config.kv_transfer_config is not None
-        if in_any_order and not loads and len(runner.kv_cache_config.kv_cache_groups) == 1:
+        self.waits = runner.vllm_config.kv_transfer_config is None
+        if in_any_order and self.waits and len(runner.kv_cache_config.kv_cache_groups) == 1:
             self.unread = UnreadStates(self.read_keys, runner.scheduler_config.max_num_batched_tokens)
         shares = runner.cache_config.enable_prefix_caching
         self.short_wait = ShortWait(self.block_table.block_size if shares else None)
@@ -48,6 +49,8 @@ class ReadsStates:
         return step.new_states(accepted)
 
     def to_read(self, pending: list[CatchUp], room: int, drafting: bool, states: Sequence[Tensor]) -> list[CatchUp]:
+        if not self.waits:
+            return pending if drafting else [item._replace(root=None) for item in pending]
         if self.unread is None:
             return self.short_wait.to_read(pending, states, self.runner.input_batch.req_ids, drafting=drafting)
         table = self.block_table

@@ -46,7 +46,10 @@ class HeadSpeculator(PagedDraft, EagleSpeculator):
             self.read(target)
 
     def _wait(self, target: TargetOutput, which: np.ndarray) -> bool:
-        """Let the requests `which` [R] bool wait, and return True, if all that is new of them can."""
+        """Let the requests `which` [R] bool wait, and return True, if all that is new of them can. A KV connector would
+        take what waits as it is."""
+        if self.vllm_config.kv_transfer_config is not None:
+            return False
         batch, unread, step = target.batch, self.waiting_room(target), self.accepted
         requests = batch.idx_mapping_np[which]
         if not only_roots(batch) or not unread.fits(requests, 1 if step is None else 1 + step[1].nodes.shape[1]):

@@ -122,7 +122,8 @@ class TreeModelRunnerV2(ModelRunner):
             super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
         if self.budget is not None:
             self.adaptive_verification = selection
-        if self.speculator.may_rest and self.speculator.reads_late:
+        skips = self.speculator.may_rest or self.vllm_config.kv_transfer_config is not None
+        if skips and self.speculator.reads_late:
             self.speculator.backlog = DraftBacklog.of(self.speculator, self.kv_cache_config, self.max_num_reqs)
         self.attention.open_caches()
 
