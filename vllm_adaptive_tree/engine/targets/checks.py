@@ -5,6 +5,7 @@ from typing import Any
 
 from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.engine.cpu_cache import PACKINGS
+from vllm_adaptive_tree.engine.targets.connectors import check_connector
 from vllm_adaptive_tree.engine.targets.families import ALLOWED, follows_chains
 from vllm_adaptive_tree.engine.targets.latents import is_latent
 from vllm_adaptive_tree.proposers import Proposer
@@ -16,8 +17,6 @@ FP8_ON_CPUS = *FP8, "fp8_e5m2"
 """As vLLM's CPU kernel reads it: Model Runner V1 alone, and no draft with K/V; the rest gathers K/V as it is."""
 NO_WINDOW = None, -1, (-1, -1)
 """Values of `sliding_window` in vLLM's implementations without one, FlashAttention's the last."""
-BY_LAYER = "ExampleConnector", "LMCacheConnectorV1", "MoRIIOConnector"
-"""KV connectors that take K/V inside of the attention of each layer, or may, or know the target's layers alone."""
 UNSUPPORTED_ARGUMENTS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     # attribute of EngineArgs, what it may be, what to do
     ("pipeline_parallel_size", (1,), "use tensor_parallel_size instead"),
@@ -101,18 +100,7 @@ def check_config(config: Any, options: TreeOptions) -> None:
                 f"data_parallel_size={replicas} is not supported with a tree method and experts ({name}: "
                 f"{model.model!r}): their ranks step together, and trees do not; run one engine per replica"
             )
-    if options.text is None and (connector := _connector_by_layer(config.kv_transfer_config)) is not None:
-        raise ValueError(
-            f"kv_transfer_config: {connector} takes K/V layer by layer, which is not supported with a tree method and "
-            "a draft with layers: it runs none while it rests. Use a connector of whole blocks (kv_offloading_size, "
-            "'OffloadingConnector', 'NixlConnector'), or 'ngram' or 'suffix' as speculative_config['model']"
-        )
-    if config.scheduler_config.async_scheduling and _sends_answers(config.kv_transfer_config):
-        raise ValueError(
-            "kv_connector_extra_config['bidirectional_kv_xfer'] is not supported with a tree method and asynchronous "
-            "scheduling: vLLM sends the nodes of the step in flight as if they were accepted; set async_scheduling to "
-            "False (--no-async-scheduling)"
-        )
+    check_connector(config, options)
     if not config.use_v2_model_runner:
         check_processors(target.logits_processors)
     if config.aux_output_config.enabled:
@@ -248,30 +236,6 @@ def attention_layers(config: Any) -> dict[str, Any]:
 
     layers = get_layers_from_vllm_config(config, AttentionLayerBase)
     return {name: layer for name, layer in layers.items() if not isinstance(layer, MambaBase)}
-
-
-def _connector_by_layer(transfer: Any) -> str | None:
-    """Name of a KV connector that takes K/V layer by layer; `transfer`: vLLM's KVTransferConfig, or None."""
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
-    if transfer is None or not transfer.is_kv_transfer_instance:
-        return None
-    if (name := next(filter(transfer.has_connector, BY_LAYER), None)) is not None:
-        return name
-    try:
-        kind = KVConnectorFactory.get_connector_class(transfer)
-    except ImportError:  # vLLM says so when it makes the connector
-        return None
-    return kind.__name__ if kind.requires_piecewise_for_cudagraph(transfer.kv_connector_extra_config) else None
-
-
-def _sends_answers(transfer: Any) -> bool:
-    """Return whether a decode instance gives its K/V back to a prefill instance; `transfer`: vLLM's, or None."""
-    if transfer is None:
-        return False
-    extra = transfer.kv_connector_extra_config
-    children = (child.get("kv_connector_extra_config", {}) for child in extra.get("connectors", ()))
-    return any(given.get("bidirectional_kv_xfer") for given in (extra, *children))
 
 
 def is_named(model: Any) -> bool:
