@@ -138,6 +138,11 @@ def _opened(operation: str, module: ModuleType) -> None:
     setattr(torch.ops.vllm, operation, faked.Present(operation, function))
 
 
+def _whole(operation: str, module: ModuleType) -> None:
+    """An operation's function in its place, as one record: it asks the host how many adapters run."""
+    setattr(module, operation, kernel(getattr(module, f"_{operation}")))
+
+
 def _latent(module: ModuleType) -> None:
     """Layers of latent attention called as on a device: called directly, as others are here, they have no break between
     pieces."""
@@ -161,6 +166,8 @@ def install(capability: tuple[int, int]) -> None:
     for module, operation in OPAQUE.items():
         interpreter.after(module, functools.partial(_opened, operation))
     interpreter.after("vllm.model_executor.layers.attention.mla_attention", _latent)
+    for operation in ("lora_shrink", "lora_expand"):
+        interpreter.after(f"vllm.lora.ops.triton_ops.{operation}_op", functools.partial(_whole, operation))
     for name in COMPILED:
         setattr(faked, name, kernel(getattr(faked, name)))
     faked.install(capability)
