@@ -87,6 +87,7 @@ def test_which_heads_wait_until_a_tree_needs_it(
             kv_cache_config=SimpleNamespace(kv_cache_groups=[None] * groups),
             cache_config=SimpleNamespace(enable_prefix_caching=shares),
             scheduler_config=SimpleNamespace(max_num_batched_tokens=64),
+            vllm_config=SimpleNamespace(kv_transfer_config=None),
         ),
         block_table=SimpleNamespace(block_size=BLOCK),
         read_keys=None,
@@ -95,3 +96,19 @@ def test_which_heads_wait_until_a_tree_needs_it(
     ReadsStates.begin_waiting(head, in_any_order=in_any_order)
     assert (head.unread is not None) == waits
     assert head.short_wait.block_size == block
+
+
+def test_nothing_waits_beside_a_connector() -> None:
+    runner = SimpleNamespace(
+        kv_cache_config=SimpleNamespace(kv_cache_groups=[None]),
+        cache_config=SimpleNamespace(enable_prefix_caching=False),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=64),
+        vllm_config=SimpleNamespace(kv_transfer_config="any"),
+    )
+    head: Any = SimpleNamespace(
+        runner=runner, block_table=SimpleNamespace(block_size=BLOCK), read_keys=None, unread=None
+    )
+    ReadsStates.begin_waiting(head, in_any_order=True)
+    item = CatchUp(0, 5, [7], 6)
+    assert ReadsStates.to_read(head, [item], 9, False, ()) == [item._replace(root=None)]
+    assert ReadsStates.to_read(head, [item], 9, True, ()) == [item]
