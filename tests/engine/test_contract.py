@@ -84,6 +84,7 @@ def made() -> Step:
         num_invalid_spec_tokens={},
     )
     scheduler = Made(
+        connector=None,
         vllm_config=Made(model_config=Made(get_vocab_size=lambda: 100)),
         kv_cache_manager=Made(coordinator=Made(single_type_managers=[manager])),
         requests=dict(requests),
