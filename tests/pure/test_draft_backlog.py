@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from vllm_adaptive_tree.engine.common.coverage import Coverage
-from vllm_adaptive_tree.engine.common.loads import note_loaded, num_loaded
+from vllm_adaptive_tree.engine.common.loads import first_loaded, note_loaded, num_loaded
 from vllm_adaptive_tree.engine.v2.draft_backlog import DraftBacklog, Gap
 
 SIZE = 4
@@ -124,3 +124,12 @@ def test_tokens_that_may_be_loaded(of_first: int | None, preemptions: int, compu
     new = SimpleNamespace(num_computed_tokens=computed)
     note_loaded(new, SimpleNamespace(prefill_stats=stats, num_preemptions=preemptions))
     assert num_loaded(new) == loaded
+
+
+def test_what_may_be_loaded_of_a_step():
+    """A request that comes back after a preemption may have loaded all."""
+    new = [SimpleNamespace(req_id="a", num_computed_tokens=10), SimpleNamespace(req_id="b", num_computed_tokens=3)]
+    came = SimpleNamespace(prefill_stats=SimpleNamespace(num_external_cached_tokens=6), num_preemptions=0)
+    note_loaded(new[0], came)
+    step = SimpleNamespace(scheduled_new_reqs=new, scheduled_cached_reqs=SimpleNamespace(resumed_req_ids={"c"}))
+    assert first_loaded(step) == {"a": 4, "b": 3, "c": 0}

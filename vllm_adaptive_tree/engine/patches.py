@@ -150,7 +150,7 @@ def patch_scheduler() -> None:
     were verified, not the places that the scheduler has reserved, and our figures get its counts."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from vllm_adaptive_tree.engine.common.loads import of_the_last_tokens
+    from vllm_adaptive_tree.engine.common.loads import without_failed_loads
     from vllm_adaptive_tree.engine.common.stops import keep_delivered
     from vllm_adaptive_tree.engine.metrics.request_steps import request_steps
 
@@ -167,7 +167,7 @@ def patch_scheduler() -> None:
         outputs = original(self, scheduler_output, model_runner_output)
         if steps is not None:
             steps.correct(outputs)
-        setattr(self, DRAFTS, of_the_last_tokens(self, getattr(model_runner_output, DRAFTS, None)))
+        setattr(self, DRAFTS, without_failed_loads(self, getattr(model_runner_output, DRAFTS, None)))
         return outputs
 
     setattr(update_from_output, MARK, True)

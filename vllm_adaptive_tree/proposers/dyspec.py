@@ -69,7 +69,7 @@ class DySpec(BestFirst):
 
     def expand(self, level: Level, worst: Tensor, gain: Tensor) -> Tensor:
         """Nodes to expand: a node's path probability is the value of its first child slot."""
-        return (level.path > worst) & (level.path >= self._min_value)
+        return level.path > worst
 
     def front(self, level: Level, expand: Tensor) -> Level:
         return packed(level, expand)
@@ -91,6 +91,7 @@ class DySpec(BestFirst):
         value = value.masked_fill((tokens < 0) | (value < self._min_value), -torch.inf)
         column = torch.arange(path.shape[1], device=path.device)[None, :, None].expand_as(tokens)
         below = torch.minimum(path[:, :, None] + chance.log(), value)
+        below = below.masked_fill(below < self._min_value, -torch.inf)
         slots = Candidates(tokens.flatten(1), column.flatten(1), value.flatten(1), below.flatten(1), fanout)
         return best_candidates(slots, growth.nodes)
 

@@ -32,9 +32,9 @@ def first_loaded(scheduled: Any) -> dict[str, int]:
     return first | dict.fromkeys(scheduled.scheduled_cached_reqs.resumed_req_ids, 0)
 
 
-def of_the_last_tokens(scheduler: Any, drafts: Any) -> Any:
-    """DraftTokenIds of a step, without tokens for a request that has been set back, since a load of it has failed; its
-    sample is not kept, and vLLM would have them verified after its prompt."""
+def without_failed_loads(scheduler: Any, drafts: Any) -> Any:
+    """DraftTokenIds of a step, without tokens for requests that a failed load has set back: their samples are not kept,
+    and vLLM would have the tokens verified after the prompts."""
     if scheduler.connector is None or drafts is None:
         return drafts
     for index, name in enumerate(drafts.req_ids):

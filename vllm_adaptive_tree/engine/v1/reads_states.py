@@ -20,6 +20,7 @@ class ReadsStates:
     block_table: Any
     """vLLM's BlockTable of the cache group that holds the head's layers."""
     waits: bool
+    """False if it reads every step."""
     unread: UnreadStates | None = None
     """What waits until a tree needs it; None: it waits shortly."""
     short_wait: ShortWait
