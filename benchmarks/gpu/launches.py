@@ -16,10 +16,11 @@ import os
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from shutil import copytree
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,23 +40,39 @@ class Sizes(NamedTuple):
     """Of the target and of a draft model, with random weights; None: the bundled ones."""
 
 
+class Case(NamedTuple):
+    method: str
+    tree: Mapping[str, Any] = MappingProxyType({})
+    rule: str = "auto"
+    draft: str = "model"
+    sampling: Mapping[str, Any] = MappingProxyType({"temperature": 0})
+    """Of every request."""
+
+
 NONE = "no speculation"
 RESTING, HEAD, BLOCK = AT_REST = (
     "adaptive_tree at rest",
     "adaptive_tree at rest, EAGLE-3 head",
     "adaptive_tree at rest, DSpark head",
 )
-CASES: dict[str, tuple[str, dict[str, Any], str, str]] = {
-    NONE: ("", {}, "auto", ""),
-    RESTING: ("adaptive_tree", {"budget": "auto"}, "auto", "model"),
-    HEAD: ("adaptive_tree", {"budget": "auto"}, "auto", "eagle3"),
-    BLOCK: ("adaptive_tree", {"budget": "auto"}, "auto", "dspark"),
-    "adaptive_tree": ("adaptive_tree", {"max_children": 4}, "auto", "model"),
-    "opt_tree": ("opt_tree", {}, "auto", "model"),
-    "dyspec, rrsw": ("dyspec", {"threshold": 0.02, "max_children": 4}, "rrsw", "model"),
-    "opt_tree, EAGLE-3 head": ("opt_tree", {}, "auto", "eagle3"),
-    "opt_tree, DSpark head": ("opt_tree", {}, "auto", "dspark"),
-    "opt_tree, DFlash2 head": ("opt_tree", {}, "auto", "dflash2"),
+SEEDED = {"temperature": 0.8, "seed": 1}
+PENALTIES = {"temperature": 0, "repetition_penalty": 1.1}
+CASES: dict[str, Case] = {
+    NONE: Case(""),
+    RESTING: Case("adaptive_tree", {"budget": "auto"}),
+    HEAD: Case("adaptive_tree", {"budget": "auto"}, draft="eagle3"),
+    BLOCK: Case("adaptive_tree", {"budget": "auto"}, draft="dspark"),
+    "adaptive_tree": Case("adaptive_tree", {"max_children": 4}),
+    "opt_tree": Case("opt_tree"),
+    "opt_tree, penalties": Case("opt_tree", sampling=PENALTIES),
+    "dyspec, rrsw": Case("dyspec", {"threshold": 0.02, "max_children": 4}, "rrsw", sampling=SEEDED),
+    "dyspec, penalties": Case(
+        "dyspec", {"threshold": 0.02, "max_children": 4}, sampling={**PENALTIES, "temperature": 0.8}
+    ),
+    "static_tree, spechub": Case("static_tree", {"shape": "binary"}, "spechub", sampling=SEEDED),
+    "opt_tree, EAGLE-3 head": Case("opt_tree", draft="eagle3"),
+    "opt_tree, DSpark head": Case("opt_tree", draft="dspark"),
+    "opt_tree, DFlash2 head": Case("opt_tree", draft="dflash2"),
 }
 IDLE = frozenset(("empty", "empty_like", "new_empty", "empty_strided", "promote_types", "_unsafe_view", "lift_fresh"))
 """Operations that run nothing; so do vLLM's around attention, beside what is in them."""
@@ -223,7 +240,8 @@ def measured(count: Count, case: str, sizes: Sizes) -> dict[str, Any]:
             count.add(not (func.is_view or func._opname in IDLE | AROUND))
             return func(*args, **(kwargs or {}))
 
-    method, tree, rule, draft = CASES[case]
+    method, tree, rule, draft, sampling = CASES[case]
+    depth = {} if method == "static_tree" else {"max_depth": sizes.depth}
     with tempfile.TemporaryDirectory() as folder:
         models = Path(folder)
         llm = LLM(
@@ -248,7 +266,7 @@ def measured(count: Count, case: str, sizes: Sizes) -> dict[str, Any]:
                 ),
                 "num_speculative_tokens": sizes.nodes,
                 "rejection_sample_method": rule,
-                "tree": {"draft": draft, "max_depth": sizes.depth, "budget": None, **tree},
+                "tree": {"draft": draft, **depth, "budget": None, **tree},
             },
         )
         runner = runner_of(llm)
@@ -257,8 +275,7 @@ def measured(count: Count, case: str, sizes: Sizes) -> dict[str, Any]:
             runner.budget.budget.plan = Plan(0, 0.0)
         watch(count, runner, 0 if case in (NONE, *AT_REST) else sizes.nodes)
         count.steps.clear()
-        sampled = 0.0 if rule == "auto" else 0.8
-        params = SamplingParams(temperature=sampled, seed=1, max_tokens=sizes.tokens, ignore_eos=True)
+        params = SamplingParams(max_tokens=sizes.tokens, ignore_eos=True, **sampling)
         count.operations = Operations
         with Operations():
             llm.generate(PROMPTS[:REQUESTS], params, use_tqdm=False)

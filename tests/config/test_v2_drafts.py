@@ -146,7 +146,7 @@ def test_placeholders_amid_a_prompt_are_all_kept() -> None:
 def test_memory_of_the_largest_acceptance() -> None:
     """Of a head of one forward and a draft with drawn children, at a vocabulary of 152k."""
     sizes = {"requests": 256, "rows": 1766, "levels": 16, "vocabulary": 151_936, "size": 2}
-    logits = 1766 * (151_936 * 6 + 4 * 4748)
+    logits = 1766 * (151_936 * 6 + 4 * 4748) + (1 << 27)
     spec = {"method": "dyspec", "model": "x", "num_speculative_tokens": 24}
     pairs = {
         rule: resolve(TreeOptions.parse({**spec, "rejection_sample_method": rule})[0]) for rule in ("rrsw", "traversal")

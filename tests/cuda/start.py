@@ -256,8 +256,9 @@ def main(capability: str, case: str, graphs: str = "NONE") -> dict[str, Any]:
                 "warmed_up": started > 0,
             }
         brief: dict[str, Any] = {"max_tokens": 4, "ignore_eos": True, "detokenize": False}
-        mixed = [SamplingParams(temperature=temperature, **brief) for temperature in (0, 1, 0.7)]
-        llm.generate(prompts[:3], mixed, use_tqdm=False)
+        for more in ({}, {"repetition_penalty": 1.2}):
+            mixed = [SamplingParams(temperature=temperature, **brief, **more) for temperature in (0, 1, 0.7)]
+            llm.generate(prompts[:3], mixed, use_tqdm=False)
         runner = runner_of(llm)
         selection, runner.adaptive_verification = runner.adaptive_verification, runner._selection(NoNodes, None)
         short = SamplingParams(**whole, max_tokens=TOKENS // 2)

@@ -32,7 +32,7 @@ from vllm_adaptive_tree.budget import Plan
 from vllm_adaptive_tree.budget.acceptance_model import INFORMATION
 from vllm_adaptive_tree.drafters.ngram import NGram
 from vllm_adaptive_tree.engine.common import node_quota
-from vllm_adaptive_tree.engine.v2 import drafting, kernel_dispatch, target
+from vllm_adaptive_tree.engine.v2 import drafting, history, kernel_dispatch, target
 from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE
 
 pytestmark = pytest.mark.skipif(not V2, reason="MODEL_RUNNER=v2")
@@ -519,6 +519,7 @@ KERNELS = [
         ("rejection_walk", "_reject"),
         ("traversal", "_traverse"),
         ("walk", "_walk"),
+        ("paths", "_windows"),
     )
 ]
 
@@ -560,6 +561,42 @@ def test_kernels_of_draws_and_rules(
     assert kernels["_walk"].count > 2, "while the greedy one runs"
     assert (kernels["_traverse"].count > 3) == (rule == "traversal")
     assert (kernels["_reject"].count > 3) == (rule != "traversal")
+
+
+HISTORY: dict[str, dict[str, Any]] = {
+    "repetition": {"repetition_penalty": 1.3},
+    "counts": {"presence_penalty": 0.9, "frequency_penalty": -0.4},
+    "bad_words": {"bad_words": ["the", " self", "import", "self.self"]},
+    "thinking": {"thinking_token_budget": 4},
+    "all": {"repetition_penalty": 1.2, "bad_words": [" self", "def"], "thinking_token_budget": 3, "min_tokens": 9},
+}
+
+
+@pytest.mark.parametrize("rule", ["traversal", "rrsw"])
+def test_history_of_every_node_at_once(engines: Engines, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: the tokens that are drawn node by node, with the path to each for its history."""
+    options = {"threshold": 0.1, "max_children": 3, "max_depth": 3, "budget": None}
+    config = {"method": "dyspec", "model": DRAFT, "num_speculative_tokens": 6, "rejection_sample_method": rule}
+    reasoning = {"reasoning_start_str": " the", "reasoning_end_str": ".\n"}
+    llm = engines.start({**config, "tree": options}, reasoning_config=reasoning)
+    laws: list[dict[str, Any]] = [{"temperature": 0.8, "seed": 3}, {"temperature": 0}]
+    batches = [
+        [SamplingParams(max_tokens=12, logprobs=2, **laws[i % 2], **(kind if i < 3 else {})) for i in range(4)]
+        for kind in HISTORY.values()
+    ]
+    expected = [generate(llm, BATCH, params) for params in batches]
+    plain = generate(llm, BATCH, [SamplingParams(max_tokens=12, **laws[i % 2]) for i in range(4)])
+    kernels = {name: Launches(getattr(module, name)) for module, name in KERNELS}
+    for module, name in KERNELS:
+        monkeypatch.setattr(module, name, kernels[name])
+    for module in (kernel_dispatch, target):
+        monkeypatch.setattr(module, "compiles", lambda device: True)
+    monkeypatch.setattr(history, "MOST_BYTES", 1)  # sixteen rows at a time
+    for kind, params, wanted in zip(HISTORY, batches, expected, strict=True):
+        launched = kernels["_windows"].count
+        assert_identical(wanted, generate(llm, BATCH, params))
+        assert kernels["_windows"].count > launched + 2, "not node by node"
+        assert any(one.token_ids != other.token_ids for one, other in zip(wanted, plain, strict=True)), kind
 
 
 def test_asynchronous_scheduling_where_it_is_asked_for(engines: Engines) -> None:

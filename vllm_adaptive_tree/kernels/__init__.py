@@ -11,6 +11,7 @@ numbers of requests alone, and the kernel would be compiled again in service.
 
 from vllm_adaptive_tree.kernels.commit import layer_addresses, move_accepted
 from vllm_adaptive_tree.kernels.layout import Drafted, Layout
+from vllm_adaptive_tree.kernels.paths import PathWindows, path_windows
 from vllm_adaptive_tree.kernels.rejection import FUSED_RULES
 from vllm_adaptive_tree.kernels.rejection_walk import REJECTION_RULES, RejectionInputs, rejection_walk
 from vllm_adaptive_tree.kernels.sampling import FusedRNG
@@ -24,10 +25,12 @@ __all__ = [
     "Drafted",
     "FusedRNG",
     "Layout",
+    "PathWindows",
     "RejectionInputs",
     "TraversalInputs",
     "layer_addresses",
     "move_accepted",
+    "path_windows",
     "rejection_walk",
     "requests_at_once",
     "traversal",

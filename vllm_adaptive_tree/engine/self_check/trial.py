@@ -12,7 +12,7 @@ from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from vllm_adaptive_tree.engine.targets.checks import attention_layers
 
-GREEDY: Mapping[str, float] = MappingProxyType({})
+GREEDY: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
 
 
 class TrialStep(NamedTuple):
@@ -65,11 +65,16 @@ class Trial:
         dtype: torch.dtype = torch.float8_e4m3fn if of_8_bits else self.runner.dtype
         return dtype
 
-    def begin(self, texts: dict[str, list[int]], *, more: int, temperatures: Mapping[str, float] = GREEDY) -> None:
-        """Read texts natively, sample a token after each, and draft. Each request may get `more` tokens; those with a
-        temperature above 0 have no seed."""
+    def begin(
+        self, texts: dict[str, list[int]], *, more: int, sampling: Mapping[str, Mapping[str, Any]] = GREEDY
+    ) -> None:
+        """Read texts natively, sample a token after each, and draft. Each request may get `more` tokens.
+
+        Args:
+            sampling: parameters of requests that are not greedy.
+        """
         for names in self._batches(texts, more):
-            new = self._new({name: texts[name] for name in names}, more, temperatures)
+            new = self._new({name: texts[name] for name in names}, more, sampling)
             self._run(new, {name: len(texts[name]) for name in names})
 
     def read(self, texts: dict[str, list[int]], last: dict[str, int], *, otherwise: bool = False) -> dict[str, Tensor]:
@@ -164,20 +169,18 @@ class Trial:
         return [_num_blocks(group.kv_cache_spec, tokens) for group in self.runner.kv_cache_config.kv_cache_groups]
 
     def _new(
-        self, texts: dict[str, list[int]], more: int, temperatures: Mapping[str, float] = GREEDY
+        self, texts: dict[str, list[int]], more: int, sampling: Mapping[str, Mapping[str, Any]] = GREEDY
     ) -> SchedulerOutput:
         step = SchedulerOutput.make_empty()
         for name, text in texts.items():
-            temperature = temperatures.get(name, 0.0)
+            own: Mapping[str, Any] = sampling.get(name, {"temperature": 0.0, "seed": 0})
             held = tuple(map(self._take, self._sizes(len(text), more)))
             step.scheduled_new_reqs.append(
                 NewRequestData(
                     req_id=name,
                     prompt_token_ids=text,
                     mm_features=[],
-                    sampling_params=SamplingParams(
-                        temperature=temperature, max_tokens=1 + more, seed=None if temperature else 0
-                    ),
+                    sampling_params=SamplingParams(max_tokens=1 + more, **own),
                     pooling_params=None,
                     block_ids=held,
                     num_computed_tokens=0,

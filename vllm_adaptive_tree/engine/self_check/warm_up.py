@@ -12,15 +12,19 @@ from vllm_adaptive_tree.engine.patches import swapped
 from vllm_adaptive_tree.engine.self_check.trial import Trial
 
 PROMPT = 5
-TEMPERATURES = {"warm-up, greedy": 0.0, "warm-up, sampled": 0.8}
+GREEDY: dict[str, Any] = {"temperature": 0.0, "seed": 0}
+SAMPLED: dict[str, Any] = {"temperature": 0.8}
+PENALTY = {"repetition_penalty": 1.1}
+REQUESTS = {"warm-up, greedy": GREEDY, "warm-up, sampled": SAMPLED}
+PENALISED = {"warm-up, greedy, penalised": GREEDY | PENALTY, "warm-up, sampled, penalised": SAMPLED | PENALTY}
 
 
 @torch.inference_mode()
 def warm_up(runner: Any) -> None:
     """Run steps of a greedy and a sampled request, or of one if there is no room for two: without trees, with all of
     their nodes, and, where a budget may cut them, with one node; where the draft may rest, it does for a step, and
-    reads in the next what it has missed."""
-    nodes, names = runner.options.num_speculative_tokens, list(TEMPERATURES)[-runner.max_num_reqs :]
+    reads in the next what it has missed. Then steps of such requests with penalties."""
+    nodes, names = runner.options.num_speculative_tokens, list(REQUESTS)[-runner.max_num_reqs :]
     room = runner.max_num_tokens // len(names) - 1
     if min(nodes, room) < 1 or runner.max_model_len < PROMPT + 2 * nodes + 2:
         return
@@ -28,7 +32,7 @@ def warm_up(runner: Any) -> None:
     cut, rests = further and runner.budget is not None, further and runner.speculator.may_rest
     more = 2 * nodes + 3 if further else nodes
     with Trial(runner) as trial:
-        trial.begin({name: [0] * PROMPT for name in names}, more=more, temperatures=TEMPERATURES)
+        trial.begin({name: [0] * PROMPT for name in names}, more=more, sampling=REQUESTS)
         trial.decode(names, nodes=min(nodes, room))
         if cut:
             trial.decode(names, nodes=min(nodes, room), most=1)
@@ -36,3 +40,7 @@ def warm_up(runner: Any) -> None:
             with swapped(runner.speculator, "most_trees", 0):
                 trial.decode(names)
             trial.decode(names)
+        trial.finish(names)
+        penalised = list(PENALISED)[-runner.max_num_reqs :]
+        trial.begin({name: [0] * PROMPT for name in penalised}, more=nodes, sampling=PENALISED)
+        trial.decode(penalised, nodes=min(nodes, room))

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from vllm_adaptive_tree import kernels
 from vllm_adaptive_tree.acceptance import Accepted, TargetOnly
+from vllm_adaptive_tree.engine.v2 import history
 from vllm_adaptive_tree.engine.v2.device import compiles
 from vllm_adaptive_tree.engine.v2.drafts import DraftProbs
 from vllm_adaptive_tree.engine.v2.verification import Verification
@@ -19,13 +20,15 @@ def counter_rng(seed: Tensor, position: Tensor, purpose: int) -> CounterRNG:
 
 def acceptance_bytes(pair: Pair, *, requests: int, rows: int, levels: int, vocabulary: int, size: int) -> int:
     """Most bytes that accepting trees takes at once: logits [rows, V] of numbers of `size` bytes, processed ones of
-    float32, the bits of grammars, and what the kernels of the pair's rule write."""
+    float32, those that stand in their windows meanwhile, the bits of grammars, and what the kernels of the pair's rule
+    write."""
     scratch = 0
     if pair.rule is not TargetOnly:
         scratch = 2 * requests
     if pair.rule.draw is None:
         scratch = requests + 2 * levels * min(kernels.requests_at_once(levels, vocabulary, 4), requests)
-    return vocabulary * (rows * (size + 4) + 4 * scratch) + 4 * rows * -(-vocabulary // 32)
+    windows = min(history.MOST_BYTES, 4 * rows * vocabulary)
+    return vocabulary * (rows * (size + 4) + 4 * scratch) + windows + 4 * rows * -(-vocabulary // 32)
 
 
 def fused_traversal(

@@ -4,21 +4,17 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from vllm.config.model import PROCESSED_LOGPROBS_MODES
 from vllm.v1.outputs import LogprobsTensors
-from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
-from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
-from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 
 from vllm_adaptive_tree import kernels
 from vllm_adaptive_tree.acceptance import Accepted, Draw
-from vllm_adaptive_tree.engine.v2 import kernel_dispatch
+from vllm_adaptive_tree.engine.v2 import history, kernel_dispatch
 from vllm_adaptive_tree.engine.v2.device import compiles
 from vllm_adaptive_tree.engine.v2.verification import Verification
 from vllm_adaptive_tree.kernels import FUSED_RULES, FusedRNG
@@ -28,16 +24,13 @@ from vllm_adaptive_tree.step import walked
 from vllm_adaptive_tree.step.ports import Choose
 from vllm_adaptive_tree.trees import TreeBatch
 
-VLLM_PROCESSORS = LogitBiasState, PenaltiesState, BadWordsState
-"""Processors of vLLM; any other is the user's."""
-
 
 class Target:
     """Logits of one verification; row 1 + i of a request is its node i, row 0 its root.
 
-    vLLM's processors read a request's rows as a chain. If one of them reads history (penalties, bad words, thinking
-    budgets, processors of the user), every node is processed at the end of its own path. Otherwise all rows are
-    processed at once, unless that takes more memory than vLLM allows itself.
+    All rows are processed at once, unless that takes more memory than vLLM allows itself. Processors that read history
+    (penalties, bad words, thinking budgets, processors of the user) take a request's rows for a chain: each node is
+    processed at the end of its own path, vLLM's own by `history`, and for a user's the walk processes node by node.
     """
 
     def __init__(self, sampler: Any, logits: Tensor, batch: Any, tree: TreeBatch, levels: int):
@@ -47,9 +40,12 @@ class Target:
         self.root = batch.cu_num_logits[:-1].long()  # [R] row of each root
         self.positions = batch.positions[batch.logits_indices]
         self.tokens = batch.input_ids[batch.logits_indices]
-        self.in_history = reads_history(sampler, batch.idx_mapping_np)
         self.compiles = compiles(logits.device)
-        self.at_once = not self.in_history and len(logits) <= get_max_chunk_logits(logits.shape[1])
+        branches = len(logits) > len(self.root)
+        self.readers = history.readers(sampler, batch.idx_mapping_np) if branches else []
+        """Processors of this batch that read history."""
+        known = self.compiles and all(type(reader) in history.SWITCHES for reader in self.readers)
+        self.at_once = (known or not self.readers) and len(logits) <= get_max_chunk_logits(logits.shape[1])
 
     @property
     def rules(self) -> Mapping[Draw, Draw]:
@@ -124,7 +120,7 @@ class Target:
         """Logits [R, V] after `node` [R], processed as before the sampler samples."""
         if self.at_once:
             return self.processed[self._row(node)]
-        if not self.in_history:
+        if not self.readers:
             return self._process(self._row(node), self.batch.idx_mapping, torch.zeros_like(self.batch.idx_mapping))
         path, depth = self._paths(node)
         length = path.shape[1]
@@ -145,9 +141,10 @@ class Target:
         downward = torch.where(depth[:, None] > 0, upward.gather(1, place), -1)
         return torch.cat([self.root[:, None], self.root[:, None] + 1 + downward], 1), depth
 
-    def _process(self, rows: Tensor | slice, request: Tensor, local: Tensor) -> Tensor:
-        """Processed `rows` of the logits, which come `local` rows after the root of their `request`."""
-        processed: Tensor = self.sampler.apply_sampling_params(
+    def _process(self, rows: Tensor | slice, request: Tensor, local: Tensor, sampler: Any = None) -> Tensor:
+        """Processed `rows` of the logits, which come `local` rows after the root of their `request`; by `sampler`, or
+        vLLM's own."""
+        processed: Tensor = (sampler or self.sampler).apply_sampling_params(
             self.logits[rows],
             request,
             self.batch.idx_mapping,
@@ -162,7 +159,12 @@ class Target:
     @cached_property
     def processed(self) -> Tensor:
         """Logits of all rows [rows, V], processed as by `_processed_after`, if `at_once`."""
-        return self._process(slice(None), self.batch.expanded_idx_mapping, self.batch.expanded_local_pos)
+        sampler, batch = self.sampler, self.batch
+        if self.readers:
+            rows = self.tree.parent, self.tokens, batch.cu_num_logits, batch.idx_mapping
+            windows = kernels.path_windows(*rows, levels=self.levels, nobody=sampler.req_states.max_num_reqs)
+            sampler = history.along_paths(sampler, self.readers, windows)
+        return self._process(slice(None), batch.expanded_idx_mapping, batch.expanded_local_pos, sampler)
 
     @cached_property
     def draws(self) -> Tensor:
@@ -181,16 +183,3 @@ class Target:
             use_fp64=self.sampler.use_fp64_gumbel,
         )
         return sampled.long()
-
-
-def reads_history(sampler: Any, requests: np.ndarray) -> bool:
-    """Return whether a processor of one of these requests reads the tokens before a row; on the host."""
-    words = next(processor for processor in sampler.logits_processors if isinstance(processor, BadWordsState))
-    thinking = sampler.thinking_budget_state
-    users = any(not isinstance(processor, VLLM_PROCESSORS) for processor in sampler.logits_processors)
-    return bool(
-        (users and sampler.needs_logits_processing[requests].any())
-        or sampler.penalties_state.use_penalty[requests].any()
-        or words.num_bad_words.np[requests].any()
-        or (thinking.enabled and thinking.use_thinking_budget[requests].any())
-    )
