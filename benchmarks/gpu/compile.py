@@ -28,7 +28,18 @@ from triton.compiler import ASTSource
 from vllm_adaptive_tree.attention import plan, triton_tree
 from vllm_adaptive_tree.attention.plan import LANES, MOST_SPLITS, Tiling
 from vllm_adaptive_tree.bench.provenance import save
-from vllm_adaptive_tree.kernels import commit, growth, layout, reading, rejection, sampling, selection, slots, waiting
+from vllm_adaptive_tree.kernels import (
+    commit,
+    growth,
+    layout,
+    paths,
+    reading,
+    rules,
+    sampling,
+    selection,
+    slots,
+    waiting,
+)
 from vllm_adaptive_tree.proposers.acceptance_table import EDGES, LEAST, MOST, RANKS, SHAPE, WARM
 from vllm_adaptive_tree.proposers.adaptive_tree import LEAST_LEFT, SPREAD
 from vllm_adaptive_tree.trees.masks import WORD
@@ -288,27 +299,30 @@ def _small(vocabulary: int, children: int, nodes: int) -> Iterator[Variant]:
     walk, traversal, rejection_walk = (sys.modules[f"vllm_adaptive_tree.kernels.{name}"] for name in modules)
     padded = triton.next_power_of_2(nodes)
     yield Variant(f"walk, {nodes} nodes", walk._walk, pointers, {"STEPS": 9, "PADDED_NODES": padded}, 1)
-    rounding = {"TINY": torch.finfo(torch.float32).tiny, "ROUNDING": 1e-6, "BLOCK": rejection.BLOCK}
-    levels = {"LEVELS": 8, "PADDED_LEVELS": 16, "PADDED_NODES": padded, "TYPE": tl.float32}
-    for replaced in (False, True):
-        note = "replaced" if replaced else "not replaced"
-        pointers = {"accepted": "*i64", "p": "*fp32", "q": "*fp32", "children": "*i64", "key": "*i64"}
-        constants = {**rounding, "REPLACED": replaced}
-        yield Variant(f"test, {note}", rejection._test, pointers, constants, 16, ("vocabulary",))
-        pointers = dict.fromkeys(("probs_out", "p_left", "q_left", "target", "temperature"), "*fp32")
-        pointers |= dict.fromkeys(("path_out", "end_out", "tokens", "parent", "root_row", "draft_row", "key"), "*i64")
-        pointers |= {"draft": "*bf16", "chosen": "*i8", "selected": "*i8"}
-        path = ("tokens_out", "nodes_out", "depth_out", "end_out")
-        places = dict.fromkeys((*path, "tokens", "parent", "root_row", "place", "slot", "key"), "*i64")
-        places |= dict.fromkeys(("p", "q", "target", "temperature"), "*fp32") | {"draft": "*bf16", "selected": "*i8"}
+    outs = dict.fromkeys(("tokens_out", "place_out", "request_out", "tokens", "start", "index"), "*i32")
+    windows = {"PADDED": triton.next_power_of_2(nodes + 1)}
+    yield Variant(f"windows, {nodes} nodes", paths._windows, outs | {"parent": "*i64"}, windows, 1)
+    rounding = {"TINY": torch.finfo(torch.float32).tiny, "ROUNDING": 1e-6, "BLOCK": rules.BLOCK}
+    for rule in rules.REJECTION_RULES.values():
+        constants = {**rounding, "RULE": rule}
+        pointers = dict.fromkeys(("accepted", "children", "planned", "key"), "*i64") | {"p": "*fp32", "q": "*fp32"}
+        yield Variant(f"test, {rule}", rules._test, pointers, constants | {"PADDED": 4}, 16, ("vocabulary",))
+        path = ("tokens_out", "nodes_out", "tokens", "parent", "root_row", "place", "slot", "planned", "key")
+        places = {**dict.fromkeys(path, "*i64"), "draft": "*bf16", "selected": "*i8", "sums": "*fp64"}
+        places |= dict.fromkeys(("p", "q", "target", "temperature"), "*fp32")
         steps = {"STEPS": 9, "PADDED_STEPS": 16, "PADDED_NODES": padded, "TYPE": tl.float32}
-        name = f"reject, {nodes} nodes, {note}"
-        yield Variant(name, rejection_walk._reject, places, constants | steps, 16, ("vocabulary",))
-        for mixed in (False,) if replaced else (False, True):
-            name = f"traverse, {nodes} nodes, {note}" + ", some chosen" * mixed
-            yield Variant(
-                name, traversal._traverse, pointers, constants | levels | {"MIXED": mixed}, 16, ("vocabulary",)
-            )
+        draw = {"CHUNK": CHUNK, "PADDED_CHUNKS": chunks, "BELOW_ONE": sampling.BELOW_ONE}
+        name = f"reject, {nodes} nodes, {rule}"
+        yield Variant(name, rejection_walk._reject, places, constants | steps | draw, 16, ("vocabulary",))
+    levels = {"LEVELS": 8, "PADDED_LEVELS": 16, "PADDED_NODES": padded, "TYPE": tl.float32}
+    pointers = dict.fromkeys(("probs_out", "p_left", "q_left", "target", "temperature"), "*fp32")
+    pointers |= dict.fromkeys(("path_out", "end_out", "tokens", "parent", "root_row", "draft_row", "key"), "*i64")
+    pointers |= {"draft": "*bf16", "chosen": "*i8", "selected": "*i8"}
+    for replaced, mixed in ((False, False), (False, True), (True, False)):
+        note = ("replaced" if replaced else "not replaced") + ", some chosen" * mixed
+        constants = {**rounding, **levels, "REPLACED": replaced, "MIXED": mixed}
+        name = f"traverse, {nodes} nodes, {note}"
+        yield Variant(name, traversal._traverse, pointers, constants, 16, ("vocabulary",))
 
 
 def table(rows: list[Compiled]) -> str:

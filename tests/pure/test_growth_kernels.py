@@ -223,9 +223,9 @@ def test_addresses_do_not_depend_on_the_number_of_requests(name, requests, monke
         kernels().walk(tree, torch.zeros(5 * requests, dtype=torch.int64, device=DEVICE), row, levels=levels)
     elif name == "_reject":
         slot = torch.zeros(requests, 5, dtype=torch.int64, device=DEVICE)
-        inputs = kernels().RejectionInputs(target, row, draft.unflatten(0, (requests, 5)), row, slot, heat)
+        inputs = kernels().RejectionInputs(target, row, draft.unflatten(0, (requests, 5)), row, slot, slot, heat)
         rule = next(iter(kernels().REJECTION_RULES))
-        kernels().rejection_walk(tree, rule, inputs, rng, levels=levels, active=row < 0)
+        kernels().rejection_walk(tree, rule, inputs, rng, levels=levels, most=2, active=row < 0)
     else:
         inputs = kernels().TraversalInputs(target, row, draft, row[:, None].expand(-1, 5), heat)
         kernels().traversal(tree, "without_replacement", inputs, rng, levels=levels)

@@ -16,6 +16,7 @@ from torch import Tensor
 from vllm_adaptive_tree.acceptance import RULES, Children, traversal, walk
 from vllm_adaptive_tree.drafters import Rows
 from vllm_adaptive_tree.proposers import Request, StaticTree, draft_tree
+from vllm_adaptive_tree.proposers.children import draw_children
 from vllm_adaptive_tree.rng import CounterRNG
 from vllm_adaptive_tree.trees import Shape, TreeBatch
 
@@ -112,7 +113,13 @@ class TestKernels:
         assert found.sample(law).tolist() == expected.sample(law).tolist()
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-    @pytest.mark.parametrize(("rule", "k"), [("rrs", 1), ("rrs", 5), ("rrsw", 1), ("rrsw", 6)])
+    @pytest.mark.parametrize(
+        ("rule", "k"),
+        [
+            *(("rrs", 1), ("rrs", 5), ("rrsw", 1), ("rrsw", 6), ("spechub", 1), ("spechub", 2)),
+            *(("greedy_multi_draft", 1), ("greedy_multi_draft", 4), ("k_seq", 1), ("k_seq", 5)),
+        ],
+    )
     def test_rules(self, rule, k, dtype):
         """Children of every kind of request: some without, laws that are equal, that share nothing, greedy ones."""
         requests, vocabulary = 80, 150
@@ -124,21 +131,24 @@ class TestKernels:
         p[14:18, :75], q[14:18, 75:] = 0, 0
         p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True).clamp(min=1e-30)
         draws, _ = rngs(requests)
-        if rule == "rrsw":
-            tokens = draws.sample_without_replacement(q, k)
-        else:
-            tokens = torch.stack([draws.sample(q).clamp(max=vocabulary - 1) for _ in range(k)], -1)
+        planned = torch.full_like(draws.seed, k)
+        own = draws.fold_in(torch.zeros_like(planned)[:, None])
+        tokens = draw_children(RULES[rule].kinds[0], q[:, None], planned[:, None], k, own, None)[:, 0]
+        tokens = tokens[:, :k].clamp(max=vocabulary - 1)
         tokens[18:20] = -1
         tokens[20:24, k // 2 :] = -1
         tokens[24:28] = q[24:28].topk(k).indices  # chosen, not drawn
-        tokens[:3] = q[:3].topk(k, largest=False).indices  # impossible, where p is q
-        children = Children(tokens, torch.full_like(tokens[:, 0], k), k)
+        if rule != "k_seq":  # which draws from a residual of rounding errors then
+            tokens[:3] = q[:3].topk(k, largest=False).indices  # impossible, where p is q
+        planned[28:32] = torch.arange(4, device=DEVICE)  # the tree was cut, or none was wanted
+        children = Children(tokens, planned, k)
         wanted = RULES[rule].draw(p, q, children, expected.fold_in(tokens[:, 0]))
         got = kernels().FUSED_RULES[RULES[rule].draw](p.clone(), q.clone(), children, found.fold_in(tokens[:, 0]))
         same = wanted == got
         assert same.all() if dtype == torch.float64 else same.float().mean() > 0.98, "rounding at a border at most"
         taken = (wanted[:, None] == tokens).int()
-        assert k == 1 or (taken.sum(1).clamp(max=1) * taken.argmax(1)).max() >= 2, "some reject two"
+        most_rejected = (taken.sum(1).clamp(max=1) * taken.argmax(1)).max()
+        assert most_rejected >= min(k - 1, 2) - (rule == "greedy_multi_draft"), "some reject two"
         assert (taken.sum(1) == 0).sum() > 10
 
     @pytest.mark.parametrize(
@@ -194,20 +204,21 @@ class TestKernels:
             lengths |= set((got.nodes[among] >= 0).sum(1).tolist())
         assert lengths >= {0, shape.depth}
 
-    @pytest.mark.parametrize("rule", ["rrs", "rrsw"])
+    @pytest.mark.parametrize("rule", ["rrs", "rrsw", "spechub", "greedy_multi_draft", "k_seq"])
     @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-    def test_rejection_walk(self, rule, dtype):
-        """Of whole trees. Where all children are rejected the walk ends; PyTorch's may go on into one of them only
-        where rounding has left it mass."""
-        requests, vocabulary, levels = 24, 40, 3
-        shape = Shape.k_config([3, 2, 1])
+    @pytest.mark.parametrize("vocabulary", [40, 200])
+    def test_rejection_walk(self, rule, dtype, vocabulary):
+        """Of whole trees. Residuals of some rules hit children, below which the walk goes on."""
+        requests, levels = 24, 3
+        shape = Shape.k_config([2, 2, 1] if rule == "spechub" else [3, 2, 1])
         kind = RULES[rule].kinds[0]
         generator = torch.Generator().manual_seed(0)
         draft = 2 * torch.randn(requests, len(shape) + 1, vocabulary, generator=generator, dtype=torch.float64)
         temperature = torch.linspace(0.7, 1.2, requests, dtype=torch.float64)
         noise = torch.randn(draft.shape, generator=generator, dtype=torch.float64)
+        noise = noise * (20 / vocabulary + 0.5)
         noise[0, 0] = 0
-        noise[..., 35:] = -torch.inf
+        noise[..., 35:40] = -torch.inf
         draft, noise, temperature = (part.to(DEVICE, dtype) for part in (draft, noise, temperature))
         draws, _ = rngs(requests)
         request = Request(temperature, temperature < 0, draws.fold_in(torch.arange(requests, device=DEVICE)))
@@ -217,7 +228,9 @@ class TestKernels:
         slot = torch.cat([torch.zeros_like(row)[:, None], proposal.read], 1)
         target = draft[row[:, None], slot.clamp(min=0)] / temperature[:, None, None] + noise
         rows = target.shape[1]
-        tables = kernels().RejectionInputs(target.flatten(0, 1), row * rows, draft, row, slot, temperature)
+        tables = kernels().RejectionInputs(
+            target.flatten(0, 1), row * rows, draft, row, slot, proposal.num_planned, temperature
+        )
         among = row < 20
         draw, lengths = RULES[rule].draw, set()
         for seed in range(2):
@@ -232,7 +245,7 @@ class TestKernels:
                 return draw(p, q, children, rng.fold_in(node + 1)), torch.ones_like(active)
 
             wanted = walk(tree, by_rule, levels=levels)
-            got = kernels().rejection_walk(tree, draw, tables, found, levels=levels, active=among)
+            got = kernels().rejection_walk(tree, draw, tables, found, levels=levels, most=3, active=among)
             same = (wanted.tokens == got.tokens)[among].all(1) & (wanted.nodes == got.nodes)[among].all(1)
             assert same.all() if dtype == torch.float64 else same.float().mean() > 0.7, "rounding at a border at most"
             lengths |= set((got.nodes[among] >= 0).sum(1).tolist())
@@ -275,7 +288,7 @@ class TestKernels:
             "sampling._begin",
             "sampling._fold_in",
             "sampling._sample",
-            "rejection._test",
+            "rules._test",
             "rejection_walk._reject",
         )
         for name in (*names, "traversal._traverse", "walk._walk"):
@@ -294,6 +307,6 @@ class TestKernels:
             tables = kernels().TraversalInputs(law, seed, law, read, torch.empty(3, device="meta"))
             kernels().traversal(tree, "iid", tables, rng, levels=2)
             one = torch.empty(3, device="meta")
-            inputs = kernels().RejectionInputs(law, seed, law[:, None], seed, read, one)
-            kernels().rejection_walk(tree, RULES["rrsw"].draw, inputs, rng, levels=2)
+            inputs = kernels().RejectionInputs(law, seed, law[:, None], seed, read, read, one)
+            kernels().rejection_walk(tree, RULES["rrsw"].draw, inputs, rng, levels=2, most=2)
             kernels().walk(tree, seed, seed, levels=2)

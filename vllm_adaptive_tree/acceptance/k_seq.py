@@ -26,8 +26,7 @@ class KSeq(Rule):
         k = (children.tokens >= 0).sum(1).to(p.dtype)
         low, high = torch.ones_like(k), k.clamp(min=1)
         kept = torch.empty_like(p)  # accepted mass of one test, per token
-        width = max(children.tokens.shape[1], 1) / torch.finfo(p.dtype).eps  # of the interval, in units of precision
-        for _ in range(min(HALVINGS, math.ceil(math.log2(width)))):
+        for _ in range(halvings(children.tokens.shape[1], p.dtype)):
             rho = (low + high) / 2
             b = torch.minimum(torch.div(p, rho[:, None], out=kept), q, out=kept).sum(-1)
             above = 1 - (1 - b).clamp(min=0) ** k <= rho * b
@@ -43,3 +42,9 @@ class KSeq(Rule):
             testing = (token < 0) & (x >= 0)
             token = torch.where(rng.accept(torch.where(testing, ratio, 1.0)) & testing, x, token)
         return finish(TestState(token, where_rows(residual.sum(-1) > 0, residual, p)), rng)
+
+
+def halvings(children: int, dtype: torch.dtype) -> int:
+    """Steps of the bisection for so many children: until the interval is as small as numbers of that type can tell."""
+    width = max(children, 1) / torch.finfo(dtype).eps
+    return min(HALVINGS, math.ceil(math.log2(width)))

@@ -12,8 +12,8 @@ numbers of requests alone, and the kernel would be compiled again in service.
 from vllm_adaptive_tree.kernels.commit import layer_addresses, move_accepted
 from vllm_adaptive_tree.kernels.layout import Drafted, Layout
 from vllm_adaptive_tree.kernels.paths import PathWindows, path_windows
-from vllm_adaptive_tree.kernels.rejection import FUSED_RULES
-from vllm_adaptive_tree.kernels.rejection_walk import REJECTION_RULES, RejectionInputs, rejection_walk
+from vllm_adaptive_tree.kernels.rejection_walk import RejectionInputs, rejection_walk
+from vllm_adaptive_tree.kernels.rules import FUSED_RULES, REJECTION_RULES
 from vllm_adaptive_tree.kernels.sampling import FusedRNG
 from vllm_adaptive_tree.kernels.traversal import TRAVERSAL_KINDS, TraversalInputs, requests_at_once, traversal
 from vllm_adaptive_tree.kernels.walk import walk

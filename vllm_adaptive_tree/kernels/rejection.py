@@ -1,22 +1,12 @@
-"""RRS and RRSw at one node of each request: one pass over the distributions per rejection."""
+"""Tests of siblings one by one, RRS and RRSw: one pass over the distributions per rejection."""
 
 # ruff: noqa: N803
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped"
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from vllm_adaptive_tree.acceptance import Children
-from vllm_adaptive_tree.acceptance.rejection import rounding_mass
-from vllm_adaptive_tree.acceptance.rrs import RRS, RRSw
-from vllm_adaptive_tree.acceptance.rule import Draw
 from vllm_adaptive_tree.kernels.rng import uniform
-from vllm_adaptive_tree.kernels.sampling import FusedRNG
-from vllm_adaptive_tree.rng import RandomSource
-
-BLOCK = 4096
 
 
 @triton.jit
@@ -37,7 +27,7 @@ def _subtract(p, p_scale, q, q_scale, x, vocabulary, BLOCK: tl.constexpr, WRITE:
 
 
 @triton.jit
-def _test_child(
+def test_child(
     p,  # [V], overwritten with the residual, not normalised
     q,  # [V]; unless REPLACED, a rejected token is zeroed
     x,
@@ -74,60 +64,34 @@ def _test_child(
     return accepted, mass, rest
 
 
-@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["children", "key"])
-def _test(
-    accepted,  # [R]: -1 if all are rejected
-    p,  # [R, V], overwritten with the residual, not normalised
-    q,  # [R, V]; unless REPLACED, overwritten with rejected tokens zeroed
-    children,  # [R, K]
-    key,  # [R]
-    count,  # K
+@triton.jit
+def nth(token_of, order, i):
+    """Token of the i-th child; the first is 1."""
+    return tl.sum(tl.where(order == i, token_of, 0), 0)
+
+
+@triton.jit
+def one_by_one(
+    p,
+    q,
+    token_of,
+    order,
+    count,
+    stream,
     vocabulary,
     TINY: tl.constexpr,
     ROUNDING: tl.constexpr,
-    REPLACED: tl.constexpr,  # whether children were drawn with replacement
+    REPLACED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    p += row * vocabulary
-    q += row * vocabulary
-    stream = tl.load(key + row)
+    """RRS and RRSw. Returns the accepted child, or -1 and leaves the residual in `p`."""
     token = tl.full([], -1, tl.int64)
     mass = tl.full([], 1.0, tl.float64)  # of p
     rest = tl.full([], 1.0, tl.float64)  # of q
-    i = tl.full([], 0, tl.int32)
+    i = tl.full([], 0, tl.int64)
     while (i < count) & (token < 0):
-        x = tl.load(children + row * count + i)
         i += 1
-        if x >= 0:
-            stays, mass, rest = _test_child(
-                p, q, x, uniform(stream, 2 * i), mass, rest, vocabulary, TINY, ROUNDING, REPLACED, BLOCK
-            )
-            token = tl.where(stays, x, token)
-    tl.store(accepted + row, token)
-
-
-def _rule(replaced: bool) -> Draw:
-    def draw(p: Tensor, q: Tensor, children: Children, rng: RandomSource) -> Tensor:
-        """Apply the rule of that name; overwrites `p` and `q` [R, V]."""
-        assert isinstance(rng, FusedRNG)
-        p, q = p.contiguous(), q.contiguous()
-        accepted = torch.empty_like(p[:, 0], dtype=torch.int64)
-        rng.num_accepts += children.tokens.shape[1]
-        if len(p):
-            _test[(len(p),)](
-                *(accepted, p, q, children.tokens.contiguous(), rng.key.contiguous()),
-                *(children.tokens.shape[1], p.shape[1]),
-                TINY=torch.finfo(p.dtype).tiny,
-                ROUNDING=rounding_mass(p),
-                REPLACED=replaced,
-                BLOCK=min(BLOCK, triton.next_power_of_2(p.shape[1])),
-                num_warps=16,
-            )
-        return torch.where(accepted >= 0, accepted, rng.sample(p))
-
-    return draw
-
-
-FUSED_RULES: dict[Draw, Draw] = {RRS.draw: _rule(replaced=True), RRSw.draw: _rule(replaced=False)}
-"""Rule -> its kernel version, which overwrites the distributions it is given."""
+        x, u = nth(token_of, order, i), uniform(stream, 2 * i)
+        accepted, mass, rest = test_child(p, q, x, u, mass, rest, vocabulary, TINY, ROUNDING, REPLACED, BLOCK)
+        token = tl.where(accepted, x, token)
+    return token

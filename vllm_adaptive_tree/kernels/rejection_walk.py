@@ -1,4 +1,4 @@
-"""Walk of RRS and RRSw, one program per request: a pass over both distributions at each visited node and rejection."""
+"""Walk by a rule that tests children, one program per request: passes over both distributions of each visited node."""
 
 # ruff: noqa: N803
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped"
@@ -11,17 +11,14 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_adaptive_tree.acceptance import Accepted
-from vllm_adaptive_tree.acceptance.rejection import rounding_mass
-from vllm_adaptive_tree.acceptance.rrs import RRS, RRSw
+from vllm_adaptive_tree.acceptance.k_seq import halvings
 from vllm_adaptive_tree.acceptance.rule import Draw
-from vllm_adaptive_tree.kernels.rejection import BLOCK, _test_child
 from vllm_adaptive_tree.kernels.rng import mix, uniform
-from vllm_adaptive_tree.kernels.sampling import FusedRNG
+from vllm_adaptive_tree.kernels.rules import accepted_child, constants
+from vllm_adaptive_tree.kernels.sampling import BELOW_ONE, FusedRNG, pick
 from vllm_adaptive_tree.kernels.traversal import _norm
 from vllm_adaptive_tree.trees import TreeBatch
-
-REJECTION_RULES: dict[Draw, bool] = {RRS.draw: True, RRSw.draw: False}
-"""Rules that the kernel supports -> True if children are drawn with replacement."""
+from vllm_adaptive_tree.vocab_ops import CHUNK
 
 
 @triton.jit
@@ -35,17 +32,26 @@ def _write_softmax(out, logits, temperature, vocabulary, BLOCK: tl.constexpr, TY
         tl.store(out + token, tl.exp(scaled - peak) / total.to(TYPE), mask=in_vocab)
 
 
+@triton.jit
+def _write_sums(out, probs, vocabulary, chunks, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    """Write the sum of each chunk of a row to `out`."""
+    for start in range(0, chunks, BLOCK // CHUNK):
+        chunk = start + tl.arange(0, BLOCK // CHUNK)
+        token = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+        sums = tl.sum(tl.load(probs + token, mask=token < vocabulary, other=0.0), 1)
+        tl.store(out + chunk, sums.to(tl.float64), mask=chunk < chunks)
+
+
 @triton.jit(
-    do_not_specialize=["nodes", "slots"],
-    do_not_specialize_on_alignment=["tokens", "parent", "root_row", "place", "slot", "key", "selected"],
+    do_not_specialize=["nodes", "slots", "most", "halvings"],
+    do_not_specialize_on_alignment=["tokens", "parent", "root_row", "place", "slot", "planned", "key", "selected"],
 )
 def _reject(
-    tokens_out,  # [R, STEPS]: the accepted path, -1 pads
-    nodes_out,  # [R, STEPS]: its nodes
-    depth_out,  # [R]: its length
-    end_out,  # [R]: 1 + its last node
-    p,  # [R, V]: the residual after the path, not normalised
+    tokens_out,  # [R, STEPS]: the accepted path and the token after it, -1 pads
+    nodes_out,  # [R, STEPS]: their nodes
+    p,  # [R, V] scratch
     q,  # [R, V] scratch
+    sums,  # [R, chunks] scratch
     tokens,  # [R, N]
     parent,  # [R, N]
     target,  # [rows, V] logits
@@ -53,18 +59,25 @@ def _reject(
     draft,  # [B, S, V] logits
     place,  # [R] in the draft's batch
     slot,  # [R, 1 + N]: of the draft, the root first; -1: never read
+    planned,  # [R, 1 + N]: children planned, the root's first
     temperature,  # [B]
     key,  # [R]
     selected,  # [R]: 0 for requests to skip
     nodes,
     slots,
+    most,
+    halvings,
     vocabulary,
+    chunks,
     TINY: tl.constexpr,
     ROUNDING: tl.constexpr,
-    REPLACED: tl.constexpr,  # whether children were drawn with replacement
+    RULE: tl.constexpr,
     STEPS: tl.constexpr,
-    PADDED_STEPS: tl.constexpr,  # a power of two, as the next
+    PADDED_STEPS: tl.constexpr,  # a power of two, as the next two
     PADDED_NODES: tl.constexpr,
+    PADDED_CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BELOW_ONE: tl.constexpr,
     BLOCK: tl.constexpr,
     TYPE: tl.constexpr,
 ):
@@ -73,7 +86,8 @@ def _reject(
         return
     p += request * vocabulary
     q += request * vocabulary
-    index, step_of = tl.arange(0, PADDED_NODES), tl.arange(0, PADDED_STEPS)
+    sums += request * chunks
+    index, step_of, chunk = tl.arange(0, PADDED_NODES), tl.arange(0, PADDED_STEPS), tl.arange(0, PADDED_CHUNKS)
     token_of = tl.load(tokens + request * nodes + index, mask=index < nodes, other=-1)
     parent_of = tl.load(parent + request * nodes + index, mask=index < nodes, other=-2)
     root = tl.load(root_row + request).to(tl.int64)
@@ -88,35 +102,34 @@ def _reject(
     while going != 0:
         stream = mix(base.to(tl.uint64) + mix((node + 1).to(tl.uint64))).to(tl.int64)
         is_child = (parent_of == node) & (token_of >= 0)
-        number, count = tl.cumsum(is_child.to(tl.int64), 0), tl.sum(is_child.to(tl.int64), 0)
+        order = tl.where(is_child, tl.cumsum(is_child.to(tl.int64), 0), 0)
+        count = tl.sum(is_child.to(tl.int64), 0)
+        here = request * (nodes + 1) + node + 1
         tl.debug_barrier()  # all threads are done with the last node's
         _write_softmax(p, target + (root + 1 + node) * vocabulary, tl.full([], 1.0, TYPE), vocabulary, BLOCK, TYPE)
         if count > 0:
-            read = tl.load(slot + request * (nodes + 1) + node + 1).to(tl.int64)
+            read = tl.load(slot + here).to(tl.int64)
             _write_softmax(q, draft + (batch * slots + read) * vocabulary, draft_temp, vocabulary, BLOCK, TYPE)
         tl.debug_barrier()
-        token = tl.full([], -1, tl.int64)
-        mass = tl.full([], 1.0, tl.float64)  # of p
-        rest = tl.full([], 1.0, tl.float64)  # of q
-        i = tl.full([], 0, tl.int64)
-        while (i < count) & (token < 0):
-            i += 1
-            x = tl.sum(tl.where(is_child & (number == i), token_of, 0), 0)
-            stays, mass, rest = _test_child(
-                p, q, x, uniform(stream, 2 * i), mass, rest, vocabulary, TINY, ROUNDING, REPLACED, BLOCK
-            )
-            token = tl.where(stays, x, token)
-        going = (token >= 0).to(tl.int32)
-        if token >= 0:
-            child = tl.min(tl.where(is_child & (token_of == token), index, PADDED_NODES), 0).to(tl.int64)
-            path = tl.where(step_of == depth, token, path)
-            path_nodes = tl.where(step_of == depth, child, path_nodes)
-            node = child
-            depth += 1
+        token = accepted_child(
+            p, q, token_of, order, count, tl.load(planned + here), most, halvings, stream, vocabulary,
+            TINY, ROUNDING, RULE, BLOCK,
+        )  # fmt: skip
+        if token < 0:
+            tl.debug_barrier()
+            _write_sums(sums, p, vocabulary, chunks, CHUNK, BLOCK)
+            tl.debug_barrier()
+            left = tl.load(sums + chunk, mask=chunk < chunks, other=0.0)
+            nothing = tl.full([1], -1, tl.int64)
+            token, _, _ = pick(p, left, nothing, uniform(stream, 3), vocabulary, chunks, CHUNK, BELOW_ONE)
+        child = tl.min(tl.where(is_child & (token_of == token), index, PADDED_NODES), 0).to(tl.int64)
+        going = (child < PADDED_NODES).to(tl.int32)
+        node = tl.where(going != 0, child, -1)
+        path = tl.where(step_of == depth, token, path)
+        path_nodes = tl.where(step_of == depth, node, path_nodes)
+        depth += 1
     tl.store(tokens_out + request * STEPS + step_of, path, mask=step_of < STEPS)
     tl.store(nodes_out + request * STEPS + step_of, path_nodes, mask=step_of < STEPS)
-    tl.store(depth_out + request, depth)
-    tl.store(end_out + request, node + 1)
 
 
 class RejectionInputs(NamedTuple):
@@ -127,44 +140,52 @@ class RejectionInputs(NamedTuple):
     draft: Tensor  # [B, S, V]
     place: Tensor  # [R] in the draft's batch
     slot: Tensor  # [R, 1 + N]: as in `Frontier`, the root first; any for a node without children
+    planned: Tensor  # [R, 1 + N] children planned for the root (first) and each node
     temperature: Tensor  # [B], draft temperature
 
 
 def rejection_walk(
-    tree: TreeBatch, rule: Draw, inputs: RejectionInputs, rng: FusedRNG, *, levels: int, active: Tensor | None = None
+    tree: TreeBatch,
+    rule: Draw,
+    inputs: RejectionInputs,
+    rng: FusedRNG,
+    *,
+    levels: int,
+    most: int,
+    active: Tensor | None = None,
 ) -> Accepted:
-    """Walk like `acceptance.walk` with one of the `REJECTION_RULES`. A token sampled after all children are rejected
-    ends the walk, even if rounding makes it the token of a child.
+    """Walk like `acceptance.walk` with one of the `REJECTION_RULES`.
 
     Args:
+        most: upper bound of the children planned for a node.
         active: [R] bool; the results of the others are undefined. None: all.
     """
     requests, nodes = tree.tokens.shape
     target, draft = inputs.target.contiguous(), inputs.draft.contiguous()
     vocabulary = target.shape[1]
+    chunks = triton.cdiv(vocabulary, CHUNK)
     wide = torch.promote_types(target.dtype, torch.float32)
     p, q = (target.new_empty(requests, vocabulary, dtype=wide) for _ in range(2))
-    tokens, path = (target.new_empty(requests, levels + 1, dtype=torch.int64) for _ in range(2))
-    depth, end = (target.new_empty(requests, dtype=torch.int64) for _ in range(2))
+    sums = target.new_empty(requests, chunks, dtype=torch.float64)
+    shape = requests, levels + 1
+    tokens, path = (target.new_empty(shape, dtype=torch.int64) for _ in range(2))
     if active is not None:  # of the others nothing is written
-        for part, fill in ((p, 1), (tokens, -1), (path, -1), (depth, 0), (end, 0)):
-            part.fill_(fill)
+        tokens.fill_(-1)
+        path.fill_(-1)
     selected = inputs.place.new_ones(requests, dtype=torch.int8) if active is None else active.to(torch.int8)
     if requests:
         _reject[(requests,)](
-            *(tokens, path, depth, end, p, q, tree.tokens.contiguous(), tree.parent.contiguous(), target),
+            *(tokens, path, p, q, sums, tree.tokens.contiguous(), tree.parent.contiguous(), target),
             *(inputs.root_row.contiguous(), draft, inputs.place.contiguous(), inputs.slot.contiguous()),
-            *(inputs.temperature.contiguous(), rng.key.contiguous(), selected),
-            *(nodes, draft.shape[1], vocabulary),
-            TINY=torch.finfo(p.dtype).tiny,
-            ROUNDING=rounding_mass(p),
-            REPLACED=REJECTION_RULES[rule],
+            *(inputs.planned.contiguous(), inputs.temperature.contiguous(), rng.key.contiguous(), selected),
+            *(nodes, draft.shape[1], most, halvings(most, wide), vocabulary, chunks),
             STEPS=levels + 1,
             PADDED_STEPS=triton.next_power_of_2(levels + 1),
             PADDED_NODES=triton.next_power_of_2(nodes),
-            BLOCK=min(BLOCK, triton.next_power_of_2(vocabulary)),
-            TYPE=tl.float64 if p.dtype == torch.float64 else tl.float32,
-            num_warps=16,
+            PADDED_CHUNKS=triton.next_power_of_2(chunks),
+            CHUNK=CHUNK,
+            BELOW_ONE=BELOW_ONE,
+            TYPE=tl.float64 if wide == torch.float64 else tl.float32,
+            **constants(p, rule),
         )
-    left = rng.fold_in(end).sample(p)
-    return Accepted(tokens.scatter_(1, depth[:, None], left[:, None]), path)
+    return Accepted(tokens, path)

@@ -21,6 +21,30 @@ BELOW_ONE = 1 - 2.0**-53
 """Factor that gives the next smaller float64."""
 
 
+@triton.jit
+def pick(probs, left, drawn, u, vocabulary, chunks, CHUNK: tl.constexpr, BELOW_ONE: tl.constexpr):
+    """Draw a token from a row of probabilities, of which `left` is the sum of each chunk without the tokens `drawn`.
+
+    Returns:
+        The token; what is left of its chunk without it; and where that chunk is.
+    """
+    index, lane = tl.arange(0, left.shape[0]), tl.arange(0, CHUNK)
+    cdf = tl.cumsum(left, 0)
+    total = tl.max(cdf, 0)
+    target = tl.minimum(total * u, total * BELOW_ONE)
+    chunk = tl.minimum(tl.sum((cdf <= target).to(tl.int32), 0), chunks - 1)
+    here = index == chunk
+    before = tl.sum(tl.where(here, cdf - left, 0.0), 0)
+    token = chunk.to(tl.int64) * CHUNK + lane
+    removed = tl.max((token[:, None] == drawn[None, :]).to(tl.int32), 1) != 0
+    entry = tl.load(probs + token, mask=(token < vocabulary) & ~removed, other=0.0).to(tl.float64)
+    inner = tl.cumsum(entry, 0)
+    inside = tl.minimum(tl.maximum(target - before, 0.0), tl.max(inner, 0) * BELOW_ONE)
+    at = tl.minimum(tl.sum((inner <= inside).to(tl.int32), 0), CHUNK - 1)
+    found = tl.minimum(chunk.to(tl.int64) * CHUNK + at, vocabulary - 1)
+    return found, tl.sum(tl.where(lane == at, 0.0, entry), 0), here
+
+
 @triton.jit(do_not_specialize=["number", "k"], do_not_specialize_on_alignment=["key"])
 def _sample(
     tokens,  # [rows, k]
@@ -38,30 +62,16 @@ def _sample(
     BELOW_ONE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    index, lane, column = tl.arange(0, PADDED_CHUNKS), tl.arange(0, CHUNK), tl.arange(0, PADDED_K)
+    index, column = tl.arange(0, PADDED_CHUNKS), tl.arange(0, PADDED_K)
     left = tl.load(sums + row * chunks + index, mask=index < chunks, other=0.0)
     exhausted = tl.sum(left, 0) * EXHAUSTED
     stream = tl.load(key + row)
     drawn = tl.full([PADDED_K], -1, tl.int64)
     for i in range(k):
-        cdf = tl.cumsum(left, 0)
-        total = tl.max(cdf, 0)
-        target = tl.minimum(total * uniform(stream, number + 2 * i), total * BELOW_ONE)
-        chunk = tl.minimum(tl.sum((cdf <= target).to(tl.int32), 0), chunks - 1)
-        here = index == chunk
-        before = tl.sum(tl.where(here, cdf - left, 0.0), 0)
-        token = chunk.to(tl.int64) * CHUNK + lane
-        removed = tl.max((token[:, None] == drawn[None, :]).to(tl.int32), 1) != 0
-        entry = tl.load(probs + row * vocabulary + token, mask=(token < vocabulary) & ~removed, other=0.0).to(
-            tl.float64
-        )
-        inner = tl.cumsum(entry, 0)
-        inside = tl.minimum(tl.maximum(target - before, 0.0), tl.max(inner, 0) * BELOW_ONE)
-        at = tl.minimum(tl.sum((inner <= inside).to(tl.int32), 0), CHUNK - 1)
-        clamped = tl.minimum(chunk.to(tl.int64) * CHUNK + at, vocabulary - 1)
-        found = tl.where(tl.sum(left, 0) <= exhausted, -1, clamped)
-        drawn = tl.where(column == i, found, drawn)
-        left = tl.where(here, tl.sum(tl.where(lane == at, 0.0, entry), 0), left)
+        u = uniform(stream, number + 2 * i)
+        token, rest, here = pick(probs + row * vocabulary, left, drawn, u, vocabulary, chunks, CHUNK, BELOW_ONE)
+        drawn = tl.where(column == i, tl.where(tl.sum(left, 0) <= exhausted, -1, token), drawn)
+        left = tl.where(here, rest, left)
     tl.store(tokens + row * k + column, drawn, mask=column < k)
 
 

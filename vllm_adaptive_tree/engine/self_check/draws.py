@@ -23,6 +23,7 @@ ROWS = 8
 CHILDREN = 5
 NODES = 9
 LEVELS = 4
+REJECTION_RULES = tuple(kernels.REJECTION_RULES.values())
 
 
 def check(*, vocabulary: int, device: torch.device) -> Finding:
@@ -32,8 +33,8 @@ def check(*, vocabulary: int, device: torch.device) -> Finding:
     differing = {
         "draws": _draws(distributions),
         "walk": _walk(device),
-        **{rule: _rule(distributions, rule) for rule in ("rrs", "rrsw")},
-        **{f"walk by {rule}": _rejection(distributions, rule) for rule in ("rrs", "rrsw")},
+        **{rule: _rule(distributions, rule) for rule in REJECTION_RULES},
+        **{f"walk by {rule}": _rejection(distributions, rule) for rule in REJECTION_RULES},
         **{f"traversal, {kind}": _traversal(distributions, kind) for kind in kinds},
         "traversal, some chosen": _traversal(distributions, "without_replacement", mixed=True),
     }
@@ -126,7 +127,8 @@ class _Drafted:
     """Trees of a fixed shape, and target distributions near the draft's, so that paths are long."""
 
     def __init__(self, distributions: _RandomDistributions, kind: Kind):
-        self.kind, self.shape, device = kind, Shape.k_config([3, 2, 1]), distributions.device
+        widest = 2 if kind == "hub_pair" else 3
+        self.kind, self.shape, device = kind, Shape.k_config([widest, 2, 1]), distributions.device
         self.draft = distributions.logits(ROWS, 1 + len(self.shape))
         self.temperature = torch.linspace(0.7, 1.2, ROWS, dtype=torch.float64, device=device)
         self.row = torch.arange(ROWS, device=device)
@@ -176,8 +178,8 @@ def _rejection(distributions: _RandomDistributions, rule: str) -> int:
         children = Children(drafted.tree.children(node, drafted.most), planned, drafted.most)
         return draw(drafted.p(node, active), q, children, ours.fold_in(node + 1)), torch.ones_like(active)
 
-    tables = drafted.target.flatten(0, 1), drafted.root, drafted.draft, drafted.row, drafted.slot, drafted.temperature
+    rows = drafted.target.flatten(0, 1), drafted.root, drafted.draft, drafted.row, drafted.slot
+    inputs = kernels.RejectionInputs(*rows, drafted.proposal.num_planned, drafted.temperature)
     expected = walk(drafted.tree, by_rule, levels=drafted.shape.depth)
-    inputs = kernels.RejectionInputs(*tables)
-    how: dict[str, Any] = {"levels": drafted.shape.depth, "active": drafted.active}
+    how: dict[str, Any] = {"levels": drafted.shape.depth, "most": drafted.most, "active": drafted.active}
     return drafted.different(expected, kernels.rejection_walk(drafted.tree, draw, inputs, theirs, **how))

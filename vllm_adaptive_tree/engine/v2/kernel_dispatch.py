@@ -59,8 +59,10 @@ def fused_rejection(
     if rule not in kernels.REJECTION_RULES:
         return None
     draft_logits, place = _draft_logits(draft)
-    inputs = kernels.RejectionInputs(logits, root, draft_logits, place, draft.slot, draft.temperature)
-    return kernels.rejection_walk(verification.tree, rule, inputs, rng, levels=verification.levels, active=active)
+    rows = draft_logits, place, draft.slot, draft.num_planned, draft.temperature
+    inputs = kernels.RejectionInputs(logits, root, *rows)
+    how = {"levels": verification.levels, "most": pair.most}
+    return kernels.rejection_walk(verification.tree, rule, inputs, rng, **how, active=active)
 
 
 def _draft_logits(draft: DraftProbs) -> tuple[Tensor, Tensor]:
