@@ -31,6 +31,7 @@ SHORT: dict[str, Cases] = {  # MODEL_RUNNER -> cases
             "test_a_crowd_decodes_without_trees[model]",
             "test_nothing_waits_for_the_device[adaptive_tree-model]",
             "test_kernels_of_draws_and_rules[dyspec-traversal-options0]",
+            "test_history_of_every_node",
             "test_asynchronous_scheduling_where_it_is_asked_for",
         ],
         "test_adaptive_tree.py": [],

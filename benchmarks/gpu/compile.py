@@ -300,8 +300,8 @@ def _small(vocabulary: int, children: int, nodes: int) -> Iterator[Variant]:
     padded = triton.next_power_of_2(nodes)
     yield Variant(f"walk, {nodes} nodes", walk._walk, pointers, {"STEPS": 9, "PADDED_NODES": padded}, 1)
     outs = dict.fromkeys(("tokens_out", "place_out", "request_out", "tokens", "start", "index"), "*i32")
-    windows = {"PADDED": triton.next_power_of_2(nodes + 1)}
-    yield Variant(f"windows, {nodes} nodes", paths._windows, outs | {"parent": "*i64"}, windows, 1)
+    windows = {"ALL": True, "PADDED": triton.next_power_of_2(nodes + 1)}
+    yield Variant(f"windows, {nodes} nodes", paths._windows, outs | {"parent": "*i64", "node": "*i64"}, windows, 1)
     rounding = {"TINY": torch.finfo(torch.float32).tiny, "ROUNDING": 1e-6, "BLOCK": rules.BLOCK}
     for rule in rules.REJECTION_RULES.values():
         constants = {**rounding, "RULE": rule}

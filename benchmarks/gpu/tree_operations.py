@@ -31,7 +31,7 @@ from vllm_adaptive_tree.acceptance.rule import Draw
 from vllm_adaptive_tree.bench.provenance import save
 from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.drafters import Rows
-from vllm_adaptive_tree.kernels import FUSED_RULES, TRAVERSAL_KINDS, FusedRNG, TraversalInputs
+from vllm_adaptive_tree.kernels import REJECTION_RULES, TRAVERSAL_KINDS, FusedRNG, RejectionInputs, TraversalInputs
 from vllm_adaptive_tree.methods import Pair, resolve
 from vllm_adaptive_tree.proposers import Proposal, Request, draft_tree
 from vllm_adaptive_tree.proposers.base import softmax_at
@@ -70,10 +70,8 @@ class Case(NamedTuple):
             pair = pair._replace(proposer=pair.proposer.for_gpu())
         if pair.proposer.acceptance is not None:
             pair.proposer.acceptance.to(device)
-        draw = pair.rule.draw
-        if fused and draw is not None:
-            draw = FUSED_RULES.get(draw, draw)
-        return cls(pair, pool, Request(temperature, temperature < 0, rng[0]), rng[1], nodes, draw, pool / 0.8)
+        request = Request(temperature, temperature < 0, rng[0])
+        return cls(pair, pool, request, rng[1], nodes, pair.rule.draw, pool / 0.8)
 
     @property
     def levels(self) -> int:
@@ -118,6 +116,10 @@ class Case(NamedTuple):
             return kernels.traversal(tree, kind, tables, self.rng, levels=self.levels)
         if rule is None:
             return traversal(tree, kind, p, q, self.rng, levels=self.levels, most=most)
+        if isinstance(self.rng, FusedRNG) and rule in REJECTION_RULES:
+            sources = self.processed.flatten(0, 1), row * rows, self.pool, row, slot, proposal.num_planned, temperature
+            inputs = RejectionInputs(*sources)
+            return kernels.rejection_walk(tree, rule, inputs, self.rng, levels=self.levels, most=most)
         if self.by_target:  # a draw behind every node, as vLLM's sampler makes them
             nodes = torch.arange(self.pool.shape[1], device=self.pool.device).expand(len(self.pool), -1)
             tokens = self.rng.fold_in(nodes).sample(self.processed.softmax(-1))

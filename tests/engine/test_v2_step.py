@@ -564,39 +564,50 @@ def test_kernels_of_draws_and_rules(
 
 
 HISTORY: dict[str, dict[str, Any]] = {
-    "repetition": {"repetition_penalty": 1.3},
-    "counts": {"presence_penalty": 0.9, "frequency_penalty": -0.4},
-    "bad_words": {"bad_words": ["the", " self", "import", "self.self"]},
-    "thinking": {"thinking_token_budget": 4},
-    "all": {"repetition_penalty": 1.2, "bad_words": [" self", "def"], "thinking_token_budget": 3, "min_tokens": 9},
+    "penalties": {"repetition_penalty": 1.2, "presence_penalty": 0.9, "frequency_penalty": -0.4},
+    "all": {"repetition_penalty": 1.3, "bad_words": ["the", " self", "self.self"], "thinking_token_budget": 3},
 }
 
 
-@pytest.mark.parametrize("rule", ["traversal", "rrsw"])
-def test_history_of_every_node_at_once(engines: Engines, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: the tokens that are drawn node by node, with the path to each for its history."""
-    options = {"threshold": 0.1, "max_children": 3, "max_depth": 3, "budget": None}
-    config = {"method": "dyspec", "model": DRAFT, "num_speculative_tokens": 6, "rejection_sample_method": rule}
+def test_history_of_every_node(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Penalties, bad words and thinking budgets heed the path to each node: of all at once, in parts, and, where that
+    takes too much memory, of those of a level of the walk."""
     reasoning = {"reasoning_start_str": " the", "reasoning_end_str": ".\n"}
-    llm = engines.start({**config, "tree": options}, reasoning_config=reasoning)
     laws: list[dict[str, Any]] = [{"temperature": 0.8, "seed": 3}, {"temperature": 0}]
     batches = [
-        [SamplingParams(max_tokens=12, logprobs=2, **laws[i % 2], **(kind if i < 3 else {})) for i in range(4)]
-        for kind in HISTORY.values()
+        [
+            SamplingParams(max_tokens=12, ignore_eos=True, logprobs=2, **laws[i % 2], **(kind if i < 3 else {}))
+            for i in range(4)
+        ]
+        for kind in ({}, *HISTORY.values())
     ]
-    expected = [generate(llm, BATCH, params) for params in batches]
-    plain = generate(llm, BATCH, [SamplingParams(max_tokens=12, **laws[i % 2]) for i in range(4)])
-    kernels = {name: Launches(getattr(module, name)) for module, name in KERNELS}
-    for module, name in KERNELS:
-        monkeypatch.setattr(module, name, kernels[name])
-    for module in (kernel_dispatch, target):
-        monkeypatch.setattr(module, "compiles", lambda device: True)
-    monkeypatch.setattr(history, "MOST_BYTES", 1)  # sixteen rows at a time
-    for kind, params, wanted in zip(HISTORY, batches, expected, strict=True):
-        launched = kernels["_windows"].count
-        assert_identical(wanted, generate(llm, BATCH, params))
-        assert kernels["_windows"].count > launched + 2, "not node by node"
-        assert any(one.token_ids != other.token_ids for one, other in zip(wanted, plain, strict=True)), kind
+    llm = engines.start(reasoning_config=reasoning)
+    without, *plain = (generate(llm, BATCH, params) for params in batches)
+    for kind, found in zip(HISTORY, plain, strict=True):
+        assert any(one.token_ids != other.token_ids for one, other in zip(found, without, strict=True)), kind
+    options = {"threshold": 0.1, "max_children": 3, "max_depth": 3, "budget": None}
+    config = {"method": "dyspec", "model": DRAFT, "num_speculative_tokens": 6, "tree": options}
+    llm = engines.start(config, reasoning_config=reasoning)
+    spy = TreeSpy(llm, monkeypatch)
+    lengths = Counter[int]()
+    original = history.OnPaths.apply
+
+    def apply(self: Any, logits: Any, context: Any) -> Any:
+        lengths[len(logits)] += 1
+        return original(self, logits, context)
+
+    monkeypatch.setattr(history.OnPaths, "apply", apply)
+    for limits in ({}, {"MOST_BYTES": 1}, {"most": 1}):
+        for name, value in limits.items():
+            if name == "most":
+                monkeypatch.setattr(target, "get_max_chunk_logits", lambda vocabulary, value=value: value)
+            else:
+                monkeypatch.setattr(history, name, value)
+        lengths.clear()
+        for params, wanted in zip(batches[1:], plain, strict=True):
+            assert_identical(wanted, generate(llm, BATCH, params))
+        assert (max(lengths) > 16) == ("most" not in limits), "all nodes, or one of each request"
+    assert max(map(len, spy.trees)) == 6
 
 
 def test_asynchronous_scheduling_where_it_is_asked_for(engines: Engines) -> None:

@@ -162,6 +162,36 @@ class TestStepKernels:
         assert torch.equal(layout.bits[:131].cpu(), ancestor_bits(chain)[0])
         assert torch.equal(positions, batch.positions)
 
+    @pytest.mark.parametrize("nodes", [1, 7, 40])
+    @pytest.mark.parametrize("chosen", [False, True])
+    def test_windows_of_paths(self, nodes, chosen):
+        """A path of every row, or of the row of one node of each request; some trees have fewer rows than nodes."""
+        rows = [1 + nodes, 1, 1 + nodes // 2]
+        parents = torch.tensor([recursive_tree(nodes, seed).parents for seed in range(3)])
+        start = torch.tensor([0, *rows]).cumsum(0).int()
+        tokens = torch.arange(100, 100 + int(start[-1])).int()
+        index, node = torch.tensor([4, 0, 2]).int(), torch.tensor([nodes - 1, -1, rows[2] - 2])
+        given = (part.to(DEVICE) for part in (parents, tokens, start, index, node))
+        *batch, node_there = given
+        levels = nodes
+        found = kernels().path_windows(*batch, node_there if chosen else None, levels=levels, nobody=9)
+        at = 0
+        for request in range(3):
+            first = int(start[request])
+            for row in [int(node[request]) + 1] if chosen else range(rows[request]):
+                path, above = [], row
+                while above > 0:
+                    path.insert(0, first + above)
+                    above = int(parents[request, above - 1]) + 1
+                window = slice(at * (levels + 1), (at + 1) * (levels + 1))
+                before = levels - len(path)
+                wanted = [first] * (before + 1) + path
+                assert (found.tokens[window].cpu() - 100).tolist() == wanted
+                assert found.place[window].tolist() == [0] * before + list(range(len(path) + 1))
+                assert found.request[window].tolist() == [9] * levels + [int(index[request])]
+                at += 1
+        assert len(found.tokens) == at * (levels + 1)
+
     def test_layout_reads_no_value_on_the_host(self, monkeypatch):
         class Launch:
             def __getitem__(self, grid):

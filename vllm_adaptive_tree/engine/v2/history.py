@@ -1,4 +1,4 @@
-"""vLLM's logits processors that read history, on all nodes of the trees at once, each at the end of its own path."""
+"""Logits processors that read history, at nodes of the trees, each at the end of its own path."""
 
 import copy
 from dataclasses import replace
@@ -47,7 +47,7 @@ def readers(sampler: Any, requests: np.ndarray) -> list[Any]:
 
 
 def along_paths(sampler: Any, found: list[Any], windows: PathWindows) -> Any:
-    """Copy of vLLM's Sampler whose `found` processors take the window of a row for its history."""
+    """Copy of vLLM's Sampler whose `found` processors take the window of a row of logits for its history."""
     on_paths = {id(processor): OnPaths(processor, windows) for processor in found}
     sampler = copy.copy(sampler)
     sampler.logits_processors = [on_paths.get(id(one), one) for one in sampler.logits_processors]
@@ -57,33 +57,54 @@ def along_paths(sampler: Any, found: list[Any], windows: PathWindows) -> Any:
 
 
 class OnPaths:
-    """A processor of vLLM's. Its kernels take the `place` rows before a row for the path to it, and find the row's
-    logits by a stride. So each row has a window, in whose last row alone there are logits: the stride is that part of
-    a row of logits that a row is of its window. The other rows are of nobody, for whom the processor is switched off,
-    and kernels leave them alone."""
+    """A processor applied to rows of logits, the window of each for its history."""
 
     def __init__(self, processor: Any, windows: PathWindows):
         self.processor, self.windows = copy.copy(processor), windows
-        for name, off in SWITCHES[type(processor)].items():
+        self.switches = SWITCHES.get(type(processor))
+        for name, off in (self.switches or {}).items():
             table = getattr(processor, name)
             longer = torch.cat([table.gpu, table.gpu.new_full((1,), off)])
             setattr(self.processor, name, SimpleNamespace(np=table.np, gpu=longer))
 
     def apply(self, logits: Tensor, context: Any) -> Tensor:
         """As vLLM's, in place; logits [rows, V]."""
-        length, vocabulary = self.windows.length, logits.shape[1]
-        stride = -(-vocabulary // (length * ALIGNED)) * ALIGNED
-        size = length * stride
-        before = (length - 1) * stride
-        most = max(1, MOST_BYTES // (size * logits.element_size() * ALIGNED)) * ALIGNED
+        length = self.windows.length
+        process = self._expanded if self.switches is None else self._overlapping
+        most = max(1, MOST_BYTES // (logits[:ALIGNED].nbytes * length)) * ALIGNED
         for first in range(0, len(logits), most):
             part = logits[first : first + most]
-            numbers = logits.new_empty(before + len(part) * size)
-            rows = numbers[before:].view(len(part), size)[:, :vocabulary]
-            rows.copy_(part)
-            inside = slice(first * length, (first + len(part)) * length)
-            tokens, place, request = (column[inside] for column in self.windows[:3])
-            own = replace(context, input_ids=tokens, expanded_local_pos=place, expanded_idx_mapping=request)
-            self.processor.apply(numbers.as_strided((len(part) * length, vocabulary), (stride, 1)), own)
-            part.copy_(rows)
+            window = slice(first * length, (first + len(part)) * length)
+            process(part, window, replace(context, pos=context.pos[first : first + most]))
         return logits
+
+    def _overlapping(self, logits: Tensor, window: slice, context: Any) -> None:
+        """Apply one of vLLM's. Its kernels take the `place` rows before a row for the path to it, and find the logits
+        of a row by a stride. So a row of logits lies where the last row of its window is, and the stride is that part
+        of it that a row is of a window. The other rows are of nobody, for whom the processor is switched off: its
+        kernels return before they read logits."""
+        length, (rows, vocabulary) = self.windows.length, logits.shape
+        stride = -(-vocabulary // (length * ALIGNED)) * ALIGNED
+        before, size = (length - 1) * stride, length * stride
+        numbers = logits.new_empty(before + rows * size)
+        last = numbers[before:].view(rows, size)[:, :vocabulary]
+        last.copy_(logits)
+        tokens, place, request = (column[window] for column in self.windows[:3])
+        own = replace(context, input_ids=tokens, expanded_local_pos=place, expanded_idx_mapping=request)
+        self.processor.apply(numbers.as_strided((rows * length, vocabulary), (stride, 1)), own)
+        logits.copy_(last)
+
+    def _expanded(self, logits: Tensor, window: slice, context: Any) -> None:
+        """Apply one of a user's, which may do anything with logits: to a copy of them in every row of the windows."""
+        length, (rows, vocabulary) = self.windows.length, logits.shape
+        tokens, place, request = (column[window] for column in self.windows[:3])
+        places = place.view(rows, length)
+        own = replace(
+            context,
+            input_ids=tokens,
+            expanded_local_pos=place,
+            expanded_idx_mapping=request.view(rows, length)[:, -1:].expand(-1, length).flatten(),
+            pos=(context.pos[:, None] + places - places[:, -1:]).flatten(),
+        )
+        wide = self.processor.apply(logits[:, None].expand(-1, length, -1).reshape(rows * length, vocabulary), own)
+        logits.copy_(wide.view(rows, length, vocabulary)[:, -1])

@@ -28,9 +28,9 @@ from vllm_adaptive_tree.trees import TreeBatch
 class Target:
     """Logits of one verification; row 1 + i of a request is its node i, row 0 its root.
 
-    All rows are processed at once, unless that takes more memory than vLLM allows itself. Processors that read history
-    (penalties, bad words, thinking budgets, processors of the user) take a request's rows for a chain: each node is
-    processed at the end of its own path, vLLM's own by `history`, and for a user's the walk processes node by node.
+    All rows are processed at once, unless that takes more memory than vLLM allows itself: then those of a level of the
+    walk. vLLM's processors take a request's rows for a chain; those that read history (penalties, bad words, thinking
+    budgets, processors of the user) get the path to each node instead (`history`).
     """
 
     def __init__(self, sampler: Any, logits: Tensor, batch: Any, tree: TreeBatch, levels: int):
@@ -44,8 +44,7 @@ class Target:
         branches = len(logits) > len(self.root)
         self.readers = history.readers(sampler, batch.idx_mapping_np) if branches else []
         """Processors of this batch that read history."""
-        known = self.compiles and all(type(reader) in history.SWITCHES for reader in self.readers)
-        self.at_once = (known or not self.readers) and len(logits) <= get_max_chunk_logits(logits.shape[1])
+        self.at_once = len(logits) <= get_max_chunk_logits(logits.shape[1])
 
     @property
     def rules(self) -> Mapping[Draw, Draw]:
@@ -120,51 +119,33 @@ class Target:
         """Logits [R, V] after `node` [R], processed as before the sampler samples."""
         if self.at_once:
             return self.processed[self._row(node)]
-        if not self.readers:
-            return self._process(self._row(node), self.batch.idx_mapping, torch.zeros_like(self.batch.idx_mapping))
-        path, depth = self._paths(node)
-        length = path.shape[1]
-        local = torch.arange(length, device=path.device).repeat(len(path))
-        rows = self._process(path.flatten(), self.batch.idx_mapping.repeat_interleave(length), local)
-        return rows.view(*path.shape, -1)[torch.arange(len(path), device=path.device), depth]
+        request = self.batch.idx_mapping
+        return self._process(self._row(node), request, torch.zeros_like(request), node)
 
-    def _paths(self, node: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows from each root down to `node` [R], the last one repeated: [R, levels + 1]; and the node's depth [R]."""
-        steps, at = [], node
-        for _ in range(self.levels):
-            steps.append(at)
-            above = self.tree.parent.gather(1, at.clamp(min=0)[:, None])[:, 0]
-            at = torch.where(at >= 0, above, -1)
-        upward = torch.stack(steps, 1)  # [R, levels], -1 above the root
-        depth = (upward >= 0).sum(1)
-        place = (depth[:, None] - 1 - torch.arange(self.levels, device=node.device)).clamp(min=0)
-        downward = torch.where(depth[:, None] > 0, upward.gather(1, place), -1)
-        return torch.cat([self.root[:, None], self.root[:, None] + 1 + downward], 1), depth
-
-    def _process(self, rows: Tensor | slice, request: Tensor, local: Tensor, sampler: Any = None) -> Tensor:
-        """Processed `rows` of the logits, which come `local` rows after the root of their `request`; by `sampler`, or
-        vLLM's own."""
-        processed: Tensor = (sampler or self.sampler).apply_sampling_params(
+    def _process(self, rows: Tensor | slice, request: Tensor, local: Tensor, node: Tensor | None = None) -> Tensor:
+        """Processed `rows` of the logits, which come `local` rows after the root of their `request`: those of `node`
+        [R], or all."""
+        sampler, batch = self.sampler, self.batch
+        if self.readers:
+            trees = self.tree.parent, self.tokens, batch.cu_num_logits, batch.idx_mapping, node
+            windows = kernels.path_windows(*trees, levels=self.levels, nobody=sampler.req_states.max_num_reqs)
+            sampler = history.along_paths(sampler, self.readers, windows)
+        processed: Tensor = sampler.apply_sampling_params(
             self.logits[rows],
             request,
-            self.batch.idx_mapping,
-            self.batch.idx_mapping_np,
+            batch.idx_mapping,
+            batch.idx_mapping_np,
             self.positions[rows],
             self.tokens[rows],
             local.int(),
-            self.batch.seq_lens_cpu_upper_bound.numpy(),
+            batch.seq_lens_cpu_upper_bound.numpy(),
         )
         return processed
 
     @cached_property
     def processed(self) -> Tensor:
         """Logits of all rows [rows, V], processed as by `_processed_after`, if `at_once`."""
-        sampler, batch = self.sampler, self.batch
-        if self.readers:
-            rows = self.tree.parent, self.tokens, batch.cu_num_logits, batch.idx_mapping
-            windows = kernels.path_windows(*rows, levels=self.levels, nobody=sampler.req_states.max_num_reqs)
-            sampler = history.along_paths(sampler, self.readers, windows)
-        return self._process(slice(None), batch.expanded_idx_mapping, batch.expanded_local_pos, sampler)
+        return self._process(slice(None), self.batch.expanded_idx_mapping, self.batch.expanded_local_pos)
 
     @cached_property
     def draws(self) -> Tensor:
