@@ -4,6 +4,7 @@ import copy
 from typing import Any
 
 import pytest
+import torch
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
@@ -53,6 +54,8 @@ KINDS: dict[str, dict[str, Any]] = {
 
 GREEDY_ALIKE = {"top_k", "top_p", "generation_config", "min_p", "stop_token_ids", "repetition_detection"}
 """Those that make no difference to what a greedy request takes next."""
+
+PENALTIES = {"repetition_penalty", "presence_penalty", "frequency_penalty"}
 
 WITH_LOGPROBS = "top_k", "bad_words"
 """One that greedy sampling does not heed, and one that it heeds; with logprobs all are drawn level by level."""
@@ -194,7 +197,8 @@ def test_parameter(llm: Any, plain: dict[str, Any], name: str, monkeypatch: pyte
 def test_greedy_batch(
     llm: Any, plain: dict[str, Any], name: str, logprobs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is drawn level by level, unless one of the batch has a parameter that greedy sampling heeds."""
+    """Nothing is drawn level by level, unless one of the batch has a parameter that greedy sampling heeds, penalties
+    apart."""
     from vllm_adaptive_tree.engine.v1.target import Target
 
     walk, seen = Target.walk_at_once, []
@@ -202,7 +206,7 @@ def test_greedy_batch(
     ours = generate(llm, PROMPTS[1:6:2], batch(KINDS[name], **({"logprobs": 2} if logprobs else {}))[1::2])
     assert_identical(plain[name][1::2], ours)
     known = [one is not None for one in seen]
-    assert known[0] == all(known) == (name in GREEDY_ALIKE and not logprobs)
+    assert known[0] == all(known) == (name in GREEDY_ALIKE | PENALTIES and not logprobs)
 
 
 def test_n(llm: Any, plain: dict[str, Any]) -> None:
@@ -335,3 +339,33 @@ def test_vllm_s_own_chain_still_refuses(engines: Engines, chunked: Any) -> None:
     for refused in ({"min_p": 0.1}, {"logit_bias": {3: 1.0}}):
         with pytest.raises(VLLMValidationError, match="not yet supported with speculative"):
             generate(chain, PROMPTS[:1], SamplingParams(**refused))
+
+
+@pytest.mark.skipif(V2, reason="there the target's own draws of these rows are compared")
+def test_distributions_of_all_nodes(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that a rule takes all at once are those of vLLM's sampler, node by node."""
+    from vllm_adaptive_tree.engine.v1.target import Target
+
+    rows, sizes = Target._rows, list[int]()
+
+    def compared(self: Any, request: int, size: int, *rest: Any) -> Any:
+        found = rows(self, request, size, *rest)
+        active = torch.arange(len(self.first)) == request
+        for node in range(-1, size):
+            at = torch.where(active, node, -1)
+            torch.testing.assert_close(found.p[1 + node], self.probs(at, active)[request], atol=1e-7, rtol=1e-5)
+        sizes.append(size)
+        return found
+
+    monkeypatch.setattr(Target, "_rows", compared)
+    options = {"budget": None, "threshold": 0.05, "max_children": 3}
+    llm = engines.start({"method": "dyspec", "model": DRAFT, "num_speculative_tokens": 8, "tree": options})
+    laws: list[dict[str, Any]] = [
+        {},
+        {"repetition_penalty": 1.4},
+        {"presence_penalty": 0.9, "frequency_penalty": -0.4, "min_p": 0.05},
+        {"repetition_penalty": 0.8, "top_k": 9, "top_p": 0.9},
+    ]
+    common = {"temperature": 0.7, "max_tokens": LENGTH, "ignore_eos": True}
+    generate(llm, PROMPTS[:4], [SamplingParams(**common, **law) for law in laws])
+    assert max(sizes) > 4

@@ -25,3 +25,15 @@ def may_act(processor: Any) -> bool:
     if isinstance(processor, MinPLogitsProcessor):
         return bool(processor.min_p_count)
     return bool(processor.min_toks) if isinstance(processor, MinTokensLogitsProcessor) else True
+
+
+def may_change_more(processor: Any) -> bool:
+    """Return whether a processor may change this batch's logits, and is not min-p."""
+    return not isinstance(processor, MinPLogitsProcessor) and may_act(processor)
+
+
+def of_request(processor: MinPLogitsProcessor, request: int) -> MinPLogitsProcessor:
+    """Copy of a processor of a batch, for any rows of one of its requests."""
+    own = copy.copy(processor)
+    own.min_p = processor.min_p[request : request + 1]
+    return own

@@ -1,7 +1,7 @@
 """Target's distributions and draws at the nodes of the trees, through vLLM's own sampler."""
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from itertools import accumulate
 from typing import Any
 
@@ -17,8 +17,9 @@ from vllm_adaptive_tree.acceptance.traversal import Traversal
 from vllm_adaptive_tree.acceptance.traversal_cpu import Rows, traversal_of_rows
 from vllm_adaptive_tree.engine.common.request_flags import GREEDY
 from vllm_adaptive_tree.engine.v1.limits import Limits
-from vllm_adaptive_tree.engine.v1.processors import may_act
-from vllm_adaptive_tree.engine.v1.verification import Verification
+from vllm_adaptive_tree.engine.v1.penalties import penalise
+from vllm_adaptive_tree.engine.v1.processors import may_act, may_change_more, of_request
+from vllm_adaptive_tree.engine.v1.verification import NO_TREE, Verification
 from vllm_adaptive_tree.methods import Pair
 from vllm_adaptive_tree.rng import CounterRNG, RandomSource
 from vllm_adaptive_tree.step import walked
@@ -82,10 +83,13 @@ class Target:
         return rows[0]
 
     def walk_at_once(self, verification: Verification) -> Accepted | None:
-        """Follow the argmax of every row, if the sampler would return it after any history."""
+        """Follow the argmax of every row, if the sampler would return it."""
         if not self._is_argmax():
             return None
-        best: list[int] = self.sampler.greedy_sample(self.logits.float()).tolist()
+        logits = self.logits.float()
+        if not self.sampling.no_penalties:
+            logits = torch.cat([self._penalised(request) for request in range(len(self.first))])
+        best: list[int] = self.sampler.greedy_sample(logits).tolist()
         return verification.follow(best, self.first.tolist(), self.limits.most.tolist())
 
     def rule_at_once(
@@ -93,24 +97,37 @@ class Target:
     ) -> Accepted | None:
         if pair.rule is not Traversal or pair.proposer.kind != "without_replacement" or not isinstance(rng, CounterRNG):
             return None
-        if self.forces_greedy or not self._is_history_free():
+        if self.forces_greedy or not self._has_rows():
             return None
         walking = range(len(self.first)) if active is None else active.nonzero().flatten().tolist()
         rows = [self._rows(request, *verification.rows_of(request)) for request in walking]
         return traversal_of_rows(verification.tree, rows, rng, levels=verification.levels) if rows else None
 
     def _rows(self, request: int, size: int, q: Tensor, row: NDArray[np.int64], chosen: NDArray[np.bool_]) -> Rows:
-        """Distributions of a random request, as vLLM's sampler makes them of temperature, top-k and top-p."""
-        first, sampling = int(self.first[request]), self.sampling
-        logits = self.logits[first : first + 1 + size].float() / sampling.temperature[request]
+        """Distributions of a random request, as vLLM's sampler makes them of penalties, temperature, min-p, top-k and
+        top-p."""
+        sampling = self.sampling
+        logits = self._penalised(request).div_(sampling.temperature[request])
+        for processor in sampling.logitsprocs.argmax_invariant:
+            if may_act(processor):
+                logits = of_request(processor, request).apply(logits)
         top_k, top_p = (
             None if limit is None else limit[request].expand(1 + size) for limit in (sampling.top_k, sampling.top_p)
         )
         return Rows(request, apply_top_k_top_p(logits, top_k, top_p).softmax(-1, dtype=torch.float32), q, row, chosen)
 
+    def _penalised(self, request: int) -> Tensor:
+        """Logits [1 + N, V] of a request's rows, each with the penalties of its path."""
+        tree, first = self.step.trees.get(request, NO_TREE), int(self.first[request])
+        rows = self.logits[first : first + 1 + len(tree)].to(torch.float32, copy=True)
+        if not self.sampling.no_penalties:
+            output = self.sampling.output_token_ids[request][: self.written[request]]
+            penalise(rows, tree, self.sampling, request, output)
+        return rows
+
     def emit(self, verification: Verification, paths: Accepted, from_target: Tensor | None) -> Accepted:
         """Draw the tokens of `paths` once more where vLLM's sampler draws itself, or gives logprobs of each."""
-        if from_target is None and not self.limits.stops and not self._has_logprobs() and self._is_history_free():
+        if from_target is None and not self.limits.stops and not self._has_logprobs() and self._has_rows():
             return self.limits.cut(paths)
         self.drawn, self.levels = 0, []
 
@@ -139,32 +156,31 @@ class Target:
         return LogprobsTensors(*fields)
 
     def _is_argmax(self) -> bool:
-        """Return whether every sample is the argmax of its row: a greedy batch without logprobs, penalties, bans,
-        biases and budgets."""
+        """Return whether every sample is the argmax of its row, with its penalties: a greedy batch without logprobs,
+        bans, biases and budgets."""
         sampling = self.sampling
         return (
             sampling.all_greedy
             and not self._has_logprobs()
-            and self._is_unchanged(sampling.logitsprocs.non_argmax_invariant)
+            and self._is_unbanned()
+            and not any(map(may_act, sampling.logitsprocs.non_argmax_invariant))
         )
 
     def _has_logprobs(self) -> bool:
         return self.sampling.max_num_logprobs is not None or bool(self.sampling.logprob_token_ids)
 
-    def _is_history_free(self) -> bool:
-        """Return whether temperature, top-k and top-p make every distribution, whatever came before."""
-        return self._is_unchanged(self.sampling.logitsprocs.all)
+    def _has_rows(self) -> bool:
+        """Return whether `_rows` makes every distribution."""
+        return self._is_unbanned() and not any(map(may_change_more, self.sampling.logitsprocs.all))
 
-    def _is_unchanged(self, processors: Iterable[Any]) -> bool:
-        """Return whether there are no penalties, bans, budgets, or `processors` that act."""
+    def _is_unbanned(self) -> bool:
+        """Return whether there are no bans and budgets."""
         sampling = self.sampling
         thinking = sampling.thinking_budget_state_holder
         return (
-            sampling.no_penalties
-            and not sampling.bad_words_token_ids
+            not sampling.bad_words_token_ids
             and sampling.allowed_token_ids_mask is None
             and (thinking is None or not thinking.has_tracked_requests())
-            and not any(may_act(processor) for processor in processors)
         )
 
     def _emitted(self, output: Any) -> tuple[Tensor, Tensor]:
