@@ -37,6 +37,7 @@ from vllm_adaptive_tree.kernels import (
     rules,
     sampling,
     selection,
+    shape,
     slots,
     waiting,
 )
@@ -287,7 +288,8 @@ def _small(vocabulary: int, children: int, nodes: int) -> Iterator[Variant]:
     types = {"tokens": "*i64", "best_token": "*i64", "chosen": "*i1"}
     types |= dict.fromkeys(("best_share", "probs", "maxima"), "*fp32")
     name = f"top {children} of {vocabulary}"
-    yield Variant(name, sampling._top, types, sizes, 4 if chunks <= 1024 else 8, ("vocabulary",))
+    constants = {**sizes, "POSSIBLE": True}
+    yield Variant(name, sampling._top, types, constants, 4 if chunks <= 1024 else 8, ("vocabulary",))
     if vocabulary != 128_256:
         return
     pointers = dict.fromkeys(("bound", "base", "key"), "*i64")
@@ -299,6 +301,13 @@ def _small(vocabulary: int, children: int, nodes: int) -> Iterator[Variant]:
     walk, traversal, rejection_walk = (sys.modules[f"vllm_adaptive_tree.kernels.{name}"] for name in modules)
     padded = triton.next_power_of_2(nodes)
     yield Variant(f"walk, {nodes} nodes", walk._walk, pointers, {"STEPS": 9, "PADDED_NODES": padded}, 1)
+    types = dict.fromkeys(("tokens", "best", "count", "key"), "*i64") | {"probs": "*fp32", "sums": "*fp64"}
+    constants = {"CHUNK": CHUNK, "PADDED_CHUNKS": chunks, "PADDED_K": 2, "BELOW_ONE": sampling.BELOW_ONE}
+    yield Variant("sample another", sampling._sample_other, types, constants, 8, ("vocabulary",))
+    types = dict.fromkeys(("tokens", "read", "drawn", "inner", "children", "column", "rank"), "*i64")
+    types |= {"path": "*fp32", "q": "*fp32"} | dict.fromkeys(("exists_out", "dead", "going"), "*i1")
+    constants = {"FIRST": False, "EMPTY": EMPTY, "PADDED": 32}
+    yield Variant("place 32 children", shape._place, types, constants, 1, ("vocabulary",))
     outs = dict.fromkeys(("tokens_out", "place_out", "request_out", "tokens", "start", "index"), "*i32")
     windows = {"ALL": True, "PADDED": triton.next_power_of_2(nodes + 1)}
     yield Variant(f"windows, {nodes} nodes", paths._windows, outs | {"parent": "*i64", "node": "*i64"}, windows, 1)

@@ -13,26 +13,44 @@ import pytest
 import torch
 from torch import Tensor
 
+from vllm_adaptive_tree.acceptance import KINDS
 from vllm_adaptive_tree.drafters import Frontier, Rows
 from vllm_adaptive_tree.proposers import Proposal, Proposer, Request, draft_tree
 from vllm_adaptive_tree.proposers.adaptive_tree import AdaptiveTree
 from vllm_adaptive_tree.proposers.best_first import Growth, Level
 from vllm_adaptive_tree.proposers.dyspec import DySpec
 from vllm_adaptive_tree.proposers.eagle2 import Eagle2
+from vllm_adaptive_tree.proposers.mcsd import Mcsd
 from vllm_adaptive_tree.proposers.opt_tree import OptTree
+from vllm_adaptive_tree.proposers.sequoia import Sequoia
+from vllm_adaptive_tree.proposers.static_tree import StaticTree
 from vllm_adaptive_tree.rng import CounterRNG
-from vllm_adaptive_tree.trees import TreeBatch
+from vllm_adaptive_tree.trees import Shape, TreeBatch
 
 from .test_kernels import DEVICE, INTERPRETED, TRITON, Pool, kernels
 from .test_no_host_sync import NoHostSync
 
 REQUESTS = 5
+SHAPE = Shape.of([(0,), (1,), (2,), (0, 0), (0, 1), (0, 2), (1, 0), (2, 0), (0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 0, 1)])
+
+
+class _Gate(torch.nn.Module):
+    """Goes on where a token has more than half of the mass."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        return features[..., 1]
+
+
 METHODS: dict[str, Proposer] = {
     "adaptive_tree": AdaptiveTree(max_depth=4, max_children=4, drawn_from=0.4),
     "opt_tree": OptTree(max_depth=4, threshold=0.0),
     "eagle2": Eagle2(max_depth=4, top_k=3),
     "dyspec, heap": DySpec(max_depth=4, max_children=4, threshold=0.0),
     "dyspec, threshold": DySpec(max_depth=4, max_children=4, threshold=0.03),
+    **{f"static_tree, {kind}": StaticTree(SHAPE, kind=kind) for kind in KINDS if kind != "hub_pair"},
+    "static_tree, hub_pair": StaticTree(Shape.named("binary", 12), kind="hub_pair"),
+    "sequoia": Sequoia(SHAPE),
+    "mcsd": Mcsd(SHAPE, gate=_Gate(), stop_threshold=0.5),
 }
 LOGITS: dict[str, Callable[[Tensor], Tensor]] = {
     "random": lambda logits: logits,

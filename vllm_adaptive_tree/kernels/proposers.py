@@ -1,19 +1,25 @@
 """Proposers that grow their trees by kernels."""
 
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from vllm_adaptive_tree.drafters import Rows
+from vllm_adaptive_tree.kernels.children import draw_children
 from vllm_adaptive_tree.kernels.growth import MOST_CANDIDATES, Limits, kept, scalar, slots_read
 from vllm_adaptive_tree.kernels.sampling import FusedRNG, put_top
+from vllm_adaptive_tree.kernels.shape import place_children
 from vllm_adaptive_tree.kernels.slots import MOST_CHILDREN, draft_slots, slot_values
 from vllm_adaptive_tree.proposers.adaptive_tree import AdaptiveTree
 from vllm_adaptive_tree.proposers.base import log_softmax_at, rng_keys, softmax_at
 from vllm_adaptive_tree.proposers.best_first import BestFirst, Candidates, Growth, best_candidates
 from vllm_adaptive_tree.proposers.dyspec import DySpec
 from vllm_adaptive_tree.proposers.eagle2 import Eagle2
+from vllm_adaptive_tree.proposers.mcsd import Mcsd
 from vllm_adaptive_tree.proposers.opt_tree import OptTree, top_children
+from vllm_adaptive_tree.proposers.sequoia import Sequoia
+from vllm_adaptive_tree.proposers.static_tree import ShapeGrowth, StaticTree
 
 
 class FusedGrowth(BestFirst):
@@ -88,3 +94,33 @@ class FusedEagle2(FusedGrowth, Eagle2):
     def candidates(self, growth: Growth, logits: Tensor) -> Candidates:
         log_probs = log_softmax_at(logits, growth.request.temperature[:, None])
         return top_children(log_probs, growth.front.path[:, : log_probs.shape[1]], self.top_k)
+
+
+class FusedStaticTree(StaticTree):
+    """Draws the children of a level and puts them into their trees."""
+
+    @classmethod
+    def of(cls, proposer: StaticTree) -> Self:
+        made: Any = cls.__new__(cls)
+        vars(made).update(vars(proposer))
+        return made
+
+    def extend(self, growth: ShapeGrowth, rows: Rows) -> ShapeGrowth:
+        request, logits, level = growth.request, rows.logits, growth.plan.levels[growth.level]
+        rng, dead = request.rng.fold_in(rng_keys(growth.level, logits)), rows.dead
+        if logits.dtype == torch.float64 or request.initial is not None or not isinstance(rng, FusedRNG):
+            return super().extend(growth, rows)
+        assert dead is not None
+        q = softmax_at(logits, request.temperature[:, None])
+        planned = level.fanout[: logits.shape[1]].expand(logits.shape[:2])
+        drawn = draw_children(self.kind, q, planned, level.max_fanout, rng, request.greedy)
+        grown, exists = place_children(growth, drawn, q, dead)
+        return grown._replace(going=growth.going & self.goes_on(q, rows.hidden, exists))
+
+
+class FusedSequoia(FusedStaticTree, Sequoia):
+    pass
+
+
+class FusedMcsd(FusedStaticTree, Mcsd):
+    pass

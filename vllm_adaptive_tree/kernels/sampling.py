@@ -90,6 +90,7 @@ def _top(
     CHUNK: tl.constexpr,
     PADDED_CHUNKS: tl.constexpr,  # a power of two, as the next
     PADDED_K: tl.constexpr,
+    POSSIBLE: tl.constexpr,  # -1 in place of tokens without mass
 ):
     row = tl.program_id(0).to(tl.int64)
     index, lane, column = tl.arange(0, PADDED_CHUNKS), tl.arange(0, CHUNK), tl.arange(0, PADDED_K)
@@ -107,15 +108,50 @@ def _top(
         best = chunk.to(tl.int64) * CHUNK + at
         if i == 0:
             tl.store(best_token + row, best)
-        found = tl.where(column == i, tl.where(largest > 0, best, -1), found)
+        found = tl.where(column == i, tl.where((largest > 0) | (not POSSIBLE), best, -1), found)
         rest = tl.max(tl.where(lane == at, -1.0, entry), 0)
         left = tl.where(index == chunk, rest, left)
     tl.store(tokens + row * k + column, found, mask=(column < k) & from_target)
 
 
-def put_top(tokens: Tensor, probs: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+@triton.jit(do_not_specialize=["number"], do_not_specialize_on_alignment=["key", "count"])
+def _sample_other(
+    tokens,  # [rows]
+    probs,  # [rows, V]
+    sums,  # [rows, chunks] float64: sums of `probs` per chunk
+    best,  # [rows, K]
+    count,  # [rows]: of `best` that are left out
+    key,  # [rows]
+    number,  # of the random number
+    k,
+    vocabulary,
+    chunks,
+    CHUNK: tl.constexpr,
+    PADDED_CHUNKS: tl.constexpr,  # a power of two, as the next
+    PADDED_K: tl.constexpr,
+    BELOW_ONE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    index, lane, column = tl.arange(0, PADDED_CHUNKS), tl.arange(0, CHUNK), tl.arange(0, PADDED_K)
+    left_out = tl.minimum(tl.maximum(tl.load(count + row), 0), k)
+    removed = tl.load(best + row * k + column, mask=column < left_out, other=-1)
+    left = tl.load(sums + row * chunks + index, mask=index < chunks, other=0.0)
+    probs += row * vocabulary
+    for i in range(left_out):
+        chunk = tl.sum(tl.where(column == i, removed, 0), 0) // CHUNK
+        token = chunk * CHUNK + lane
+        gone = tl.max((token[:, None] == removed[None, :]).to(tl.int32), 1) != 0
+        entry = tl.load(probs + token, mask=(token < vocabulary) & ~gone, other=0.0)
+        left = tl.where(index == chunk, tl.sum(entry.to(tl.float64), 0), left)
+    u = uniform(tl.load(key + row), number)
+    found, _, _ = pick(probs, left, removed, u, vocabulary, chunks, CHUNK, BELOW_ONE)
+    last = tl.load(best + row * k + tl.minimum(left_out, k - 1))
+    tl.store(tokens + row, tl.where(tl.sum(left, 0) > 0, found, last))
+
+
+def put_top(tokens: Tensor, probs: Tensor, chosen: Tensor, *, possible: bool = True) -> tuple[Tensor, Tensor]:
     """Overwrite `tokens` [R, W, k] of the `chosen` [R] bool requests by the most probable ones, ties to the smaller
-    token; -1 where none is left.
+    token; -1 where none is left, if only those that are `possible` count.
 
     Returns:
         The largest of each row of `probs` [R, W, V], and its token: [R, W] each.
@@ -129,6 +165,7 @@ def put_top(tokens: Tensor, probs: Tensor, chosen: Tensor) -> tuple[Tensor, Tens
             CHUNK=CHUNK,
             PADDED_CHUNKS=triton.next_power_of_2(maxima.shape[-1]),
             PADDED_K=triton.next_power_of_2(k),
+            POSSIBLE=possible,
             num_warps=4 if maxima.shape[-1] <= 1024 else 8,
         )
     return share, best
@@ -182,6 +219,24 @@ class FusedRNG(CounterRNG):
     def sample_without_replacement(self, probs: Tensor, k: int) -> Tensor:
         first, self.num_samples = self.num_samples + 1, self.num_samples + k
         return self._tokens(probs, k, 2 * first + 1, exhausted=EXHAUSTED)
+
+    def sample_other(self, probs: Tensor, best: Tensor, count: Tensor) -> Tensor:
+        """A token [R, W] other than the first `count` [R, W] of `best` [R, W, K]; if those have all the mass, the one
+        after them."""
+        self.num_samples += 1
+        probs, sums, k = probs.contiguous(), chunk_sums(probs), best.shape[-1]
+        tokens = torch.empty(best.shape[:-1], dtype=torch.int64, device=probs.device)
+        if tokens.numel():
+            _sample_other[(tokens.numel(),)](
+                *(tokens, probs, sums, best.contiguous(), count.contiguous(), self.key.contiguous()),
+                *(2 * self.num_samples + 1, k, probs.shape[-1], sums.shape[-1]),
+                CHUNK=CHUNK,
+                PADDED_CHUNKS=triton.next_power_of_2(sums.shape[-1]),
+                PADDED_K=triton.next_power_of_2(k),
+                BELOW_ONE=BELOW_ONE,
+                num_warps=4 if sums.shape[-1] <= 1024 else 8,
+            )
+        return tokens
 
     def _tokens(self, probs: Tensor, k: int, number: int, exhausted: float) -> Tensor:
         """Tokens [..., k]; -1 once no more than the fraction `exhausted` of the mass is left."""

@@ -47,6 +47,7 @@ class Mcsd(StaticTree):
     (type 1), so the decision depends on nothing drawn later; that level is kept.
     """
 
+    fused = "vllm_adaptive_tree.kernels.proposers:FusedMcsd"
     Options = McsdOptions
     gate: Gate | None
 

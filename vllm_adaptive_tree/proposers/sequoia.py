@@ -28,6 +28,7 @@ class SequoiaOptions(ShapedOptions):
 class Sequoia(StaticTree):
     """A static tree of `sequoia_shape`."""
 
+    fused = "vllm_adaptive_tree.kernels.proposers:FusedSequoia"
     Options = SequoiaOptions
 
     @classmethod

@@ -90,6 +90,7 @@ class ShapeGrowth(NamedTuple):
 class StaticTree(Proposer):
     """Tree of `shape` cut to the node budget, with children of the given kind; greedy requests get top-k children."""
 
+    fused = "vllm_adaptive_tree.kernels.proposers:FusedStaticTree"
     capturable = True
     Options: ClassVar[type[MethodOptions]] = StaticTreeOptions
     kinds: tuple[Kind, ...] = ("without_replacement", "one_hot", "iid", "hub_pair", "top_k_plus_one")
