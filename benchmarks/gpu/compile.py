@@ -28,10 +28,12 @@ from triton.compiler import ASTSource
 from vllm_adaptive_tree.attention import plan, triton_tree
 from vllm_adaptive_tree.attention.plan import LANES, MOST_SPLITS, Tiling
 from vllm_adaptive_tree.bench.provenance import save
+from vllm_adaptive_tree.drafters.ngram import LENGTH, MATCHES, NOTHING
 from vllm_adaptive_tree.kernels import (
     commit,
     growth,
     layout,
+    ngram,
     paths,
     reading,
     rules,
@@ -304,6 +306,9 @@ def _small(vocabulary: int, children: int, nodes: int) -> Iterator[Variant]:
     types = dict.fromkeys(("tokens", "best", "count", "key"), "*i64") | {"probs": "*fp32", "sums": "*fp64"}
     constants = {"CHUNK": CHUNK, "PADDED_CHUNKS": chunks, "PADDED_K": 2, "BELOW_ONE": sampling.BELOW_ONE}
     yield Variant("sample another", sampling._sample_other, types, constants, 8, ("vocabulary",))
+    types = {"tokens_out": "*i64", "weight_out": "*fp32", "index": "*i64"} | dict.fromkeys(("text", "length"), "*i32")
+    constants = {"COMMON": ngram.COMMON, "MATCHES": MATCHES, "LENGTH": LENGTH, "LONGER": 1.0, "NOTHING": NOTHING}
+    yield Variant("look up", ngram._look_up, types, constants | {"BLOCK": ngram.BLOCK}, 4, ("row",))
     types = dict.fromkeys(("tokens", "read", "drawn", "inner", "children", "column", "rank"), "*i64")
     types |= {"path": "*fp32", "q": "*fp32"} | dict.fromkeys(("exists_out", "dead", "going"), "*i1")
     constants = {"FIRST": False, "EMPTY": EMPTY, "PADDED": 32}

@@ -192,6 +192,31 @@ class TestStepKernels:
                 at += 1
         assert len(found.tokens) == at * (levels + 1)
 
+    @pytest.mark.parametrize(("shortest", "longest"), [(1, 4), (2, 3), (3, 12)])
+    def test_look_up(self, shortest, longest, monkeypatch):
+        """Texts of several blocks and of less than a continuation, with many occurrences and none; padding."""
+        from vllm_adaptive_tree.drafters import Texts
+        from vllm_adaptive_tree.drafters.ngram import NGram
+        from vllm_adaptive_tree.kernels import ngram
+
+        monkeypatch.setattr(ngram, "BLOCK", 64)
+        generator = torch.Generator().manual_seed(shortest)
+        lengths = torch.tensor([1, 2, 5, 40, 64, 65, 300, 400, 399]).int()
+        text = torch.randint(4, (len(lengths), 400), generator=generator).int()
+        text[6, 100:] = torch.arange(300) + 9  # nothing is repeated
+        text[7] = torch.arange(400) % 7
+        index = torch.tensor([3, 0, 8, 1, 7, 5, 2, 6, 4])
+        generic = NGram(500, shortest, longest)
+        tokens = text[index].long()
+        expected = generic.continuations(Texts(["a"] * 9, tokens, lengths[index].long(), lengths[index].long()))
+        padded = torch.cat([index, torch.tensor([9, 9])]).to(DEVICE)
+        found = ngram.FusedNGram.of(generic).search(text.to(DEVICE), lengths.to(DEVICE), padded)
+        assert torch.equal(found.tokens[:9].cpu(), expected.tokens)
+        assert torch.allclose(found.weight[:9].cpu(), expected.weight, rtol=1e-6, atol=0)
+        assert not found.weight[9:].any()
+        assert (found.tokens[9:] == -1).all()
+        assert {0, 8} <= set((expected.weight > 0).sum(1).tolist())
+
     def test_layout_reads_no_value_on_the_host(self, monkeypatch):
         class Launch:
             def __getitem__(self, grid):

@@ -64,7 +64,7 @@ def _windows(
         tl.store(tokens_out + out, tl.load(tokens + first + at, mask=exists, other=0), mask=exists)
         tl.store(place_out + out, tl.maximum(depth - back, 0).to(tl.int32), mask=exists)
         tl.store(request_out + out, tl.where(back == 0, own, nobody), mask=exists)
-        at, _ = _above(parent, at, exists)
+        at, went = _above(parent, at, exists)
 
 
 def path_windows(
