@@ -158,7 +158,8 @@ def models(case: str, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         return {"model": TARGET}, {"model": getattr(heads, case)(folder / "head")}
     kind, more = {"moe": ("qwen3_moe", EXPERTS)}.get(case, ("qwen3", {}))
     target = written(folder / "target", kind, **more)
-    method = {"method": "adaptive_tree", "tree": {"max_children": 4, "budget": 6}} if case == "adaptive" else {}
+    learnt = {"max_children": 4, "budget": 6, "lookup": "ngram"}
+    method = {"method": "adaptive_tree", "tree": learnt} if case == "adaptive" else {}
     return {"model": target, "skip_tokenizer_init": True}, {"model": target, **method}
 
 

@@ -99,6 +99,7 @@ def test_graphs(capability: str, case: str, graphs: str, tmp_path: Path) -> None
     assert found["drafts"] > 0
     assert not found["late"], "no kernel is compiled after the first request"
     assert case != "head" or "_wait" in found["early"], "it may rest"
+    assert case != "adaptive" or "_look_up" in found["early"], "a piece that is recorded"
     decodes = "FULL" if graphs == "FULL_AND_PIECEWISE" else "PIECEWISE"
     steps = found["steps"]
     for step in steps:

@@ -90,6 +90,9 @@ class TextDrafter(ABC):
     """Module that must be there, and the remedy if it is not; checked before an engine starts."""
     compiled: ClassVar[str | None] = None
     """Import path of a class that drafts the same in compiled loops, on CPUs only."""
+    fused: ClassVar[str | None] = None
+    """Import path of a class, made by its `of(draft)`, whose `search` finds the same continuations by a kernel, on GPUs
+    only, so that a CUDA graph may hold it."""
     chain_keys: ClassVar[dict[str, Any]] = {}
     """Further keys of vLLM's own speculation of its name, for comparisons."""
 

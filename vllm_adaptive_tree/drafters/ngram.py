@@ -41,6 +41,7 @@ class NGram(Lookup):
     Options: ClassVar[type[Options]] = NGramOptions
     length = LENGTH
     compiled = "vllm_adaptive_tree.drafters.ngram_cpu:NGramCPU"
+    fused = "vllm_adaptive_tree.kernels.ngram:FusedNGram"
     chain_keys: ClassVar[dict[str, Any]] = {"prompt_lookup_min": 1, "prompt_lookup_max": 4}  # as ours
 
     def __init__(self, vocabulary: int, shortest: int, longest: int):

@@ -38,6 +38,12 @@ class Proposal(NamedTuple):
         read, planned = pad(self.read, more, value=-1), pad(self.num_planned, more)
         return Proposal(self.tree.padded(nodes), read, planned, cell, chosen)
 
+    def first(self, requests: int) -> "Proposal":
+        """Proposal of the first trees."""
+        tree = TreeBatch(*(part[:requests] for part in self.tree))
+        cell, chosen = (None if part is None else part[:requests] for part in (self.cell, self.chosen))
+        return Proposal(tree, self.read[:requests], self.num_planned[:requests], cell, chosen)
+
     def cut(self, limit: Tensor) -> "Proposal":
         """Proposal of the first `limit[r]` nodes of every tree ([R]), as if the scheduler had kept no others."""
         return self._replace(tree=self.tree.cut(limit))

@@ -9,9 +9,10 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm_adaptive_tree.acceptance import Accepted
 from vllm_adaptive_tree.budget.fixed import ALL
 from vllm_adaptive_tree.drafters import Continuations
+from vllm_adaptive_tree.engine.v2.lookup_trees import merged_with
 from vllm_adaptive_tree.engine.v2.token_history import token_history
 from vllm_adaptive_tree.proposers import Proposal
-from vllm_adaptive_tree.proposers.merging import counted, draft_levels, merge, without_own_draws
+from vllm_adaptive_tree.proposers.merging import draft_levels, without_own_draws
 
 
 class DeviceDraft:
@@ -35,6 +36,8 @@ class DeviceDraft:
         """False if the draft rests."""
         self.ready: np.ndarray | None = None
         """[R] bool: requests that the draft grows a tree for; None: all."""
+        self.merged: Proposal | None = None
+        """Trees with the continuations of the texts in them, if a piece has merged them."""
         self.tokens: Tensor | None = None
         """Tokens of the trees [R, N]; None: there are none."""
 
@@ -83,6 +86,8 @@ class DeviceDraft:
         return proposal
 
     def empty(self) -> Proposal:
+        if self.merged is not None:
+            return self.merged
         self.speculator.drafts.open(0, 0)
         return Proposal.nothing(self.batch.num_reqs, self.nodes, self.speculator.device)
 
@@ -91,17 +96,21 @@ class DeviceDraft:
         lookup = speculator.lookup if levels else speculator.offers
         if lookup is None:
             return None
-        found: Continuations = lookup.continuations(token_history(self.batch, speculator.states))
-        return found.only(None if speculator.pair.mixes else self.chosen)
+        if speculator.merges is not None:
+            self.merged, continuations = speculator.merges.of(self.batch.num_reqs, drafted=levels > 0)
+            return continuations
+        everything: Continuations = lookup.continuations(token_history(self.batch, speculator.states))
+        return everything.only(None if speculator.pair.mixes else self.chosen)
 
     def merge(self, proposal: Proposal, continuations: Continuations) -> Proposal:
-        pair = self.speculator.pair
-        merged = merge(proposal, continuations, nodes=self.nodes, most=pair.most, max_depth=pair.proposer.max_depth)
-        return counted(merged, among=~self.chosen) if pair.mixes and self.chosen is not None else merged
+        if self.merged is not None:
+            return self.merged
+        return merged_with(self.speculator.pair, proposal, continuations, self.chosen, nodes=self.nodes)
 
     def keep(self, proposal: Proposal, merged: Continuations | None) -> None:
         speculator, batch = self.speculator, self.batch
-        if merged is not None or self.limits is not None:  # `drafts` has another tree, or a whole one
+        stored = merged is None or self.merged is not None
+        if not stored or self.limits is not None:  # `drafts` has another tree, or a whole one
             proposal = proposal.padded(self.nodes)
             inputs, requests = speculator.inputs, batch.num_reqs
             position, temperature = inputs.position[:requests], inputs.temperature[:requests]

@@ -22,14 +22,15 @@ from vllm_adaptive_tree.engine.v2.device_draft import DeviceDraft
 from vllm_adaptive_tree.engine.v2.drafts import Drafts
 from vllm_adaptive_tree.engine.v2.graphs import DraftGraphs, Piece, ladder
 from vllm_adaptive_tree.engine.v2.kernel_dispatch import acceptance_bytes, counter_rng
+from vllm_adaptive_tree.engine.v2.lookup_trees import LookupTrees
 from vllm_adaptive_tree.engine.v2.readback import AsyncReadback
 from vllm_adaptive_tree.engine.v2.verification import Verification
 from vllm_adaptive_tree.kernels.reading import CHOSEN, READY, Cache, DraftInputs, Shaping, StepTensors
 from vllm_adaptive_tree.methods import verifiable_lookup
 from vllm_adaptive_tree.proposers import Proposal, Request, draft_tree
 from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE
+from vllm_adaptive_tree.registry import imported
 from vllm_adaptive_tree.step import TreeStep
-from vllm_adaptive_tree.trees import TreeBatch
 from vllm_adaptive_tree.trees.tree_batch import EMPTY
 
 LEVEL_ROWS = 256
@@ -141,6 +142,11 @@ class TreeDrafting(BaseSpeculator):
             lookup = None  # in tensors it costs as much as a level
         self.lookup = None if lookup is None else lookup.build(vocabulary)
         self.text = None if text is None else text.build(vocabulary)
+        fused = None if self.lookup is None else vars(type(self.lookup)).get("fused")
+        self.merges: LookupTrees | None = None
+        """Trees of that look-up, if a kernel searches."""
+        if fused is not None and compiles(self.device):
+            self.merges = LookupTrees(self, imported(fused).of(self.lookup))
         self.offers = self.lookup or verifiable_lookup(self.text, self.pair)
         """Look-up that proposes trees while the draft rests."""
         if self.lookup is not None and self.pair.mixes:
@@ -255,11 +261,12 @@ class TreeDrafting(BaseSpeculator):
     def pieces(self) -> dict[Piece, Callable[[], Any]]:
         """Pieces that a step may run, those of most requests first. Those of fewer levels are for a budget."""
         fewest = 1 if self.options.tree.budget == "auto" else self.drafted_levels
-        return {
+        grown: dict[Piece, Callable[[], Any]] = {
             Piece.of(size, levels): partial(self.trees, size, levels)
             for size in reversed(self.sizes)
             for levels in range(self.drafted_levels, fewest - 1, -1)
         }
+        return grown if self.merges is None else grown | self.merges.pieces()
 
     def propose(
         self,
@@ -369,9 +376,7 @@ class TreeDrafting(BaseSpeculator):
         self.dead, self.forwards = grown.dead, grown.forwards
         if self.steering.steered.fill and 1 + self.forwards < most:  # else the limit may have ended them
             self.readback.send(grown.counts, self._grown)
-        tree, read, planned, cell, _ = grown.proposal
-        cell = None if cell is None else cell[:requests]
-        return Proposal(TreeBatch(*(part[:requests] for part in tree)), read[:requests], planned[:requests], cell)
+        return grown.proposal.first(requests)
 
     def _slots(self, requests: int) -> int:
         """Rows of each of so many requests whose logits stay until the trees are verified."""

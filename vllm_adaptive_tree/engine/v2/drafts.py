@@ -102,6 +102,10 @@ class Drafts:
         if self.chosen is not None:
             self.chosen[: len(request)] = False if proposal.chosen is None else proposal.chosen
 
+    def proposal(self, requests: int) -> Proposal:
+        """The first trees, as they were stored."""
+        return Proposal(self.tree, self.read, self.planned, self.cell).first(requests)
+
     @property
     def padding(self) -> int:
         """Index of no request."""

@@ -10,6 +10,8 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
 T = TypeVar("T")
+MERGES, LOOKS_UP = -1, -2
+"""Pieces that look up continuations: to merge them into drafted trees, or for the trees of a step at rest."""
 
 
 @dataclass(frozen=True)
@@ -17,7 +19,7 @@ class Piece(BatchExecutionDescriptor):
     """Key of a piece: a unit of drafting for so many requests, padding included."""
 
     levels: int = 0
-    """Levels of the trees; 0: the piece reads the accepted tokens."""
+    """Levels of the trees; 0: the piece reads the accepted tokens; `MERGES`, `LOOKS_UP`."""
 
     @classmethod
     def of(cls, requests: int, levels: int = 0) -> Self:
