@@ -63,6 +63,7 @@ CASES: dict[str, Case] = {
     HEAD: Case("adaptive_tree", {"budget": "auto"}, draft="eagle3"),
     BLOCK: Case("adaptive_tree", {"budget": "auto"}, draft="dspark"),
     "adaptive_tree": Case("adaptive_tree", {"max_children": 4}),
+    "adaptive_tree, look-ups": Case("adaptive_tree", {"max_children": 4, "lookup": "ngram"}),
     "opt_tree": Case("opt_tree"),
     "opt_tree, penalties": Case("opt_tree", sampling=PENALTIES),
     "dyspec, rrsw": Case("dyspec", {"threshold": 0.02, "max_children": 4}, "rrsw", sampling=SEEDED),
