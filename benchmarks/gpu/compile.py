@@ -313,7 +313,8 @@ def _small(vocabulary: int, children: int, nodes: int) -> Iterator[Variant]:
     types |= {"path": "*fp32", "q": "*fp32"} | dict.fromkeys(("exists_out", "dead", "going"), "*i1")
     constants = {"FIRST": False, "EMPTY": EMPTY, "PADDED": 32}
     yield Variant("place 32 children", shape._place, types, constants, 1, ("vocabulary",))
-    outs = dict.fromkeys(("tokens_out", "place_out", "request_out", "tokens", "start", "index"), "*i32")
+    outs = dict.fromkeys(("tokens_out", "place_out", "tokens", "start"), "*i32")
+    outs |= dict.fromkeys(("request_out", "index"), "*i64")
     windows = {"ALL": True, "PADDED": triton.next_power_of_2(nodes + 1)}
     yield Variant(f"windows, {nodes} nodes", paths._windows, outs | {"parent": "*i64", "node": "*i64"}, windows, 1)
     rounding = {"TINY": torch.finfo(torch.float32).tiny, "ROUNDING": 1e-6, "BLOCK": rules.BLOCK}

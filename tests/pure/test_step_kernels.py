@@ -170,7 +170,7 @@ class TestStepKernels:
         parents = torch.tensor([recursive_tree(nodes, seed).parents for seed in range(3)])
         start = torch.tensor([0, *rows]).cumsum(0).int()
         tokens = torch.arange(100, 100 + int(start[-1])).int()
-        index, node = torch.tensor([4, 0, 2]).int(), torch.tensor([nodes - 1, -1, rows[2] - 2])
+        index, node = torch.tensor([4, 0, 2]), torch.tensor([nodes - 1, -1, rows[2] - 2])
         given = (part.to(DEVICE) for part in (parents, tokens, start, index, node))
         *batch, node_there = given
         levels = nodes
@@ -191,6 +191,7 @@ class TestStepKernels:
                 assert found.request[window].tolist() == [9] * levels + [int(index[request])]
                 at += 1
         assert len(found.tokens) == at * (levels + 1)
+        assert found.request.dtype == index.dtype, "vLLM's kernels multiply it"
 
     @pytest.mark.parametrize(("shortest", "longest"), [(1, 4), (2, 3), (3, 12)])
     def test_look_up(self, shortest, longest, monkeypatch):

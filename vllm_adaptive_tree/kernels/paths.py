@@ -17,7 +17,7 @@ class PathWindows(NamedTuple):
 
     tokens: Tensor  # [rows * (L + 1)] int32: of the path
     place: Tensor  # [rows * (L + 1)] int32: depth of each
-    request: Tensor  # [rows * (L + 1)] int32: vLLM's index in the last row of a window, that of nobody in the others
+    request: Tensor  # [rows * (L + 1)]: vLLM's index in the last row of a window, that of nobody in the others
     length: int  # L + 1
 
 
@@ -83,14 +83,15 @@ def path_windows(
         parent: [R, N] of each node, -1: the root.
         tokens: [all rows] int32, of the roots and their nodes, request by request.
         start: [R + 1] int32, the first of these rows of each request.
-        index: [R] int32, vLLM's index of each request.
+        index: [R], vLLM's index of each request.
         node: [R], the node of each request whose row is meant; None: all rows.
         levels: L, largest depth of a node.
         nobody: index for rows that are of no request.
     """
     requests, nodes = parent.shape
     length, rows = levels + 1, len(tokens) if node is None else requests
-    path, place, own = (torch.empty(rows * length, dtype=torch.int32, device=tokens.device) for _ in range(3))
+    path, place = (torch.empty(rows * length, dtype=torch.int32, device=tokens.device) for _ in range(2))
+    own = index.new_empty(rows * length)  # vLLM's kernels multiply it by the rows of their tables, beyond 32 bits
     if requests:
         _windows[(requests,)](
             *(path, place, own, tokens.contiguous(), parent.contiguous(), start, index),

@@ -110,7 +110,14 @@ def _fused(rule: Draw) -> Draw:
         accepted = torch.empty_like(p[:, 0], dtype=torch.int64)
         if len(p):
             _test[(len(p),)](
-                *(accepted, p, q, children.tokens.contiguous(), children.num_planned, rng.key.contiguous()),
+                *(
+                    accepted,
+                    p,
+                    q,
+                    children.tokens.contiguous(),
+                    children.num_planned.contiguous(),
+                    rng.key.contiguous(),
+                ),
                 *(columns, children.max_children, halvings(columns, p.dtype), p.shape[1]),
                 PADDED=triton.next_power_of_2(columns),
                 **constants(p, rule),

@@ -60,18 +60,22 @@ class OnPaths:
     """A processor applied to rows of logits, the window of each for its history."""
 
     def __init__(self, processor: Any, windows: PathWindows):
-        self.processor, self.windows = copy.copy(processor), windows
+        self.processor, self.windows = processor, windows
         self.switches = SWITCHES.get(type(processor))
-        for name, off in (self.switches or {}).items():
-            table = getattr(processor, name)
-            longer = torch.cat([table.gpu, table.gpu.new_full((1,), off)])
-            setattr(self.processor, name, SimpleNamespace(np=table.np, gpu=longer))
+        if self.switches is not None:
+            self.processor = copy.copy(processor)
+            for name, off in self.switches.items():
+                table = getattr(processor, name)
+                longer = torch.cat([table.gpu, table.gpu.new_full((1,), off)])
+                setattr(self.processor, name, SimpleNamespace(np=table.np, gpu=longer))
 
     def apply(self, logits: Tensor, context: Any) -> Tensor:
         """As vLLM's, in place; logits [rows, V]."""
         length = self.windows.length
-        process = self._expanded if self.switches is None else self._overlapping
-        most = max(1, MOST_BYTES // (logits[:ALIGNED].nbytes * length)) * ALIGNED
+        if self.switches is None:
+            process, most = self._expanded, max(1, MOST_BYTES // (logits[:1].nbytes * length))
+        else:
+            process, most = self._overlapping, max(1, MOST_BYTES // logits[:ALIGNED].nbytes) * ALIGNED
         for first in range(0, len(logits), most):
             part = logits[first : first + most]
             window = slice(first * length, (first + len(part)) * length)
