@@ -6,7 +6,7 @@
 import triton
 import triton.language as tl
 
-from vllm_adaptive_tree.kernels.rejection import nth, test_child
+from vllm_adaptive_tree.kernels.rejection import nth, ratio, test_child
 from vllm_adaptive_tree.kernels.rng import uniform
 
 
@@ -30,12 +30,6 @@ def _joint(draft, token, hub, q_hub, beside, certain):
     `beside`, or all of it on the token that is `certain` (-1: on none)."""
     shared = tl.where(token == hub, 0.0, draft) / beside * q_hub
     return tl.where(certain >= 0, tl.where(token == certain, q_hub, 0.0), shared)
-
-
-@triton.jit
-def _chance(mass, of):
-    """min(1, mass / of); 0 / 0 is 0."""
-    return tl.where(of > 0, tl.minimum(mass / tl.where(of > 0, of, 1.0), 1.0), (mass > 0).to(tl.float64))
 
 
 @triton.jit
@@ -74,7 +68,7 @@ def spechub(
         p_x, q_x = tl.load(p + x), tl.load(q + x)
         left = tl.where(hub_first, tl.maximum(p_x - q_x, 0.0), p_x).to(tl.float64)
         prob = tl.where(hub_first, _joint(q_x, x, hub, q_hub, beside, certain), q_x).to(tl.float64)
-        token = tl.where(uniform(stream, 4) < _chance(left, prob), x, token)
+        token = tl.where(uniform(stream, 4) < ratio(left, prob), x, token)
         if token < 0:
             over = tl.zeros([BLOCK], tl.float64)  # mass of (hub, x) left after the test of x
             other = tl.zeros([BLOCK], tl.float64)  # mass of (x, hub) left after it
@@ -94,7 +88,7 @@ def spechub(
             tl.debug_barrier()
             lost = tl.sum(over, 0)
             hub_left = tl.where(hub_first, p_hub, tl.maximum(p_hub - lost, 0.0))
-            chance = _chance(hub_left, tl.where(hub_first, lost, tl.sum(other, 0)))
+            chance = ratio(hub_left, tl.where(hub_first, lost, tl.sum(other, 0)))
             chance = tl.where(tl.sum(rest, 0) <= ROUNDING, 1.0, chance)  # no residual is left
             token = tl.where(uniform(stream, 6) < chance, hub, token)
     return token

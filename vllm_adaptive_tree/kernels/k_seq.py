@@ -6,8 +6,7 @@
 import triton
 import triton.language as tl
 
-from vllm_adaptive_tree.kernels.hub import _chance
-from vllm_adaptive_tree.kernels.rejection import nth
+from vllm_adaptive_tree.kernels.rejection import nth, ratio
 from vllm_adaptive_tree.kernels.rng import uniform
 
 
@@ -48,7 +47,7 @@ def k_seq(p, q, token_of, order, count, halvings, stream, vocabulary, BLOCK: tl.
             i += 1
             x = nth(token_of, order, i)
             q_x = tl.load(q + x).to(tl.float64)
-            chance = _chance(tl.minimum(tl.load(p + x).to(tl.float64) / rho, q_x), q_x)
+            chance = ratio(tl.minimum(tl.load(p + x).to(tl.float64) / rho, q_x), q_x)
             token = tl.where(uniform(stream, 2 * i) < chance, x, token)
         if token < 0:
             b = _kept(p, q, rho, vocabulary, BLOCK)

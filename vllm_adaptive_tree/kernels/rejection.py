@@ -65,6 +65,12 @@ def test_child(
 
 
 @triton.jit
+def ratio(mass, of):
+    """min(1, mass / of); 0 / 0 is 0."""
+    return tl.where(of > 0, tl.minimum(mass / tl.where(of > 0, of, 1.0), 1.0), (mass > 0).to(tl.float64))
+
+
+@triton.jit
 def nth(token_of, order, i):
     """Token of the i-th child; the first is 1."""
     return tl.sum(tl.where(order == i, token_of, 0), 0)
