@@ -307,7 +307,7 @@ def _small(vocabulary: int, children: int, nodes: int) -> Iterator[Variant]:
     constants = {"CHUNK": CHUNK, "PADDED_CHUNKS": chunks, "PADDED_K": 2, "BELOW_ONE": sampling.BELOW_ONE}
     yield Variant("sample another", sampling._sample_other, types, constants, 8, ("vocabulary",))
     types = {"tokens_out": "*i64", "weight_out": "*fp32", "index": "*i64"} | dict.fromkeys(("text", "length"), "*i32")
-    constants = {"COMMON": ngram.COMMON, "MATCHES": MATCHES, "LENGTH": LENGTH, "LONGER": 1.0, "NOTHING": NOTHING}
+    constants = {"COMMON": ngram.COMMON, "MATCHES": MATCHES, "LENGTH": LENGTH, "LOG_LONGER": 1.0, "NOTHING": NOTHING}
     yield Variant("look up", ngram._look_up, types, constants | {"BLOCK": ngram.BLOCK}, 4, ("row",))
     types = dict.fromkeys(("tokens", "read", "drawn", "inner", "children", "column", "rank"), "*i64")
     types |= {"path": "*fp32", "q": "*fp32"} | dict.fromkeys(("exists_out", "dead", "going"), "*i1")

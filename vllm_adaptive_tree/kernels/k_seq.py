@@ -32,6 +32,14 @@ def _any_of(b, count):
 
 
 @triton.jit
+def _left(p, q, scale, tests, at, known):
+    """(p - tests * min(p / scale, q))+ of tokens, `tests` being how often one is kept."""
+    target = tl.load(p + at, mask=known, other=0.0)
+    kept = tl.minimum(target / scale, tl.load(q + at, mask=known, other=0.0))
+    return tl.maximum(target - kept * tests, 0.0)
+
+
+@triton.jit
 def k_seq(p, q, token_of, order, count, halvings, stream, vocabulary, BLOCK: tl.constexpr):
     """K-SEQ, as in `acceptance.k_seq`. Returns the accepted child, or -1 and leaves the residual in `p`."""
     token = tl.full([], -1, tl.int64)
@@ -56,15 +64,11 @@ def k_seq(p, q, token_of, order, count, halvings, stream, vocabulary, BLOCK: tl.
             left = tl.zeros([BLOCK], tl.float64)
             for start in range(0, vocabulary, BLOCK):
                 at = start + tl.arange(0, BLOCK)
-                target = tl.load(p + at, mask=at < vocabulary, other=0.0)
-                kept = tl.minimum(target / scale, tl.load(q + at, mask=at < vocabulary, other=0.0))
-                left += tl.maximum(target - kept * tests, 0.0).to(tl.float64)
+                left += _left(p, q, scale, tests, at, at < vocabulary).to(tl.float64)
             if tl.sum(left, 0) > 0:
                 tl.debug_barrier()  # all threads have read p
                 for start in range(0, vocabulary, BLOCK):
                     at = start + tl.arange(0, BLOCK)
-                    target = tl.load(p + at, mask=at < vocabulary, other=0.0)
-                    kept = tl.minimum(target / scale, tl.load(q + at, mask=at < vocabulary, other=0.0))
-                    tl.store(p + at, tl.maximum(target - kept * tests, 0.0), mask=at < vocabulary)
+                    tl.store(p + at, _left(p, q, scale, tests, at, at < vocabulary), mask=at < vocabulary)
             tl.debug_barrier()
     return token

@@ -3,6 +3,7 @@
 # ruff: noqa: N803
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped"
 
+import math
 from typing import Self
 
 import torch
@@ -32,7 +33,7 @@ def _look_up(
     COMMON: tl.constexpr,
     MATCHES: tl.constexpr,  # a power of two, as the next
     LENGTH: tl.constexpr,
-    LONGER: tl.constexpr,
+    LOG_LONGER: tl.constexpr,
     NOTHING: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -66,10 +67,10 @@ def _look_up(
     order = tl.sum(before.to(tl.int32), 1)
     found, common = best >= 0, tl.where(best >= 0, best // COMMON, 0)
     most = tl.maximum(tl.max(common, 0), 1)
-    weight = tl.where(found, tl.exp2(LONGER * (common - most).to(tl.float32)), 0.0)
-    total = tl.sum(weight, 0) + NOTHING * tl.exp2(LONGER * (1 - most).to(tl.float32))
+    weight = tl.where(found, tl.exp2(LOG_LONGER * (common - most).to(tl.float32)), 0.0)
+    total = tl.sum(weight, 0) + NOTHING * tl.exp2(LOG_LONGER * (1 - most).to(tl.float32))
     tl.store(weight_out + request * MATCHES + order, weight / total)
-    at = (tl.where(found, best % COMMON, 0))[:, None] + tl.arange(0, LENGTH)[None, :]
+    at = tl.where(found, best % COMMON, 0)[:, None] + tl.arange(0, LENGTH)[None, :]
     inside = found[:, None] & (at < size)
     token = tl.load(text + at, mask=inside, other=-1).to(tl.int64)
     out = (request * MATCHES + order)[:, None] * LENGTH + tl.arange(0, LENGTH)[None, :]
@@ -101,12 +102,9 @@ class FusedNGram(NGram):
                 COMMON=COMMON,
                 MATCHES=MATCHES,
                 LENGTH=LENGTH,
-                LONGER=_LOG_LONGER,
+                LOG_LONGER=math.log2(LONGER),
                 NOTHING=NOTHING,
                 BLOCK=BLOCK,
                 num_warps=4,
             )
         return Continuations(tokens, weight)
-
-
-_LOG_LONGER = float(torch.tensor(LONGER).log2())

@@ -86,8 +86,9 @@ class Target:
         """Follow the argmax of every row, if the sampler would return it."""
         if not self._is_argmax():
             return None
-        logits = self.logits.float()
-        if not self.sampling.no_penalties:
+        if self.sampling.no_penalties:
+            logits = self.logits.float()
+        else:
             logits = torch.cat([self._penalised(request) for request in range(len(self.first))])
         best: list[int] = self.sampler.greedy_sample(logits).tolist()
         return verification.follow(best, self.first.tolist(), self.limits.most.tolist())
