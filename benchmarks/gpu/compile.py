@@ -11,6 +11,7 @@ error, and the command ends with code 1. `--markdown` prints what is recorded as
 
 import argparse
 import json
+import math
 import re
 import subprocess
 import sys
@@ -33,6 +34,7 @@ from vllm_adaptive_tree.kernels import (
     commit,
     growth,
     layout,
+    merging,
     ngram,
     paths,
     reading,
@@ -45,6 +47,7 @@ from vllm_adaptive_tree.kernels import (
 )
 from vllm_adaptive_tree.proposers.acceptance_table import EDGES, LEAST, MOST, RANKS, SHAPE, WARM
 from vllm_adaptive_tree.proposers.adaptive_tree import LEAST_LEFT, SPREAD
+from vllm_adaptive_tree.proposers.merging import GOES_ON
 from vllm_adaptive_tree.trees.masks import WORD
 from vllm_adaptive_tree.trees.tree_batch import EMPTY
 from vllm_adaptive_tree.vocab_ops import CHUNK
@@ -306,9 +309,7 @@ def _small(vocabulary: int, children: int, nodes: int) -> Iterator[Variant]:
     types = dict.fromkeys(("tokens", "best", "count", "key"), "*i64") | {"probs": "*fp32", "sums": "*fp64"}
     constants = {"CHUNK": CHUNK, "PADDED_CHUNKS": chunks, "PADDED_K": 2, "BELOW_ONE": sampling.BELOW_ONE}
     yield Variant("sample another", sampling._sample_other, types, constants, 8, ("vocabulary",))
-    types = {"tokens_out": "*i64", "weight_out": "*fp32", "index": "*i64"} | dict.fromkeys(("text", "length"), "*i32")
-    constants = {"COMMON": ngram.COMMON, "MATCHES": MATCHES, "LENGTH": LENGTH, "LOG_LONGER": 1.0, "NOTHING": NOTHING}
-    yield Variant("look up", ngram._look_up, types, constants | {"BLOCK": ngram.BLOCK}, 4, ("row",))
+    yield from _look_ups(nodes)
     types = dict.fromkeys(("tokens", "read", "drawn", "inner", "children", "column", "rank"), "*i64")
     types |= {"path": "*fp32", "q": "*fp32"} | dict.fromkeys(("exists_out", "dead", "going"), "*i1")
     constants = {"FIRST": False, "EMPTY": EMPTY, "PADDED": 32}
@@ -338,6 +339,23 @@ def _small(vocabulary: int, children: int, nodes: int) -> Iterator[Variant]:
         constants = {**rounding, **levels, "REPLACED": replaced, "MIXED": mixed}
         name = f"traverse, {nodes} nodes, {note}"
         yield Variant(name, traversal._traverse, pointers, constants, 16, ("vocabulary",))
+
+
+def _look_ups(nodes: int) -> Iterator[Variant]:
+    types = {"tokens_out": "*i64", "weight_out": "*fp32", "index": "*i64"} | dict.fromkeys(("text", "length"), "*i32")
+    constants = {"COMMON": ngram.COMMON, "MATCHES": MATCHES, "LENGTH": LENGTH, "LOG_LONGER": 1.0, "NOTHING": NOTHING}
+    yield Variant("look up", ngram._look_up, types, constants | {"BLOCK": ngram.BLOCK}, 4, ("row",))
+    columns = "tokens", "parent", "depth", "read", "cell", "planned"
+    types = dict.fromkeys((*columns, *(f"{name}_out" for name in columns), "level_out", "chains"), "*i64")
+    types |= {"chosen_out": "*i1", "own_draws": "*i8", "integers": "*i32"}
+    types |= dict.fromkeys(("value_out", "numbers", "value", "weight"), "*fp32")
+    for size in (0, nodes):
+        padded = triton.next_power_of_2(size + MATCHES * LENGTH)
+        constants = {"CHAINS": MATCHES, "PADDED_CHAINS": MATCHES, "LENGTH": LENGTH, "PADDED_LENGTH": LENGTH}
+        constants |= {"PADDED_SIZE": max(1, size), "PADDED": padded, "ROUNDS": 5, "TEXT_ROUNDS": 4}
+        constants |= {"LOG_GOES_ON": math.log(GOES_ON), "DRAFTED": size > 0, "LIMITED": True, "CELLS": size > 0}
+        constants |= {"MIXES": True, "BLOCK": growth.rivals_at_a_time(padded), "EMPTY": EMPTY}
+        yield Variant(f"merge into {size} nodes", merging._merge, types, constants)
 
 
 def table(rows: list[Compiled]) -> str:

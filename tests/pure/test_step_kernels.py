@@ -218,6 +218,52 @@ class TestStepKernels:
         assert (found.tokens[9:] == -1).all()
         assert {0, 8} <= set((expected.weight > 0).sum(1).tolist())
 
+    @pytest.mark.parametrize("most", [1, 2, 99])
+    @pytest.mark.parametrize(("chains", "length", "nodes"), [(1, 1, 6), (3, 5, 12), (8, 16, 40)])
+    def test_merging(self, chains, length, nodes, most):
+        """Trees with values in any order, trees without nodes, and none; with a table of acceptance, and draws of
+        their own, or without."""
+        from vllm_adaptive_tree.drafters import Continuations
+        from vllm_adaptive_tree.kernels.merging import merge
+        from vllm_adaptive_tree.proposers import Proposal
+        from vllm_adaptive_tree.proposers.merging import merged
+
+        generator, requests, size = torch.Generator().manual_seed(most + nodes), 4, nodes // 2
+        batch = Batch(size, [1 + size] * requests, [0] * requests, seed=nodes)
+        depth = batch.tree.depth.clone()
+        depth[2] = 0
+        tokens = torch.zeros_like(depth)
+        for node in range(size):  # siblings have different tokens
+            siblings = batch.tree.parent == batch.tree.parent[:, node : node + 1]
+            tokens[:, node] = siblings[:, :node].sum(1)
+        value = torch.randint(-20, 0, depth.shape, generator=generator) / 8
+        tree = TreeBatch(tokens, batch.tree.parent, batch.tree.depth, value).cut((depth > 0).sum(1))
+        read = torch.where(tree.valid, 5, -1)
+        planned = torch.cat([torch.ones(requests, 1, dtype=torch.int64), 7 * tree.valid], 1)
+        given = Proposal(tree, read, planned, torch.where(tree.valid, batch.read, -1))
+        text = torch.randint(-1, 3, (requests, chains, length), generator=generator)
+        found = Continuations(text, torch.randint(0, 3, (requests, chains), generator=generator) / (3 * chains))
+        assert (found.weight > 0).any()
+        own = torch.tensor([True, False, False, True])
+        limits = {"nodes": nodes, "most": most, "max_depth": size}
+        nothing = Proposal.nothing(requests, size, torch.device("cpu"))
+        for proposal in (given, given._replace(cell=None), None):
+            for draws in (None, own):
+                expected = merged(nothing if proposal is None else proposal, found, **limits, own_draws=draws)
+                on_device = None
+                if proposal is not None:
+                    rest = (None if part is None else part.to(DEVICE) for part in proposal[1:])
+                    on_device = Proposal(TreeBatch(*(part.to(DEVICE) for part in proposal.tree)), *rest)
+                text_and_weight = Continuations(*(part.to(DEVICE) for part in found))
+                draws_there = None if draws is None else draws.to(DEVICE)
+                got = merge(on_device, text_and_weight, **limits, own_draws=draws_there)
+                got, wide = got.padded(expected.level.shape[1]), expected.proposal
+                for one, other in zip((*got.proposal.tree, got.level), (*wide.tree, expected.level), strict=True):
+                    torch.testing.assert_close(one.cpu(), other, rtol=1e-6, atol=1e-6)
+                for one, other in zip(got.proposal[1:], wide[1:], strict=True):
+                    assert (one is None) == (other is None)
+                    assert one is None or torch.equal(one.cpu(), other)
+
     def test_layout_reads_no_value_on_the_host(self, monkeypatch):
         class Launch:
             def __getitem__(self, grid):

@@ -7,6 +7,7 @@ one, or its kind would tell what was drawn.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +20,39 @@ from vllm_adaptive_tree.trees.tree_batch import EMPTY_SLOT
 
 GOES_ON = 0.9
 """Probability that a text that has repeated one more token also repeats the next."""
+
+
+class Merged(NamedTuple):
+    """Trees of R requests with continuations in them."""
+
+    proposal: Proposal
+    level: Tensor  # [R, N]: `draft_levels`, and `without_own_draws`
+
+    def first(self, requests: int) -> "Merged":
+        return Merged(self.proposal.first(requests), self.level[:requests])
+
+    def padded(self, nodes: int) -> "Merged":
+        """With N = `nodes`: short continuations without a tree may have fewer."""
+        more = nodes - self.level.shape[1]
+        return Merged(self.proposal.padded(nodes), pad(self.level, (0, more))) if more else self
+
+
+def merged(
+    proposal: Proposal,
+    continuations: Continuations,
+    *,
+    nodes: int,
+    most: int,
+    max_depth: int,
+    own_draws: Tensor | None = None,
+) -> Merged:
+    """`merge`, and what a budget and a table of acceptance learn from. `own_draws` [R] bool: False for requests whose
+    other children are drawn; None: there is none."""
+    trees = merge(proposal, continuations, nodes=nodes, most=most, max_depth=max_depth)
+    level = draft_levels(trees.tree, continuations)
+    if own_draws is None:
+        return Merged(trees, level)
+    return Merged(counted(trees, among=~own_draws), without_own_draws(level, trees, among=~own_draws))
 
 
 def merge(proposal: Proposal, continuations: Continuations, *, nodes: int, most: int, max_depth: int) -> Proposal:
@@ -56,7 +90,7 @@ def merge(proposal: Proposal, continuations: Continuations, *, nodes: int, most:
     levels = max(max_depth, length)
     value = _below_parents(both.log_weight, both.parent, levels)
     drawn = pad(tree.log_weight, (0, chains * length), value=-torch.inf)
-    if most < size + chains:
+    if most < nodes:  # else it binds nowhere
         value = value.masked_fill(_earlier_siblings(value, both.parent) >= most, -torch.inf)
         value = _below_parents(value, both.parent, levels)
         gone = value == -torch.inf

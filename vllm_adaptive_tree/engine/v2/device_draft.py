@@ -12,7 +12,8 @@ from vllm_adaptive_tree.drafters import Continuations
 from vllm_adaptive_tree.engine.v2.lookup_trees import merged_with
 from vllm_adaptive_tree.engine.v2.token_history import token_history
 from vllm_adaptive_tree.proposers import Proposal
-from vllm_adaptive_tree.proposers.merging import draft_levels, without_own_draws
+from vllm_adaptive_tree.proposers.merging import Merged, draft_levels
+from vllm_adaptive_tree.trees import TreeBatch
 
 
 class DeviceDraft:
@@ -36,8 +37,12 @@ class DeviceDraft:
         """False if the draft rests."""
         self.ready: np.ndarray | None = None
         """[R] bool: requests that the draft grows a tree for; None: all."""
-        self.merged: Proposal | None = None
-        """Trees with the continuations of the texts in them, if a piece has merged them."""
+        self.looks_up = False
+        """True if the draft rests, and a look-up proposes."""
+        self.merged: Merged | None = None
+        """Trees with the continuations of the texts in them, of this step."""
+        self.stored = True
+        """True if `drafts` has the trees of this step."""
         self.tokens: Tensor | None = None
         """Tokens of the trees [R, N]; None: there are none."""
 
@@ -59,6 +64,8 @@ class DeviceDraft:
         if budget is not None and levels:
             budget.steer(requests, requests)
         self.drafting = levels > 0
+        if speculator.offers is not None and not levels:
+            self.looks_up = budget is None or budget.look_up_pays(self.greedy, self.nodes)
         if budget is not None and levels:
             self.ready = budget.drafting(self.greedy)
         return levels
@@ -69,14 +76,14 @@ class DeviceDraft:
         speculator.accepted = None if accepted is None else (verification, accepted)
         if levels:
             self.ready = speculator.catch_up(self.target, self.ready)
-        if not self.crowded and (levels or speculator.prepares_at_rest):
+        if not self.crowded and (levels or self.looks_up or speculator.backlog is None):
             speculator.prepare(self.target, self.temperature, self.seeds, self.ready)
         if levels:
             speculator.read(self.target)
         else:
             speculator.rest(self.target)
         speculator.accepted, speculator.forwards = None, 0
-        if self.unused or (levels == 0 and speculator.offers is None):
+        if self.unused or not (levels or self.looks_up):
             speculator.drafts.forget()
             return False
         return True
@@ -87,7 +94,7 @@ class DeviceDraft:
 
     def empty(self) -> Proposal:
         if self.merged is not None:
-            return self.merged
+            return self.merged.proposal
         self.speculator.drafts.open(0, 0)
         return Proposal.nothing(self.batch.num_reqs, self.nodes, self.speculator.device)
 
@@ -103,14 +110,14 @@ class DeviceDraft:
         return everything.only(None if speculator.pair.mixes else self.chosen)
 
     def merge(self, proposal: Proposal, continuations: Continuations) -> Proposal:
-        if self.merged is not None:
-            return self.merged
-        return merged_with(self.speculator.pair, proposal, continuations, self.chosen, nodes=self.nodes)
+        if self.merged is None:
+            pair, self.stored = self.speculator.pair, False
+            self.merged = merged_with(pair, proposal, continuations, self.chosen, nodes=self.nodes)
+        return self.merged.proposal
 
     def keep(self, proposal: Proposal, merged: Continuations | None) -> None:
         speculator, batch = self.speculator, self.batch
-        stored = merged is None or self.merged is not None
-        if not stored or self.limits is not None:  # `drafts` has another tree, or a whole one
+        if not self.stored or self.limits is not None:  # `drafts` has another tree, or a whole one
             proposal = proposal.padded(self.nodes)
             inputs, requests = speculator.inputs, batch.num_reqs
             position, temperature = inputs.position[:requests], inputs.temperature[:requests]
@@ -121,12 +128,16 @@ class DeviceDraft:
         if speculator.record is not None:
             speculator.record.drafted(batch.req_ids, tree)
         if speculator.budget is not None:
-            on_text = speculator.draft_continuations if merged is None and self.drafting else merged
-            level = None if on_text is None else draft_levels(tree, on_text)
-            if level is not None and self.chosen is not None and speculator.pair.mixes:
-                level = without_own_draws(level, proposal, among=~self.chosen)
-            speculator.budget.drafted(tree, self.greedy, level, self.ready)
+            speculator.budget.drafted(tree, self.greedy, self._level(tree), self.ready)
         self.tokens = tree.tokens
+
+    def _level(self, tree: TreeBatch) -> Tensor | None:
+        """[R, N] as `Planner.observe_trees` takes it, of the trees as they were cut; None: no look-up takes part."""
+        if self.merged is not None:
+            level = self.merged.level[:, : tree.depth.shape[1]]
+            return level if self.limits is None else level.masked_fill(tree.depth == 0, 0)
+        continuations = self.speculator.draft_continuations if self.drafting else None
+        return None if continuations is None else draft_levels(tree, continuations)
 
     def end(self) -> None:
         speculator, batch = self.speculator, self.batch

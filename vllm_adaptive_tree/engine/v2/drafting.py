@@ -22,14 +22,13 @@ from vllm_adaptive_tree.engine.v2.device_draft import DeviceDraft
 from vllm_adaptive_tree.engine.v2.drafts import Drafts
 from vllm_adaptive_tree.engine.v2.graphs import DraftGraphs, Piece, ladder
 from vllm_adaptive_tree.engine.v2.kernel_dispatch import acceptance_bytes, counter_rng
-from vllm_adaptive_tree.engine.v2.lookup_trees import LookupTrees
+from vllm_adaptive_tree.engine.v2.lookup_trees import LookupTrees, fused_search
 from vllm_adaptive_tree.engine.v2.readback import AsyncReadback
 from vllm_adaptive_tree.engine.v2.verification import Verification
 from vllm_adaptive_tree.kernels.reading import CHOSEN, READY, Cache, DraftInputs, Shaping, StepTensors
 from vllm_adaptive_tree.methods import verifiable_lookup
 from vllm_adaptive_tree.proposers import Proposal, Request, draft_tree
 from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE
-from vllm_adaptive_tree.registry import imported
 from vllm_adaptive_tree.step import TreeStep
 from vllm_adaptive_tree.trees.tree_batch import EMPTY
 
@@ -138,17 +137,15 @@ class TreeDrafting(BaseSpeculator):
         """[requests, N]: what is passed to vLLM where nothing is drafted."""
         self.missed = 0
         lookup, text = self.options.lookup, self.options.text
-        if lookup is not None and lookup.by_default:
-            lookup = None  # in tensors it costs as much as a level
         self.lookup = None if lookup is None else lookup.build(vocabulary)
+        if lookup is not None and lookup.by_default and fused_search(self.lookup, self.device) is None:
+            self.lookup = None  # in tensors it costs as much as a level
         self.text = None if text is None else text.build(vocabulary)
-        fused = None if self.lookup is None else vars(type(self.lookup)).get("fused")
-        self.merges: LookupTrees | None = None
-        """Trees of that look-up, if a kernel searches."""
-        if fused is not None and compiles(self.device):
-            self.merges = LookupTrees(self, imported(fused).of(self.lookup))
         self.offers = self.lookup or verifiable_lookup(self.text, self.pair)
         """Look-up that proposes trees while the draft rests."""
+        search = fused_search(self.offers, self.device)
+        self.merges = None if search is None else LookupTrees(self, search)
+        """Trees of that look-up, if a kernel searches."""
         if self.lookup is not None and self.pair.mixes:
             self.drafts.chosen = torch.zeros_like(self.drafts.read, dtype=torch.bool)
         if (first := self.pair.init_width) > 1:
@@ -158,7 +155,7 @@ class TreeDrafting(BaseSpeculator):
         """Largest depth of drafted nodes; of a tree."""
         if self.offers is not None:
             self.levels = min(max(self.levels, self.offers.length or nodes), nodes)
-        self.captures = compiles(self.device) and self.pair.proposer.capturable
+        self.captures = compiles(self.device) and self.capturable
         """True if graphs may hold its pieces."""
         if self.keeps_levels:
             self.kept_rows = KEPT // (vocabulary * self.vllm_config.model_config.dtype.itemsize)
@@ -183,6 +180,11 @@ class TreeDrafting(BaseSpeculator):
         return next(size for size in self.sizes if size >= requests)
 
     @property
+    def capturable(self) -> bool:
+        """True if graphs may hold its pieces, on a device that has graphs."""
+        return self.pair.proposer.capturable
+
+    @property
     def keeps_levels(self) -> bool:
         """True if a rule reads the draft's distributions."""
         return self.pair.rule is not TargetOnly
@@ -197,11 +199,6 @@ class TreeDrafting(BaseSpeculator):
     def chosen(self, requests: int) -> Tensor | None:
         """[R] bool: requests of this step that walk with the target's own draws; None: all do."""
         return self.inputs.chosen[:requests].bool() if self.tells_chosen else None
-
-    @property
-    def prepares_at_rest(self) -> bool:
-        """True if a step in which the draft rests reads `inputs`."""
-        return self.backlog is None or self.offers is not None
 
     @abstractmethod
     def read(self, target: TargetOutput) -> None:
@@ -261,10 +258,11 @@ class TreeDrafting(BaseSpeculator):
     def pieces(self) -> dict[Piece, Callable[[], Any]]:
         """Pieces that a step may run, those of most requests first. Those of fewer levels are for a budget."""
         fewest = 1 if self.options.tree.budget == "auto" else self.drafted_levels
+        depths = () if self.pair.looks_up else range(self.drafted_levels, fewest - 1, -1)
         grown: dict[Piece, Callable[[], Any]] = {
             Piece.of(size, levels): partial(self.trees, size, levels)
             for size in reversed(self.sizes)
-            for levels in range(self.drafted_levels, fewest - 1, -1)
+            for levels in depths
         }
         return grown if self.merges is None else grown | self.merges.pieces()
 

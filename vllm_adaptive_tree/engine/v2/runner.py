@@ -37,6 +37,7 @@ from vllm_adaptive_tree.engine.v2.rope import TreeRopeState
 from vllm_adaptive_tree.engine.v2.sampler import TreeSampler
 from vllm_adaptive_tree.engine.v2.step_stats import StepStats
 from vllm_adaptive_tree.engine.v2.target_attention import TargetAttention
+from vllm_adaptive_tree.engine.v2.token_history import states_of_look_ups
 from vllm_adaptive_tree.methods import resolve
 from vllm_adaptive_tree.registry import imported
 from vllm_adaptive_tree.step import TreeStep
@@ -69,7 +70,12 @@ class TreeModelRunnerV2(ModelRunner):
         table = self.pair.proposer.acceptance
         self.acceptance = None if table is None else DeviceAcceptance(table)
         self.flags = RequestFlags(vllm_config.scheduler_config.max_num_seqs, self.pair, self.options)
-        with swapped(model_runner, "init_speculator", self._speculator):
+        reads_texts = self.options.lookup is not None or self.options.text is not None
+        states = states_of_look_ups if reads_texts else model_runner.RequestState
+        with (
+            swapped(model_runner, "init_speculator", self._speculator),
+            swapped(model_runner, "RequestState", states),
+        ):
             super().__init__(vllm_config, device)
         if self.use_aux_hidden_state_outputs:  # vLLM 0.32 takes them for every EAGLE-3 head
             self.use_aux_hidden_state_outputs = reads_layers(self.speculative_config.draft_model_config.hf_config)

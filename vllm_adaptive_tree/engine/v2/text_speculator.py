@@ -23,11 +23,14 @@ class TextSpeculator(TreeDrafting):
         super().__init__(runner, req_states)
         assert self.text is not None
         self.drafter = self.text
-
-        self.captures = False  # its rows are as long as the texts
         self.texts: Texts | None = None
         """Texts of this step."""
         self.continuations: Continuations | None = None
+
+    @property
+    def capturable(self) -> bool:
+        """Its own rows are as long as the texts."""
+        return self.pair.looks_up and self.merges is not None
 
     def read(self, target: TargetOutput) -> None:
         self.texts = token_history(target.batch, self.states)

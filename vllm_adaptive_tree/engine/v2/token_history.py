@@ -2,7 +2,18 @@
 
 from typing import Any
 
+from vllm.v1.worker.gpu.states import RequestState
+
 from vllm_adaptive_tree.drafters import Texts
+
+DENSE = 1 << 29
+"""Bytes of all texts up to which they are in the device's memory; above it stays vLLM's default, the host's."""
+
+
+def states_of_look_ups(*, max_num_reqs: int, max_model_len: int, **kwargs: Any) -> RequestState:
+    """vLLM's request states for look-ups, which read whole texts."""
+    dense = {"use_dense_all_token_ids": 4 * max_num_reqs * max_model_len <= DENSE}
+    return RequestState(max_num_reqs=max_num_reqs, max_model_len=max_model_len, **kwargs | dense)
 
 
 def token_history(batch: Any, states: Any) -> Texts:
