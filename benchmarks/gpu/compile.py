@@ -344,7 +344,7 @@ def _small(vocabulary: int, children: int, nodes: int) -> Iterator[Variant]:
 def _look_ups(nodes: int) -> Iterator[Variant]:
     types = {"tokens_out": "*i64", "weight_out": "*fp32", "index": "*i64"} | dict.fromkeys(("text", "length"), "*i32")
     constants = {"COMMON": ngram.COMMON, "MATCHES": MATCHES, "LENGTH": LENGTH, "LOG_LONGER": 1.0, "NOTHING": NOTHING}
-    yield Variant("look up", ngram._look_up, types, constants | {"BLOCK": ngram.BLOCK}, 4, ("row",))
+    yield Variant("look up", ngram._look_up, types, constants | {"BLOCK": ngram.BLOCK}, ngram.WARPS, ("row",))
     columns = "tokens", "parent", "depth", "read", "cell", "planned"
     types = dict.fromkeys((*columns, *(f"{name}_out" for name in columns), "level_out", "chains"), "*i64")
     types |= {"chosen_out": "*i1", "own_draws": "*i8", "integers": "*i32"}

@@ -343,10 +343,11 @@ def test_vllm_s_own_chain_still_refuses(engines: Engines, chunked: Any) -> None:
 
 @pytest.mark.skipif(V2, reason="there the target's own draws of these rows are compared")
 def test_distributions_of_all_nodes(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that a rule takes all at once are those of vLLM's sampler, node by node."""
+    """Those that a rule takes all at once are those of vLLM's sampler, node by node; so are those of a batch without a
+    tree, whose tokens are what the rule would draw."""
     from vllm_adaptive_tree.engine.v1.target import Target
 
-    rows, sizes = Target._rows, list[int]()
+    rows, at_once, sizes, alone = Target._rows, Target.rule_at_once, list[int](), list[int]()
 
     def compared(self: Any, request: int, size: int, *rest: Any) -> Any:
         found = rows(self, request, size, *rest)
@@ -357,7 +358,17 @@ def test_distributions_of_all_nodes(engines: Engines, monkeypatch: pytest.Monkey
         sizes.append(size)
         return found
 
+    def ruled(self: Any, pair: Any, verification: Any, rng: Any, active: Any) -> Any:
+        found = at_once(self, pair, verification, rng, active)
+        if not verification.trees:
+            everyone = torch.ones(len(self.first), dtype=torch.bool)
+            one_by_one = at_once(self, pair, verification, rng, everyone)
+            assert all(torch.equal(one, other) for one, other in zip(found, one_by_one, strict=True))
+            alone.append(len(everyone))
+        return found
+
     monkeypatch.setattr(Target, "_rows", compared)
+    monkeypatch.setattr(Target, "rule_at_once", ruled)
     options = {"budget": None, "threshold": 0.05, "max_children": 3}
     llm = engines.start({"method": "dyspec", "model": DRAFT, "num_speculative_tokens": 8, "tree": options})
     laws: list[dict[str, Any]] = [
@@ -369,3 +380,4 @@ def test_distributions_of_all_nodes(engines: Engines, monkeypatch: pytest.Monkey
     common = {"temperature": 0.7, "max_tokens": LENGTH, "ignore_eos": True}
     generate(llm, PROMPTS[:4], [SamplingParams(**common, **law) for law in laws])
     assert max(sizes) > 4
+    assert max(alone) > 1

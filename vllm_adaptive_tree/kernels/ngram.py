@@ -14,7 +14,8 @@ from torch import Tensor
 from vllm_adaptive_tree.drafters.lookup import Continuations
 from vllm_adaptive_tree.drafters.ngram import LENGTH, LONGER, MATCHES, NOTHING, NGram
 
-BLOCK = 1024
+BLOCK, WARPS = 4096, 16
+"""Places of the text that are compared at a time: a long context is a row of them, one after the other."""
 COMMON = 1 << 32
 """Worth of a token in common, in places: longer occurrences come first, then later ones."""
 
@@ -105,6 +106,6 @@ class FusedNGram(NGram):
                 LOG_LONGER=math.log2(LONGER),
                 NOTHING=NOTHING,
                 BLOCK=BLOCK,
-                num_warps=4,
+                num_warps=WARPS,
             )
         return Continuations(tokens, weight)

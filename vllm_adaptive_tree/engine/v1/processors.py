@@ -32,8 +32,8 @@ def may_change_more(processor: Any) -> bool:
     return not isinstance(processor, MinPLogitsProcessor) and may_act(processor)
 
 
-def of_request(processor: MinPLogitsProcessor, request: int) -> MinPLogitsProcessor:
-    """Copy of a processor of a batch, for any rows of one of its requests."""
+def of_requests(processor: MinPLogitsProcessor, requests: slice) -> MinPLogitsProcessor:
+    """Copy of a processor of a batch, for any rows of one of its requests, or for a row of each."""
     own = copy.copy(processor)
-    own.min_p = processor.min_p[request : request + 1]
+    own.min_p = processor.min_p[requests]
     return own

@@ -18,7 +18,7 @@ from vllm_adaptive_tree.acceptance.traversal_cpu import Rows, traversal_of_rows
 from vllm_adaptive_tree.engine.common.request_flags import GREEDY
 from vllm_adaptive_tree.engine.v1.limits import Limits
 from vllm_adaptive_tree.engine.v1.penalties import penalise
-from vllm_adaptive_tree.engine.v1.processors import may_act, may_change_more, of_request
+from vllm_adaptive_tree.engine.v1.processors import may_act, may_change_more, of_requests
 from vllm_adaptive_tree.engine.v1.verification import NO_TREE, Verification
 from vllm_adaptive_tree.methods import Pair
 from vllm_adaptive_tree.rng import CounterRNG, RandomSource
@@ -86,11 +86,7 @@ class Target:
         """Follow the argmax of every row, if the sampler would return it."""
         if not self._is_argmax():
             return None
-        if self.sampling.no_penalties:
-            logits = self.logits.float()
-        else:
-            logits = torch.cat([self._penalised(request) for request in range(len(self.first))])
-        best: list[int] = self.sampler.greedy_sample(logits).tolist()
+        best: list[int] = self.sampler.greedy_sample(self._all_penalised()).tolist()
         return verification.follow(best, self.first.tolist(), self.limits.most.tolist())
 
     def rule_at_once(
@@ -100,22 +96,31 @@ class Target:
             return None
         if self.forces_greedy or not self._has_rows():
             return None
+        if active is None and not verification.trees:
+            roots = torch.zeros_like(self.first)
+            tokens = rng.fold_in(roots).sample(self._distributions(self._all_penalised(), slice(None)))
+            return Accepted(tokens[:, None], roots[:, None] - 1)
         walking = range(len(self.first)) if active is None else active.nonzero().flatten().tolist()
         rows = [self._rows(request, *verification.rows_of(request)) for request in walking]
         return traversal_of_rows(verification.tree, rows, rng, levels=verification.levels) if rows else None
 
     def _rows(self, request: int, size: int, q: Tensor, row: NDArray[np.int64], chosen: NDArray[np.bool_]) -> Rows:
-        """Distributions of a random request, as vLLM's sampler makes them of penalties, temperature, min-p, top-k and
-        top-p."""
+        """Distributions of a random request."""
+        p = self._distributions(self._penalised(request), slice(request, request + 1))
+        return Rows(request, p, q, row, chosen)
+
+    def _distributions(self, logits: Tensor, requests: slice) -> Tensor:
+        """Distributions [M, V] of random requests, as vLLM's sampler makes them of penalised `logits` [M, V], min-p,
+        temperature, top-k and top-p; of one request, or of M with a row each."""
         sampling = self.sampling
-        logits = self._penalised(request).div_(sampling.temperature[request])
+        logits.div_(sampling.temperature[requests, None])
         for processor in sampling.logitsprocs.argmax_invariant:
             if may_act(processor):
-                logits = of_request(processor, request).apply(logits)
+                logits = of_requests(processor, requests).apply(logits)
         top_k, top_p = (
-            None if limit is None else limit[request].expand(1 + size) for limit in (sampling.top_k, sampling.top_p)
+            None if limit is None else limit[requests].expand(len(logits)) for limit in (sampling.top_k, sampling.top_p)
         )
-        return Rows(request, apply_top_k_top_p(logits, top_k, top_p).softmax(-1, dtype=torch.float32), q, row, chosen)
+        return apply_top_k_top_p(logits, top_k, top_p).softmax(-1, dtype=torch.float32)
 
     def _penalised(self, request: int) -> Tensor:
         """Logits [1 + N, V] of a request's rows, each with the penalties of its path."""
@@ -125,6 +130,11 @@ class Target:
             output = self.sampling.output_token_ids[request][: self.written[request]]
             penalise(rows, tree, self.sampling, request, output)
         return rows
+
+    def _all_penalised(self) -> Tensor:
+        if self.sampling.no_penalties:
+            return self.logits.to(torch.float32, copy=True)
+        return torch.cat([self._penalised(request) for request in range(len(self.first))])
 
     def emit(self, verification: Verification, paths: Accepted, from_target: Tensor | None) -> Accepted:
         """Draw the tokens of `paths` once more where vLLM's sampler draws itself, or gives logprobs of each."""
