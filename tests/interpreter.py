@@ -36,7 +36,7 @@ def install(runner: str) -> None:
     after("triton.runtime.interpreter", _compute_in_bfloat16)
     after("triton.runtime.interpreter", _grid_of_arguments)
     # Nothing is in registers here, and each operation costs the same.
-    after("vllm_adaptive_tree.kernels.growth", lambda module: setattr(module, "rivals_at_a_time", lambda padded: padded))
+    after("vllm_adaptive_tree.kernels.growth", lambda found: setattr(found, "rivals_at_a_time", lambda padded: padded))
     if runner == "v2-async":
         after("vllm.platforms.cpu", _keep_asynchronous)
     if runner == "v2-kernels":
