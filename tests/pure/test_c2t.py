@@ -243,7 +243,7 @@ def test_a_value_is_a_score_that_a_budget_can_calibrate():
     order = value.flatten().argsort()
     chance = calibration(value, torch.ones_like(tree.depth)).flatten()[order]
     assert (chance.diff() >= -1e-12).all()
-    kept = torch.from_numpy(allocate(value, verify=FREE.verify, price=0.0, sampled=False, most=40))
+    kept = torch.from_numpy(allocate(value, verify=FREE.verify, price=0.0, most=40))
     assert kept.sum() == 40
     assert value[torch.arange(30) < kept[:, None]].min() >= value[torch.arange(30) >= kept[:, None]].max() - 1e-12
 

@@ -16,7 +16,7 @@ def allocate(
     *,
     verify: Curve,
     price: float,
-    sampled: bool,
+    least: float | None = None,
     row: float = 0.0,
     rows: int = 0,
     most: int | None = None,
@@ -26,16 +26,16 @@ def allocate(
     The gain of a node is its expected tokens, its cost the share of a verification of all rows, at `price` tokens a
     second. Nodes of all trees are taken by decreasing value:
 
-    - deterministic children (`sampled` false): as many as maximise gain - cost; any choice is lossless (`target_only`).
-    - sampled children: up to the first node whose gain is below its marginal cost, on the convex hull of the cost. This
-    is a stopping rule that reads nothing later, so it is lossless. Maximising is not, where the cost curve has
-    plateaus.
+    - deterministic children: as many as maximise gain - cost; any choice is lossless (`target_only`).
+    - sampled children: all that are worth `least`, which past steps say. This is a stopping rule that reads nothing
+    later, so it is lossless. Maximising is not, where the cost curve has plateaus.
 
     Args:
         values: [R, N] acceptance probability of each node, known before its token is sampled; 0: no node. A node counts
             for at most the value of the one before it in its list.
         verify: seconds by rows, roots included.
         price: tokens per second of the whole batch, from past steps.
+        least: value that sampled children need; None: children are deterministic.
         row: seconds of each row besides, for its context.
         rows: rows of the verification other than roots and nodes.
         most: upper bound of the nodes of the whole batch.
@@ -44,13 +44,12 @@ def allocate(
     requests, value = len(falling), falling.T.ravel()
     order = np.argsort(-value, kind="stable")  # by value, ties by position in the list, then by request: never by token
     value = value[order]
-    total_rows = np.arange(rows + requests, rows + requests + 1 + len(value))
-    cost = price * ((verify.hull() if sampled else verify).at(total_rows) + row * total_rows)
-    if sampled:
-        unprofitable = value < np.maximum(cost[1:] - cost[:-1], LEAST)
-        size = int(unprofitable.argmax()) if unprofitable.any() else len(value)
+    if least is not None:
+        size = int(np.count_nonzero(value >= max(least, LEAST)))  # the others are last
     else:
-        nodes = int(np.count_nonzero(value > 0))  # the others are last
+        total_rows = np.arange(rows + requests, rows + requests + 1 + len(value))
+        cost = price * (verify.at(total_rows) + row * total_rows)
+        nodes = int(np.count_nonzero(value > 0))
         score = value[:nodes].cumsum() - cost[1 : 1 + nodes]
         size = 1 + int(score.argmax()) if nodes and score.max() > -cost[0] else 0
     if most is not None:

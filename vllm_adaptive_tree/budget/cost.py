@@ -16,8 +16,9 @@ FAR = float(1 << 30)
 """Rows to which a curve is extrapolated beyond its last point."""
 FIRST = 4.0
 """Most that building kernels makes of the time of a forward."""
-TILES = 16, 32, 64
-"""Rows of matrix-unit tiles: one more row may cost as much as a tile, which linear interpolation would miss."""
+TILES = 4, 8, 16, 32, 64
+"""Rows of tiles of matrix units, and of kernels of CPUs: one more row may cost as much as a tile, which linear
+interpolation would miss."""
 
 
 def profiled_rows(most: int) -> list[int]:
@@ -46,7 +47,6 @@ class Curve:
         self._points = places, start, off, seen, measured, y
         """As `curve_loops` takes them."""
         self._x, self._y, self._seen = places, y, seen
-        self._hull: Curve | None = None
         loops.settle(*self._points)
 
     @property
@@ -74,24 +74,9 @@ class Curve:
         size = self.sizes[np.searchsorted(self.sizes[:-1], rows)]
         return np.maximum(rows, size)
 
-    def hull(self) -> "Curve":
-        """Convex lower hull of the points: each row costs at least as much as the one before."""
-        if self._hull is None:
-            kept: list[tuple[float, float]] = []
-            for x, y in zip(self._rows.tolist(), self.seconds.tolist(), strict=True):
-                while len(kept) > 1:
-                    (x0, y0), (x1, y1) = kept[-2:]
-                    if (y1 - y0) * (x - x0) < (y - y0) * (x1 - x0):
-                        break
-                    kept.pop()
-                kept.append((x, y))
-            self._hull = Curve(*zip(*kept, strict=True))
-        return self._hull
-
     def observe(self, rows: int, seconds: float) -> None:
         """Record a forward of `rows` rows in `seconds`."""
         loops.observe(*self._points, float(int(self.padded(rows))), seconds)
-        self._hull = None
 
     def observe_first(self, rows: int, seconds: float) -> None:
         """Record the first forward of so many rows if it took longer than building kernels explains."""

@@ -23,6 +23,8 @@ class Plan(NamedTuple):
     """Tokens per second of the batch: what a second of drafting or verifying must bring."""
     floor: float = -math.inf
     """Log value up to which a node's children are not drafted: no child has a larger value than its parent."""
+    least: float = 0.0
+    """Acceptance probability that a node of sampled children needs to be verified."""
     most: int | None = None
     """Most nodes of the whole batch."""
     deep: bool = False
@@ -68,7 +70,15 @@ class Budget:
             level: [R, N] draft levels that a node needs; 0: it is from a look-up. None: there is no look-up.
         """
 
-    def share(self, value: ArrayLike, depth: ArrayLike, greedy: ArrayLike, *, rows: int = 0) -> NDArray[np.int64]:
+    def worth_of_node(self, requests: int, rows: int, price: float) -> float:
+        """Tokens that a node must bring at this `price`, where each of so many requests has one more in a verification
+        of so many rows."""
+        verify = self.costs.verify
+        return price * ((verify.cost(rows + requests) - verify.cost(rows)) / requests + self.context)
+
+    def share(
+        self, value: ArrayLike, depth: ArrayLike, greedy: ArrayLike, *, rows: int = 0, prompts: bool = False
+    ) -> NDArray[np.int64]:
         """Number of nodes of each tree to verify, [R].
 
         Args:
@@ -76,6 +86,7 @@ class Budget:
             depth: [R, N]; negative for a look-up's node, as in `Calibration`.
             greedy: [R] bool.
             rows: of the verification, besides the roots and nodes of these trees.
+            prompts: True if prompts are among those rows: with them a row often costs more than in other steps.
         """
         kinds = np.asarray(greedy)
         count = int(np.count_nonzero(kinds))
@@ -83,13 +94,16 @@ class Budget:
         chance = (certain if count == len(kinds) else sampled).chances(value, depth)
         if 0 < count < len(kinds):
             chance = np.where(kinds[:, None], certain.chances(value, depth), chance)
-        verify, price = self.costs.verify, self.plan.price
-        sampled_children = self.sampled and count < len(kinds)
+        verify, price, least = self.costs.verify, self.plan.price, None
+        if self.sampled and count < len(kinds) and (self.plan.levels or prompts):  # at rest nothing is sampled
+            least = self.plan.least
+            if prompts:
+                least = max(least, self.worth_of_node(len(kinds), rows + len(kinds), price))
         kept = allocate(
             chance,
             verify=verify,
             price=price,
-            sampled=sampled_children,
+            least=least,
             row=self.context,
             rows=rows,
             most=self.plan.most,

@@ -98,7 +98,7 @@ class Planner(Budget):
     def _with_look_ups(self, plan: Plan, requests: int) -> Plan:
         """Plan, occasionally of a few nodes of look-ups, whatever they cost."""
         due = self.looking.setdefault(requests.bit_length(), Backoff(RETRY_AFTER, 2 * RETRY_AFTER)).due()
-        return plan._replace(price=0.0, most=TRIED) if due else plan
+        return plan._replace(price=0.0, least=0.0, most=TRIED) if due else plan
 
     def _explore(self, plan: Plan, requests: int, greedy: int) -> Plan:
         """Plan, occasionally replaced to learn about an alternative."""
@@ -107,16 +107,15 @@ class Planner(Budget):
         if not plan.levels:
             if not self.resting.setdefault(size, Backoff(RETRY_AFTER, 2 * RETRY_AFTER)).due():
                 return plan
-            usual, _, _ = self._rate(self.deep, requests, greedy / requests, range(1, 1 + DEPTHS))
+            usual = self._rate(self.deep, requests, greedy / requests, range(1, 1 + DEPTHS)).levels
             for kind in kinds:  # the memory may be outdated
                 self.recent[kind].clear()
                 self.known[kind] = 0.0
             self._forget_plans()
             plan = self._planned(requests, greedy)
-            floor = self._least_that_pays(requests, plan.price)
             self.most_levels = 1 + usual
             levels = min(1 + max(1, plan.levels), self.most_levels)
-            return Plan(levels, plan.price, floor, deep=True, few=trial_size(requests))
+            return self._first(levels, requests, plan.price)._replace(deep=True, few=trial_size(requests))
         if min(self.known[kind] for kind in kinds) < 1:
             levels = min(plan.levels, self.most_levels)
             return plan._replace(levels=levels, deep=True, few=trial_size(requests) if size in self.resting else 0)
@@ -129,7 +128,7 @@ class Planner(Budget):
             if self.drafting[size].due(self.probe):
                 return plan._replace(levels=0)
         if self.steps % EVERY == 0:
-            return Plan(1 + plan.levels, plan.price, plan.floor, deep=True)
+            return plan._replace(levels=1 + plan.levels, deep=True)
         fewer = self.verifying // 2
         if self.warm_sizes and self.steps % EVERY == EVERY // 2 and not self.costs.verify.knows(requests + fewer):
             return plan._replace(most=fewer)  # fewer rows may cost less than is believed
@@ -162,32 +161,31 @@ class Planner(Budget):
         return self._look_up_pays[key]
 
     def _best(self, requests: int, greedy: float) -> Plan:
-        plain_rate = looking_rate = requests / self.plain_step_seconds(requests)
+        plain_rate = requests / self.plain_step_seconds(requests)
+        resting = self._first(0, requests, plain_rate)
         if any(self.lookup_trees):
-            looking_rate = max(plain_rate, self._rate(self.lookup_trees, requests, greedy, range(1))[1])
+            looking = self._rate(self.lookup_trees, requests, greedy, range(1))
+            resting = looking if looking.price > plain_rate else resting
         if not self.drafts:
-            return Plan(0, looking_rate)
-        levels, _, _ = self._rate(self.deep, requests, greedy, range(1, 1 + DEPTHS))
-        _, rate, least = self._rate(self.recent, requests, greedy, range(levels, levels + 1))
-        if math.log(rate / plain_rate) < MARGIN or math.log(looking_rate / rate) > MARGIN:
-            return Plan(0, looking_rate)
+            return resting
+        levels = self._rate(self.deep, requests, greedy, range(1, 1 + DEPTHS)).levels
+        drafting = self._rate(self.recent, requests, greedy, range(levels, levels + 1))
+        rate = drafting.price
+        if math.log(rate / plain_rate) < MARGIN or math.log(resting.price / rate) > MARGIN:
+            return resting
         if min(known for known, share in zip(self.known, (1 - greedy, greedy), strict=True) if share) < 1:
-            least = self._least_that_pays(requests, rate)
-        return Plan(levels, rate, least)
+            return self._first(levels, requests, rate)
+        return drafting
 
-    def _least_that_pays(self, requests: int, price: float) -> float:
-        """Log value of a node that brings what its row costs, where another row for each request is verified."""
-        verify = self.costs.verify
-        seconds = (verify.cost(2 * requests) - verify.cost(requests)) / requests + self.context
-        tokens = seconds * price
-        return math.log(tokens) if tokens > 0 else -math.inf
+    def _first(self, levels: int, requests: int, price: float) -> Plan:
+        """Plan while it is not known what trees are worth: a node must bring what its row costs, where another row for
+        each request is verified."""
+        least = self.worth_of_node(requests, requests, price)
+        return Plan(levels, price, math.log(least) if least > 0 else -math.inf, least)
 
-    def _rate(
-        self, trees: Sequence[PastTrees], requests: int, greedy: float, levels: Sequence[int]
-    ) -> tuple[int, float, float]:
-        """Best of these numbers of levels, the tokens per second with it, and the log of the least value that is then
-        verified, if all trees of the batch are like these."""
-        value, level, chance, weight = self._nodes(trees, greedy)
+    def _rate(self, trees: Sequence[PastTrees], requests: int, greedy: float, levels: Sequence[int]) -> Plan:
+        """Plan of the best of these numbers of levels, if all trees of the batch are like these."""
+        value, level, chance, falling, weight = self._nodes(trees, greedy)
         deepest = int(level.max(where=weight > 0, initial=0))
         drafts = np.array(levels[: 1 + bisect_left(levels, deepest)])  # one more would cost, and bring nothing
         cuts, segment = _cuts(len(value))
@@ -199,17 +197,23 @@ class Planner(Budget):
             for weights in (weight * chance, weight)
         )
         gain, rows = requests * (1 + brought), requests * (1 + number)
-        verify = self.costs.verify.hull() if self.sampled and greedy < 1 else self.costs.verify
         drafting = drafts * self.level(requests) + self.overhead(drafted=True) + mean(self.reading)
         besides = np.where(drafts > 0, drafting, self.overhead(drafted=False))[:, None]
-        rate = gain / (verify.at(rows) + self.context * rows + np.maximum(besides, 0.0))
+        verifying = self.costs.verify.at(rows)
+        if self.sampled and greedy < 1:  # their number is not chosen to fill a tile, but varies
+            spread = np.sqrt(rows - requests)
+            around = self.costs.verify.at(rows - spread) + self.costs.verify.at(rows + spread)
+            verifying = (2 * verifying + around) / 4
+        rate = gain / (verifying + self.context * rows + np.maximum(besides, 0.0))
         best, size = divmod(int(rate.argmax()), len(cuts))
         verified = value[: cuts[size] + 1]
-        least = float(verified[level[: cuts[size] + 1] <= drafts[best]].min(initial=np.inf))
-        return levels[best], float(rate[best, size]), math.log(least) if least < np.inf else -math.inf
+        lowest = float(verified[level[: cuts[size] + 1] <= drafts[best]].min(initial=np.inf))
+        floor = math.log(lowest) if lowest < np.inf else -math.inf
+        return Plan(levels[best], float(rate[best, size]), floor, float(falling[cuts[size]]))
 
     def _nodes(self, trees: Sequence[PastTrees], greedy: float) -> tuple[NDArray[Any], ...]:
-        """Nodes of a request in the order of a cut: value, level, chance, and number of such nodes, all [M]."""
+        """Nodes of a request in the order of a cut: value, level, chance, that of a cut, and number of such nodes, all
+        [M]."""
         chain = np.arange(1, 1 + DEPTHS)
         unknown = np.zeros(DEPTHS)
         parts = [(np.full(DEPTHS, np.inf), chain, PRIOR_ACCEPTANCE**chain, PRIOR_ACCEPTANCE**chain, unknown)]
@@ -222,7 +226,7 @@ class Planner(Budget):
                     parts.append((*nodes, np.full(len(nodes.value), share * part / len(past_trees))))
         value, level, chance, falling, weight = (np.concatenate(column) for column in zip(*parts, strict=True))
         order = np.argsort(-falling, kind="stable")
-        return value[order], level[order], chance[order], weight[order]
+        return value[order], level[order], chance[order], falling[order], weight[order]
 
     def observe_trees(
         self, value: ArrayLike, depth: ArrayLike, greedy: ArrayLike, plan: Plan, *, level: ArrayLike | None = None

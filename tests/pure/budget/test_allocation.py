@@ -49,7 +49,7 @@ def test_equal_values_are_shared_out():
 def test_deterministic_children_bring_the_most_for_their_price(seed, rows):
     generator = random.Random(seed)
     trees, cost, price = chains(generator, 3, 3), random_curve(generator), generator.uniform(0.2, 3)
-    kept = allocate(torch.tensor(trees), verify=cost, price=price, sampled=False, rows=rows).tolist()
+    kept = allocate(torch.tensor(trees), verify=cost, price=price, rows=rows).tolist()
 
     def profit(lengths: tuple[int, ...]) -> float:
         gain = sum(sum(tree[:length]) for tree, length in zip(trees, lengths, strict=True))
@@ -59,47 +59,44 @@ def test_deterministic_children_bring_the_most_for_their_price(seed, rows):
     assert profit(kept) == pytest.approx(max(map(profit, every)))
 
 
-@pytest.mark.parametrize("rows", [0, 7])
 @pytest.mark.parametrize("seed", range(40))
-def test_sampled_children_stop_at_the_first_node_that_does_not_pay(seed, rows):
+def test_sampled_children_stop_at_the_first_node_that_is_worth_too_little(seed):
+    """Of each tree, whatever the others and the rows cost."""
     generator = random.Random(seed)
-    trees, cost, price = chains(generator, 3, 4), random_curve(generator), generator.uniform(0.2, 3)
-    hull = cost.hull()
-    nodes = sorted((-value, place, r) for r, tree in enumerate(trees) for place, value in enumerate(tree))
-    kept = [0, 0, 0]
-    for number, (minus, _, r) in enumerate(nodes, start=rows + 3):
-        if minus == 0 or -minus < price * (hull.cost(number + 1) - hull.cost(number)):
-            break
-        kept[r] += 1
-    assert allocate(torch.tensor(trees), verify=cost, price=price, sampled=True, rows=rows).tolist() == kept
+    trees, least = chains(generator, 3, 4), generator.choice([0.0, generator.random()])
+    kept = [sum(value >= max(least, 1e-9) for value in tree) for tree in trees]
+    assert allocate(torch.tensor(trees), verify=LINEAR, price=9.0, least=least).tolist() == kept
+    most = generator.randrange(12)
+    assert int(allocate(torch.tensor(trees), verify=LINEAR, price=9.0, least=least, most=most).sum()) == min(
+        most, sum(kept)
+    )
 
 
 def test_a_step_after_a_tile_is_a_reason_to_stop_there():
     cost = curve(*((rows, 1.0 if rows <= 16 else 1.2) for rows in profiled_rows(64)))
-    assert int(allocate(torch.full((8, 4), 0.05), verify=cost, price=8.0, sampled=False).sum()) == 8
+    assert int(allocate(torch.full((8, 4), 0.05), verify=cost, price=8.0).sum()) == 8
 
 
-@pytest.mark.parametrize("sampled", [False, True])
-def test_at_no_price_the_best_of_all_are_taken(sampled):
+@pytest.mark.parametrize("least", [None, 0.0])
+def test_at_no_price_the_best_of_all_are_taken(least):
     value = torch.tensor([[0.9, 0.8, 0.7, 0.6], [0.75, 0.5, 0.0, 0.0], [0.1, 0.1, 0.1, 0.0]])
     for most, kept in ((4, [3, 1, 0]), (None, [4, 2, 3])):
-        assert allocate(value, verify=LINEAR, price=0.0, sampled=sampled, most=most).tolist() == kept
+        assert allocate(value, verify=LINEAR, price=0.0, least=least, most=most).tolist() == kept
 
 
 def test_free_rows_are_all_taken_and_dear_ones_are_not():
     values = torch.tensor([[0.5, 0.4, 0.0], [0.9, 0.01, 0.001]])
     free, dear = curve((1, 1.0), (100, 1.0)), curve((1, 1.0), (2, 2.0), (100, 100.0))
-    for sampled in (False, True):
-        assert allocate(values, verify=free, price=1.0, sampled=sampled).tolist() == [2, 3]
-        assert allocate(values, verify=dear, price=1.0, sampled=sampled).tolist() == [0, 0]
+    assert allocate(values, verify=free, price=1.0).tolist() == [2, 3]
+    assert allocate(values, verify=dear, price=1.0).tolist() == [0, 0]
 
 
 def test_a_node_counts_for_no_more_than_the_one_before():
     values = torch.tensor([[0.1, 0.9], [0.5, 0.4]])
     cost = curve((1, 1.0), (100, 20.0))
     assert (
-        allocate(values, verify=cost, price=1.0, sampled=False).tolist()
-        == allocate(torch.tensor([[0.1, 0.1], [0.5, 0.4]]), verify=cost, price=1.0, sampled=False).tolist()
+        allocate(values, verify=cost, price=1.0).tolist()
+        == allocate(torch.tensor([[0.1, 0.1], [0.5, 0.4]]), verify=cost, price=1.0).tolist()
     )
 
 
@@ -108,7 +105,7 @@ def test_more_requests_get_fewer_nodes_each():
     sizes = []
     for requests in (1, 2, 8, 32):
         values = (0.7 ** torch.arange(1, 21)).expand(requests, 20)
-        kept = allocate(values, verify=LINEAR, price=2 * requests / LINEAR.cost(2 * requests), sampled=False)
+        kept = allocate(values, verify=LINEAR, price=2 * requests / LINEAR.cost(2 * requests))
         sizes.append(float(kept.mean()))
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] > sizes[-1] > 0

@@ -48,31 +48,14 @@ def test_no_row_counts_for_more_than_a_later_one(seed):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_one_number_of_rows_costs_what_it_costs_among_others(seed):
-    for made in (random_curve(random.Random(seed)), random_curve(random.Random(seed)).hull()):
-        assert [made.cost(rows) for rows in range(60)] == pytest.approx(made.at(range(60)).tolist())
+    made = random_curve(random.Random(seed))
+    assert [made.cost(rows) for rows in range(60)] == pytest.approx(made.at(range(60)).tolist())
 
 
 def test_one_slow_measurement_does_not_make_more_rows_dear():
     made, spoilt = curve((1, 1.0), (4, 1.1), (8, 1.5)), curve((1, 1.0), (2, 1.6), (4, 1.1), (8, 1.5))
     assert spoilt.at([4, 6, 8]).tolist() == pytest.approx(made.at([4, 6, 8]).tolist())
     assert spoilt.cost(2) == pytest.approx(1.1)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_the_hull_is_the_largest_convex_curve_below(seed):
-    made = random_curve(random.Random(seed))
-    first, last = int(made.rows[0]), int(made.rows[-1])
-    x = np.arange(first, last + 1)
-    y, hull = made.at(x), made.hull().at(x)
-    assert (hull <= y + 1e-12).all()
-    assert (np.diff(hull, 2) >= -1e-12).all()
-    for at in range(len(x)):  # the lowest chord over this place: no convex curve below reaches higher
-        chords = [
-            (y[a] * (x[b] - x[at]) + y[b] * (x[at] - x[a])) / (x[b] - x[a])
-            for a in range(at)
-            for b in range(at + 1, len(x))
-        ]
-        assert float(hull[at]) == pytest.approx(float(min([y[at], *chords])), abs=1e-12)
 
 
 def test_a_curve_follows_the_measurements():
@@ -160,7 +143,7 @@ def test_a_step_verifies_up_to_the_size_that_it_pays_for():
     measured = curve(*((rows, 1 + rows / 20) for rows in range(1, 40)))
     values = torch.tensor([[0.9, 0.6, 0.2, *[0.15 * 0.8**place for place in range(20)]]])
     alone, padded = (
-        int(allocate(values, verify=one, price=0.9, sampled=False).sum())
+        int(allocate(values, verify=one, price=0.9).sum())
         for one in (measured, Costs(measured, measured).in_graphs(sizes).verify)
     )
     assert 1 + alone not in sizes

@@ -53,13 +53,12 @@ class HostBudget(BatchBudget):
     def with_prompts(self, drafts: list[Draft], rows: int) -> list[int]:
         """Number of nodes of each of these trees to verify in a step that has `rows` other rows, prompts among them.
 
-        Prompts are read in any case; with them a row often costs more than in other steps. A tree that waited for a
-        step is kept whole: the price has since learnt from it.
+        Prompts are read in any case. A tree that waited for a step is kept whole: the price has since learnt from it.
         """
         value = pad_sequence([torch.tensor(draft.value) for draft in drafts], batch_first=True)
         depth = pad_sequence([torch.tensor(draft.depth) for draft in drafts], batch_first=True)
         greedy = np.array([draft.greedy for draft in drafts])
-        kept = torch.from_numpy(self.budget.share(value.numpy(), depth.numpy(), greedy, rows=rows))
+        kept = torch.from_numpy(self.budget.share(value.numpy(), depth.numpy(), greedy, rows=rows, prompts=True))
         waited = torch.tensor([draft.price != self.budget.plan.price for draft in drafts])
         counts: list[int] = from_rank_0(torch.where(waited, (depth != 0).sum(1), kept)).tolist()
         return counts
