@@ -63,7 +63,8 @@ CASES: dict[str, Case] = {
     HEAD: Case("adaptive_tree", {"budget": "auto"}, draft="eagle3"),
     BLOCK: Case("adaptive_tree", {"budget": "auto"}, draft="dspark"),
     "adaptive_tree": Case("adaptive_tree", {"max_children": 4}),
-    "adaptive_tree, look-ups": Case("adaptive_tree", {"max_children": 4, "lookup": "ngram"}),
+    "adaptive_tree, no look-ups": Case("adaptive_tree", {"max_children": 4, "lookup": None}),
+    "opt_tree, ngram": Case("opt_tree", draft="ngram"),
     "opt_tree": Case("opt_tree"),
     "opt_tree, penalties": Case("opt_tree", sampling=PENALTIES),
     "dyspec, rrsw": Case("dyspec", {"threshold": 0.02, "max_children": 4}, "rrsw", sampling=SEEDED),
@@ -259,7 +260,9 @@ def measured(count: Count, case: str, sizes: Sizes) -> dict[str, Any]:
             else {
                 "method": method,
                 "model": (
-                    getattr(heads, draft)(models / "head")
+                    draft
+                    if draft == "ngram"
+                    else getattr(heads, draft)(models / "head")
                     if draft != "model"
                     else DRAFT
                     if sizes.layers is None

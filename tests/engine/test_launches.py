@@ -12,8 +12,8 @@ from tests.engine.engines import V2
 pytestmark = pytest.mark.skipif(V2, reason="in a process of its own")
 
 MOST = 60
-AT_REST = 6
-"""Launches of a step whose draft rests, beside those of vLLM's own."""
+AT_REST = 8
+"""Launches of a step whose draft rests and whose look-up does not, beside those of vLLM's own."""
 COUNT = """
 import json, sys
 from benchmarks.gpu import launches
