@@ -77,7 +77,7 @@ class Budget:
         return price * ((verify.cost(rows + requests) - verify.cost(rows)) / requests + self.context)
 
     def share(
-        self, value: ArrayLike, depth: ArrayLike, greedy: ArrayLike, *, rows: int = 0, prompts: bool = False
+        self, value: ArrayLike, depth: ArrayLike, greedy: ArrayLike, *, rows: int = 0, full: int = 0
     ) -> NDArray[np.int64]:
         """Number of nodes of each tree to verify, [R].
 
@@ -86,7 +86,7 @@ class Budget:
             depth: [R, N]; negative for a look-up's node, as in `Calibration`.
             greedy: [R] bool.
             rows: of the verification, besides the roots and nodes of these trees.
-            prompts: True if prompts are among those rows: with them a row often costs more than in other steps.
+            full: of the largest step, if prompts are among those rows: with them a row often costs more than in others.
         """
         kinds = np.asarray(greedy)
         count = int(np.count_nonzero(kinds))
@@ -95,10 +95,10 @@ class Budget:
         if 0 < count < len(kinds):
             chance = np.where(kinds[:, None], certain.chances(value, depth), chance)
         verify, price, least = self.costs.verify, self.plan.price, None
-        if self.sampled and count < len(kinds) and (self.plan.levels or prompts):  # at rest nothing is sampled
+        if self.sampled and count < len(kinds) and (self.plan.levels or full):  # at rest nothing is sampled
             least = self.plan.least
-            if prompts:
-                least = max(least, self.worth_of_node(len(kinds), rows + len(kinds), price))
+            if full:
+                least = max(least, self.worth_of_node(len(kinds), full, price))
         kept = allocate(
             chance,
             verify=verify,

@@ -188,7 +188,9 @@ class Planner(Budget):
         value, level, chance, falling, weight = self._nodes(trees, greedy)
         deepest = int(level.max(where=weight > 0, initial=0))
         drafts = np.array(levels[: 1 + bisect_left(levels, deepest)])  # one more would cost, and bring nothing
-        cuts, segment = _cuts(len(value))
+        # up to the last of equal chances: what is cut there keeps all of them
+        cuts = np.unique(len(falling) - 1 - np.searchsorted(falling[::-1], falling[_cuts(len(falling))]))
+        segment = np.searchsorted(cuts, np.arange(len(value)))
         # [D, C]: sums over the nodes of these levels, up to each cut
         cell = np.searchsorted(drafts, level) * len(cuts) + segment
         shape = 1 + len(drafts), len(cuts)
@@ -298,10 +300,9 @@ def _observe(curve: Curve, rows: int, seconds: float, warm: set[int]) -> None:
 
 
 @lru_cache(2 * SIZES)
-def _cuts(nodes: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The last of the nodes up to each cut [C], and the first cut that has each node [M]."""
-    cuts = np.unique(np.linspace(0, nodes - 1, SIZES).astype(int))
-    return cuts, np.searchsorted(cuts, np.arange(nodes))
+def _cuts(nodes: int) -> NDArray[np.int64]:
+    """Nodes after which a cut is considered [C], the last one among them."""
+    return np.unique(np.linspace(0, nodes - 1, SIZES).astype(int))
 
 
 NAMES = {True: "drafting", False: "plain"}

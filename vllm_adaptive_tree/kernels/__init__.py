@@ -3,8 +3,8 @@
 Those for sampling and acceptance rules give the same tokens as `rng.CounterRNG` and `acceptance` from the same keys, up
 to the rounding of sums; each file is named after the module it replaces. `layout` and `commit` run before and after a
 verification, `selection` before both, `paths` where the sampler reads history, `rules` at a node of `rejection_walk`;
-`reading` before a draft, `slots`, `growth` and `shape` in its levels, `ngram` and `merging` after it, `waiting` where it
-rests.
+`reading` before a draft, `slots`, `growth` and `shape` in its levels, `ngram` and `merging` after it, `waiting` where
+it rests.
 
 What a kernel writes is a tensor of its own, or its address is not specialised: parts of one tensor are aligned for some
 numbers of requests alone, and the kernel would be compiled again in service.

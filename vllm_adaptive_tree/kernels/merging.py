@@ -120,6 +120,7 @@ def _merge(
             shared += tl.where(passes, tl.load(weight + chain), 0.0)
             tl.store(known + chain * LENGTH + deep - 1, lane, mask=passes)
         worth = tl.load(value + node, mask=lane < size, other=float("-inf")).to(tl.float32)
+        worth = tl.where(worth == worth, worth, float("-inf"))  # NaN has no place among the others
         text = tl.log(tl.where(on != 0, shared, 1.0)) + (deep - 1).to(tl.float32) * LOG_GOES_ON
         tl.store(worth_at + lane, tl.where(on != 0, tl.maximum(worth, text), worth), mask=lane < size)
         tl.store(token_at + lane, token.to(tl.int32), mask=lane < size)

@@ -302,7 +302,7 @@ def test_a_sampled_token_has_no_say_in_its_own_cut(sampled):
             value, depth = torch.tensor([[0.17, 0.17 * likely, 0.17 * likely]]), torch.tensor([[1, 2, 3]])
             if plan.levels:
                 budget.observe_trees(value, depth, torch.tensor([False]), plan)
-            share = budget.share(value, depth, torch.tensor([False]), rows=60, prompts=True)
+            share = budget.share(value, depth, torch.tensor([False]), rows=60, full=60)
             kept.append(share.sum() > 0)
     assert kept[: len(kept) // 2] == kept[len(kept) // 2 :] or not sampled
     assert {*kept} == {True, False}, "the first node is kept where rows are cheap, and not where they are dear"

@@ -50,16 +50,17 @@ class HostBudget(BatchBudget):
         self.draft_seconds = self.prompt_seconds = self.planning_seconds = 0.0
         self.has_lookup_trees = False
 
-    def with_prompts(self, drafts: list[Draft], rows: int) -> list[int]:
+    def with_prompts(self, drafts: list[Draft], rows: int, *, full: int) -> list[int]:
         """Number of nodes of each of these trees to verify in a step that has `rows` other rows, prompts among them.
 
-        Prompts are read in any case. A tree that waited for a step is kept whole: the price has since learnt from it.
+        Prompts are read in any case. A tree that waited for another plan is kept whole: that plan has learnt from it.
+        So sampled trees do not know `rows`, which are what they leave of a `full` step.
         """
         value = pad_sequence([torch.tensor(draft.value) for draft in drafts], batch_first=True)
         depth = pad_sequence([torch.tensor(draft.depth) for draft in drafts], batch_first=True)
         greedy = np.array([draft.greedy for draft in drafts])
-        kept = torch.from_numpy(self.budget.share(value.numpy(), depth.numpy(), greedy, rows=rows, prompts=True))
-        waited = torch.tensor([draft.price != self.budget.plan.price for draft in drafts])
+        kept = torch.from_numpy(self.budget.share(value.numpy(), depth.numpy(), greedy, rows=rows, full=full))
+        waited = torch.tensor([draft.plan is not self.budget.plan for draft in drafts])
         counts: list[int] = from_rank_0(torch.where(waited, (depth != 0).sum(1), kept)).tolist()
         return counts
 
@@ -172,9 +173,10 @@ class HostBudget(BatchBudget):
                 seconds["draft"] + seconds["tree"] - looking - (0 if prompts or gaps else first - usual)
             )
             self.prompt_seconds = max(0.0, first - usual) if prompts and not gaps else 0.0
-        price = self.budget.plan.price
         return [
-            draft.prefix(count)._replace(value=own[:count], depth=deep[:count], greedy=certain, root=root, price=price)
+            draft.prefix(count)._replace(
+                value=own[:count], depth=deep[:count], greedy=certain, root=root, plan=self.budget.plan
+            )
             if len(draft.tree)
             else draft
             for draft, count, own, deep, certain, root in zip(

@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vllm_adaptive_tree.budget import Plan
 from vllm_adaptive_tree.proposers import Proposal
 from vllm_adaptive_tree.proposers.base import softmax_at
 from vllm_adaptive_tree.trees import TokenTree
@@ -27,7 +28,7 @@ class Draft(NamedTuple):
     depth: Sequence[int] | NDArray[np.int64] = ()  # of each node, negative from a look-up, if there is a budget
     greedy: bool = False  # its request, if there is a budget
     root: Tensor | None = None  # [V] logits at the root of a greedy request, if a budget has them
-    price: float = 0.0  # at which a budget has cut it
+    plan: Plan | None = None  # by which a budget has cut it
     cell: Sequence[int] | NDArray[np.int64] = ()  # of each node, if its proposer learns acceptance
     chosen: Sequence[bool] | NDArray[np.bool_] = ()  # of each node: a look-up has chosen it; (): there is no look-up
     from_lookup: bool = False  # True if a look-up alone has made it while the draft rested

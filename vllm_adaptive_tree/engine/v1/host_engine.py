@@ -12,6 +12,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm_adaptive_tree.acceptance import Accepted
 from vllm_adaptive_tree.engine.common.ranks import accepted_from_rank_0
 from vllm_adaptive_tree.engine.metrics.step_figures import StepFigures, by_depth
+from vllm_adaptive_tree.engine.targets.checks import step_limit
 from vllm_adaptive_tree.engine.v1.drafts import Draft
 from vllm_adaptive_tree.engine.v1.limits import Limits
 from vllm_adaptive_tree.engine.v1.requests import HostRequests
@@ -65,7 +66,8 @@ class HostEngine:
     def affordable(self, scheduled: SchedulerOutput) -> SchedulerOutput:
         """Scheduler's output with as many nodes as the budget affords in a step with prompts."""
         self.scheduled_tokens = scheduled.scheduled_spec_decode_tokens
-        scheduled = affordable(without_placeholders(scheduled), self.drafts, self.runner.budget)
+        _, full = step_limit(self.runner.scheduler_config)
+        scheduled = affordable(without_placeholders(scheduled), self.drafts, self.runner.budget, full=full)
         self.verified_tokens = scheduled.scheduled_spec_decode_tokens
         return scheduled
 

@@ -19,14 +19,17 @@ def without_placeholders(scheduled: SchedulerOutput) -> SchedulerOutput:
     return _cut(scheduled, {name: len(tokens) if tokens[0] >= 0 else 0 for name, tokens in spec.items()})
 
 
-def affordable(scheduled: SchedulerOutput, drafts: Mapping[str, Draft], budget: HostBudget | None) -> SchedulerOutput:
+def affordable(
+    scheduled: SchedulerOutput, drafts: Mapping[str, Draft], budget: HostBudget | None, *, full: int
+) -> SchedulerOutput:
     """Cut the nodes of a step that also reads prompts, which was unknown when the trees were drafted. The scheduler,
-    which keeps its own list, counts the cut nodes as rejected."""
+    which keeps its own list, counts the cut nodes as rejected. `full`: rows of the largest step."""
     spec, rows = scheduled.scheduled_spec_decode_tokens, scheduled.num_scheduled_tokens
     if budget is None or not spec or scheduled.total_num_scheduled_tokens == len(rows) + sum(map(len, spec.values())):
         return scheduled
     num_other_rows = scheduled.total_num_scheduled_tokens - sum(rows[name] for name in spec)
-    counts = budget.with_prompts([drafts[name].prefix(len(tokens)) for name, tokens in spec.items()], num_other_rows)
+    offered = [drafts[name].prefix(len(tokens)) for name, tokens in spec.items()]
+    counts = budget.with_prompts(offered, num_other_rows, full=full)
     return _cut(scheduled, dict(zip(spec, counts, strict=True)))
 
 

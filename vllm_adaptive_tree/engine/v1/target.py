@@ -96,7 +96,7 @@ class Target:
             return None
         if self.forces_greedy or not self._has_rows():
             return None
-        if active is None and not verification.trees:
+        if active is None and not self.step.trees:
             roots = torch.zeros_like(self.first)
             tokens = rng.fold_in(roots).sample(self._distributions(self._all_penalised(), slice(None)))
             return Accepted(tokens[:, None], roots[:, None] - 1)

@@ -85,10 +85,6 @@ class DeviceBudget(BatchBudget):
         self.trees = int(drafting.sum())
         return drafting
 
-    def look_up_pays(self, greedy: np.ndarray, nodes: int) -> bool:
-        """As `Budget.look_up_pays`."""
-        return not self.learns or self.budget.look_up_pays(greedy.tolist(), nodes)
-
     def drafted(
         self, tree: TreeBatch, greedy: np.ndarray, level: Tensor | None, drafting: np.ndarray | None = None
     ) -> None:

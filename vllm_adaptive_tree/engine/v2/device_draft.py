@@ -37,8 +37,6 @@ class DeviceDraft:
         """False if the draft rests."""
         self.ready: np.ndarray | None = None
         """[R] bool: requests that the draft grows a tree for; None: all."""
-        self.looks_up = False
-        """True if the draft rests, and a look-up proposes."""
         self.merged: Merged | None = None
         """Trees with the continuations of the texts in them, of this step."""
         self.stored = True
@@ -64,8 +62,6 @@ class DeviceDraft:
         if budget is not None and levels:
             budget.steer(requests, requests)
         self.drafting = levels > 0
-        if speculator.offers is not None and not levels:
-            self.looks_up = budget is None or budget.look_up_pays(self.greedy, self.nodes)
         if budget is not None and levels:
             self.ready = budget.drafting(self.greedy)
         return levels
@@ -76,14 +72,15 @@ class DeviceDraft:
         speculator.accepted = None if accepted is None else (verification, accepted)
         if levels:
             self.ready = speculator.catch_up(self.target, self.ready)
-        if not self.crowded and (levels or self.looks_up or speculator.backlog is None):
+        proposes = levels > 0 or speculator.offers is not None
+        if not self.crowded and (proposes or speculator.backlog is None):
             speculator.prepare(self.target, self.temperature, self.seeds, self.ready)
         if levels:
             speculator.read(self.target)
         else:
             speculator.rest(self.target)
         speculator.accepted, speculator.forwards = None, 0
-        if self.unused or not (levels or self.looks_up):
+        if self.unused or not proposes:
             speculator.drafts.forget()
             return False
         return True

@@ -28,7 +28,8 @@ class LookupTrees:
         """One for each number of requests: with trees of the draft, and where it rests without."""
         speculator = self.speculator
         rests = speculator.may_rest or speculator.pair.looks_up
-        kinds = [MERGES] * (speculator.lookup is not None) + [LOOKS_UP] * rests
+        merges = speculator.lookup is not None and not speculator.pair.looks_up
+        kinds = [MERGES] * merges + [LOOKS_UP] * rests
         sizes = speculator.sizes[::-1]
         return {Piece.of(size, kind): partial(self.merged, size, kind) for size in sizes for kind in kinds}
 
