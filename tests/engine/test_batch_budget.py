@@ -82,7 +82,7 @@ def test_auto_measures_and_follows_the_costs(
     llm = engines.start(auto)
     costs = json.loads(file.read_text())["costs"]
     curve = costs["verify"]
-    assert curve["rows"][:5] == [1, 2, 3, 4, 6]
+    assert curve["rows"][:6] == [1, 2, 3, 4, 5, 6]
     assert all(seconds > 0 for seconds in curve["seconds"])
     assert costs["draft"]["rows"] == [1, 2, 4, 20]
     assert costs["context"] >= 0

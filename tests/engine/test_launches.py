@@ -12,7 +12,7 @@ from tests.engine.engines import V2
 pytestmark = pytest.mark.skipif(V2, reason="in a process of its own")
 
 MOST = 60
-AT_REST = 8
+AT_REST = 9
 """Launches of a step whose draft rests and whose look-up does not, beside those of vLLM's own."""
 COUNT = """
 import json, sys
