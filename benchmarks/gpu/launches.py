@@ -276,7 +276,7 @@ def measured(count: Count, case: str, sizes: Sizes) -> dict[str, Any]:
         runner = runner_of(llm)
         if case in AT_REST:
             runner.budget.budget = Budget(sampled=True)
-            runner.budget.budget.plan = Plan(0, 0.0)
+            runner.budget.budget.plan = Plan(0, 0.0, most=0)
         watch(count, runner, 0 if case in (NONE, *AT_REST) else sizes.nodes)
         count.steps.clear()
         params = SamplingParams(max_tokens=sizes.tokens, ignore_eos=True, **sampling)

@@ -22,7 +22,7 @@ interpolation would miss."""
 
 
 def profiled_rows(most: int) -> list[int]:
-    """Row counts that a profile measures: 1, 2, 3, 4, 6, 8, 12, .. up to `most`, and one past each tile."""
+    """Row counts that a profile measures: 1, 2, 3, 4, 6, 8, 12, .. up to `most`, and one past each of `TILES`."""
     steps = {2**k * factor // 2 for k in range(20) for factor in (2, 3)}
     return sorted({min(rows, most) for rows in steps | {1 + tile for tile in TILES}})
 

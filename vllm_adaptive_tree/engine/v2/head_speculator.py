@@ -52,11 +52,13 @@ class HeadSpeculator(PagedDraft, EagleSpeculator):
             return False
         batch, unread, step = target.batch, self.waiting_room(target), self.accepted
         requests = batch.idx_mapping_np[which]
-        if not only_roots(batch) or not unread.fits(requests, 1 if step is None else 1 + step[1].nodes.shape[1]):
+        verified = batch.num_tokens - batch.num_reqs  # nodes of the batch, where each request has one row besides
+        most = 0 if step is None else min(verified, step[1].nodes.shape[1])
+        if not only_roots(batch) or not unread.fits(requests, 1 + most):
             return False
         row = batch.query_start_loc[: batch.num_reqs, None].long()
-        if step is not None:
-            row = torch.cat([row, row + 1 + step[1].nodes], 1)
+        if step is not None and most:
+            row = torch.cat([row, row + 1 + step[1].nodes[:, :most]], 1)
         index, num_sampled = batch.idx_mapping, target.num_sampled
         if not which.all():
             places = async_tensor_h2d(np.flatnonzero(which), device=self.device)
