@@ -97,10 +97,11 @@ class Drafts:
         new = (*proposal.tree, proposal.read, proposal.num_planned, temperature)
         for buffer, part in zip((*self.tree, self.read, self.planned, self.temperature), new, strict=True):
             buffer[: len(request)] = part
-        if self.cell is not None:  # the trees of a look-up have none, and must not count in those of others
-            self.cell[: len(request)] = -1 if proposal.cell is None else proposal.cell
-        if self.chosen is not None:
-            self.chosen[: len(request)] = False if proposal.chosen is None else proposal.chosen
+        # the trees of a look-up have no cells, and must not count in those of others
+        for kept, given, none in ((self.cell, proposal.cell, -1), (self.chosen, proposal.chosen, 0)):
+            if kept is not None:
+                own = kept[: len(request)]
+                own.fill_(none) if given is None else own.copy_(given)
 
     def proposal(self, requests: int) -> Proposal:
         """The first trees, as they were stored."""
