@@ -175,8 +175,8 @@ def test_fewer_nodes_with_prompts(engines: Engines, plain: list[Any], monkeypatc
         monkeypatch.setattr(runner.budget.budget, told, lambda *_, **__: None)
     affordable = host_engine.affordable
 
-    def spied(scheduled: Any, *args: Any) -> Any:
-        fewer = affordable(scheduled, *args)
+    def spied(scheduled: Any, *args: Any, **given: Any) -> Any:
+        fewer = affordable(scheduled, *args, **given)
         assert sum(fewer.num_scheduled_tokens.values()) == fewer.total_num_scheduled_tokens
         before, after = (sum(map(len, one.scheduled_spec_decode_tokens.values())) for one in (scheduled, fewer))
         prompts = scheduled.total_num_scheduled_tokens - len(scheduled.num_scheduled_tokens) - before

@@ -308,6 +308,19 @@ def test_a_sampled_token_has_no_say_in_its_own_cut(sampled):
     assert {*kept} == {True, False}, "the first node is kept where rows are cheap, and not where they are dear"
 
 
+def test_sampled_nodes_need_the_chance_that_the_plan_found_best():
+    budget = planner((1, 1.0), (100, 1.0 + 99 * 0.2), level=0.01, sampled=True)
+    for _ in range(4 * EVERY):
+        step(budget, 0.8, greedy=0, sampled=1)
+    plan = budget.begin([False])
+    depth = np.arange(1, 9)[None]
+    value = 0.8**depth
+    chances = budget.calibrations[0].chances(value, depth)[0]
+    kept = int(budget.share(value, depth, [False]).sum())
+    assert 0 < kept < 8
+    assert kept == int((chances >= plan.least).sum())
+
+
 def test_fewer_rows_are_tried_where_nobody_has_seen_them():
     budget = planner(*((rows, 1.0) for rows in range(1, 200, 8)), level=1e-3)
     kept = []
