@@ -41,6 +41,8 @@ SHORT: dict[str, Cases] = {  # MODEL_RUNNER -> cases
             "test_dyspec_fills_its_trees",
             "test_opt_trees_price_floor_and_temperature",
             "test_a_threshold_is_measured_once",
+            "test_a_verification_is_timed_alone",
+            "test_a_draft_is_timed_in_steps",
         ],
         "test_dead_rows.py": ["test_dead_rows[dyspec]"],
         "test_requests_leave.py": ["test_aborted_preempted_and_called_by_an_old_name[model]"],

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_adaptive_tree.engine.self_check import trial
 from vllm_adaptive_tree.engine.self_check.distance import allowed_error
+from vllm_adaptive_tree.engine.v2 import trial
 
 
 @pytest.mark.parametrize("of_8_bits", [(), ("target",), ("draft",), ("target", "draft")])

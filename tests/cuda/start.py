@@ -31,6 +31,8 @@ NODES, DEPTH, TOKENS = 8, 4, 12
 PROMPTS = [[7, 3, 9], list(range(20, 70)), [5] * 33, [11, 2] * 3]
 # The last waits until one of three seats is free.
 GRAPHS = [4, 16, 32]  # their sizes
+CROWDED, FREE = ("head",), 9
+"""Cases with so few blocks, once started, that a request is preempted."""
 
 
 def written(folder: Path, kind: str, **more: Any) -> str:
@@ -159,7 +161,11 @@ def models(case: str, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     kind, more = {"moe": ("qwen3_moe", EXPERTS)}.get(case, ("qwen3", {}))
     target = written(folder / "target", kind, **more)
     learnt = {"max_children": 4, "budget": 6, "lookup": "ngram"}
-    method = {"method": "adaptive_tree", "tree": learnt} if case == "adaptive" else {}
+    methods = {
+        "adaptive": {"method": "adaptive_tree", "tree": learnt},
+        "moe": {"method": "dyspec", "tree": {"acceptance": "rrsw"}},
+    }
+    method: dict[str, Any] = methods.get(case, {})
     return {"model": target, "skip_tokenizer_init": True}, {"model": target, **method}
 
 
@@ -180,6 +186,28 @@ class Blocks:
     def _replay(self, graph: Any) -> None:
         self.replayed += 1
         self.replay(graph)
+
+
+def watch_costs() -> list[tuple[int, int]]:
+    """Of each number of requests whose drafting is timed at the start: steps, and replays of graphs of trees."""
+    from vllm_adaptive_tree.engine.v2 import startup_costs
+    from vllm_adaptive_tree.engine.v2.graphs import DraftGraphs
+
+    timed, drafting, replay = list[tuple[int, int]](), startup_costs._drafting, DraftGraphs.run_fullgraph
+    replayed = list[int]()
+
+    def count(graphs: Any, piece: Any) -> None:
+        replayed.append(piece.levels)
+        replay(graphs, piece)
+
+    def watched(runner: Any, requests: int) -> Any:
+        replayed.clear()
+        found = drafting(runner, requests)
+        timed.append((startup_costs.ROUNDS, sum(levels > 0 for levels in replayed)))
+        return found
+
+    startup_costs._drafting, DraftGraphs.run_fullgraph = watched, count
+    return timed
 
 
 class Steps:
@@ -212,7 +240,7 @@ def main(capability: str, case: str, graphs: str = "NONE") -> dict[str, Any]:
     from vllm_adaptive_tree.engine.v2.node_selection import NoNodes
 
     contract.install()
-    engines, found = Engines(), {}
+    costs, engines, found = watch_costs(), Engines(), {}
     whole: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
     # The first ends before the others, and the prompt that waits is read beside their trees.
     params = [SamplingParams(**whole, max_tokens=TOKENS - 4 * (at == 0), logprobs=2) for at in range(len(PROMPTS))]
@@ -237,6 +265,9 @@ def main(capability: str, case: str, graphs: str = "NONE") -> dict[str, Any]:
                 gpu_memory_utilization=0.01,
                 block_size=None,
             )
+            if case in CROWDED and speculation is not None:
+                pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+                pool.get_new_blocks(pool.get_num_free_blocks() - FREE)
             started, checked, early = len(faked.LAUNCHES), len(trees), set(compiled)
             steps, blocks = Steps(runner_of(llm)), Blocks(runner_of(llm))
             prompts: list[Any] = [{"prompt_token_ids": one} for one in PROMPTS]
@@ -278,6 +309,8 @@ def main(capability: str, case: str, graphs: str = "NONE") -> dict[str, Any]:
             "trees": trees[checked:],
             "steps": steps.found,
             "blocks": [blocks.run, blocks.replayed],
+            "costs": costs,
+            "preempted": metric(llm, "num_preemptions"),
             "at_rest": [list(one) for one in at_rest],
             "plain_briefly": [one[: short.max_tokens] for one in found["plain"]["tokens"]],
             "drafts": metric(llm, "spec_decode_num_drafts"),

@@ -26,8 +26,8 @@ COMPILED = (
 )
 """Functions of `faked` that stand for one kernel."""
 OPAQUE = {
-    "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn": "qwen_gdn_attention_core",
-    "vllm.model_executor.layers.fused_moe.runner.moe_runner": "moe_forward_shared",
+    "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn": ("qwen_gdn_attention_core",),
+    "vllm.model_executor.layers.fused_moe.runner.moe_runner": ("moe_forward", "moe_forward_shared"),
 }
 """Operations of vLLM in whose place the function is called: what it launches is recorded."""
 ACTIVE: list["Tape | None"] = []
@@ -163,8 +163,9 @@ def install(capability: tuple[int, int]) -> None:
     import os
 
     os.environ["VLLM_USE_BREAKABLE_CUDAGRAPH"] = "1"  # pieces without torch.compile
-    for module, operation in OPAQUE.items():
-        interpreter.after(module, functools.partial(_opened, operation))
+    for module, operations in OPAQUE.items():
+        for operation in operations:
+            interpreter.after(module, functools.partial(_opened, operation))
     interpreter.after("vllm.model_executor.layers.attention.mla_attention", _latent)
     for operation in ("lora_shrink", "lora_expand"):
         interpreter.after(f"vllm.lora.ops.triton_ops.{operation}_op", functools.partial(_whole, operation))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.cuda.start import BLOCKS
+from tests.cuda.start import BLOCKS, CROWDED
 from tests.engine.heads import XPRESS
 
 ROOT = Path(__file__).parents[2]
@@ -87,7 +87,8 @@ def test_start(capability: str, case: str, kernel: str, tmp_path: Path) -> None:
         pytest.param("9.0", "latent, draft", "FULL_AND_PIECEWISE", marks=pytest.mark.slow),
         pytest.param("9.0", "llama", "PIECEWISE", marks=pytest.mark.slow),
         pytest.param("8.0", "depth first", "FULL_AND_PIECEWISE", marks=pytest.mark.slow),
-        pytest.param("9.0", "head", "FULL_AND_PIECEWISE", marks=pytest.mark.slow),
+        ("9.0", "head", "FULL_AND_PIECEWISE"),
+        ("10.0", "moe", "PIECEWISE"),
         pytest.param("10.0", "moe", "FULL_AND_PIECEWISE", marks=pytest.mark.slow),
         pytest.param("9.0", "fp8", "FULL_AND_PIECEWISE", marks=pytest.mark.slow),
     ],
@@ -99,6 +100,10 @@ def test_graphs(capability: str, case: str, graphs: str, tmp_path: Path) -> None
     assert found["drafts"] > 0
     assert not found["late"], "no kernel is compiled after the first request"
     assert case != "head" or "_wait" in found["early"], "it may rest"
+    assert (case == "head") == bool(found["costs"]), "a budget that is measured"
+    for rounds, replayed in found["costs"]:
+        assert replayed >= rounds, "its levels are timed in the graphs that run them"
+    assert (case in CROWDED) == (found["preempted"] > 0)
     assert case != "adaptive" or "_look_up" in found["early"], "a piece that is recorded"
     decodes = "FULL" if graphs == "FULL_AND_PIECEWISE" else "PIECEWISE"
     steps = found["steps"]

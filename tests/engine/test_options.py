@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from vllm import SamplingParams
+from vllm.forward_context import get_forward_context
 
 from tests.engine.engines import DRAFT, PROMPTS, V2, Engines, generate, runner_of, set_costs, tree
 from vllm_adaptive_tree.bench.projection import read_hardware
@@ -266,6 +267,65 @@ def test_a_machine_that_is_too_slow_for_a_whole_profile(llm: Any, monkeypatch: p
     assert costs.verify.rows.tolist() == [1, 2]
     assert costs.verify.cost(8) > 0
     assert costs.draft is not None
+
+
+@pytest.mark.skipif(not V2, reason="V1 runs no dummy")
+def test_a_verification_is_timed_alone(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rows count, so that experts route them, and differ; the draft that vLLM's dummy run has is left out, and the
+    logits that it has not are there."""
+    runner, rows, logits = runner_of(llm), list[torch.Tensor](), list[int]()
+    compute = runner.model.compute_logits
+    drafted = list[Any]()
+
+    def seen(*_: Any) -> None:
+        rows.extend([get_forward_context().is_padding.clone(), runner.input_buffers.input_ids[:9].clone()])
+
+    def counted(hidden: torch.Tensor) -> torch.Tensor:
+        logits.append(len(hidden))
+        return compute(hidden)
+
+    monkeypatch.setattr(runner.speculator, "dummy_run", lambda *_, **__: drafted.append(1))
+    monkeypatch.setattr(runner.model, "compute_logits", counted)
+    hook = runner.model.register_forward_pre_hook(seen)
+    try:
+        with torch.inference_mode():
+            profile._target(runner, 9)()()
+    finally:
+        hook.remove()
+    padding, tokens = rows
+    assert padding.tolist() == 9 * [False]
+    assert len(tokens.unique()) > 4
+    assert logits == [9]
+    assert not drafted
+    assert not runner.speculator.off
+
+
+@pytest.mark.skipif(not V2, reason="V1 times one forward after the other")
+def test_a_draft_is_timed_in_steps(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the engine, apart: what its levels take, and what they do not."""
+    runner = runner_of(llm)
+    speculator = runner.speculator
+    monkeypatch.setattr(profile, "ROUNDS", 2)
+    level, besides = profile._drafting(runner, 2)
+    read, grow, seconds = speculator.read, speculator.grow, 1.0
+    grown = list[int]()
+
+    def slow_read(target: Any) -> None:
+        time.sleep(3 * seconds)
+        read(target)
+
+    def slow_grow(tokens: torch.Tensor, *rest: Any) -> Any:
+        grown.append(len(tokens))
+        time.sleep(seconds)
+        return grow(tokens, *rest)
+
+    monkeypatch.setattr(speculator, "read", slow_read)
+    monkeypatch.setattr(speculator, "grow", slow_grow)
+    slow, slow_besides = profile._drafting(runner, 2)
+    assert slow - level == pytest.approx(seconds, rel=0.4)
+    assert slow_besides - besides == pytest.approx(2 * seconds, rel=0.4), "the roots' level is read"
+    assert grown[0] == 2
+    assert runner.budget is speculator.budget is not None
 
 
 def test_a_file_that_cannot_be_written_later(llm: Any, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

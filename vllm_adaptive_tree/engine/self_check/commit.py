@@ -9,10 +9,10 @@ from torch import Tensor
 
 from vllm_adaptive_tree.engine.cpu_cache import gather_context
 from vllm_adaptive_tree.engine.patches import swapped
-from vllm_adaptive_tree.engine.self_check.trial import Trial
 from vllm_adaptive_tree.engine.self_check.verdict import Finding
 from vllm_adaptive_tree.engine.targets.latents import is_latent
 from vllm_adaptive_tree.engine.v2.sampler import TreeSampler
+from vllm_adaptive_tree.engine.v2.trial import Trial
 
 
 class Commit:

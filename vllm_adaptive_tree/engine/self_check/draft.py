@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from vllm_adaptive_tree.engine.self_check.distance import allowed_error, distance
-from vllm_adaptive_tree.engine.self_check.trial import Trial
 from vllm_adaptive_tree.engine.self_check.verdict import Finding
 from vllm_adaptive_tree.engine.v2.head_speculator import HeadSpeculator
 from vllm_adaptive_tree.engine.v2.speculator import ModelSpeculator
+from vllm_adaptive_tree.engine.v2.trial import Trial
 
 
 class RecordedLevel(NamedTuple):

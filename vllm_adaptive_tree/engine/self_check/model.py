@@ -14,9 +14,9 @@ from vllm_adaptive_tree.engine.self_check import draft
 from vllm_adaptive_tree.engine.self_check.commit import watched
 from vllm_adaptive_tree.engine.self_check.distance import ROWS_OF_EXPERTS, allowed_error, distance
 from vllm_adaptive_tree.engine.self_check.trees import paths, random_parents
-from vllm_adaptive_tree.engine.self_check.trial import Trial, TrialStep
 from vllm_adaptive_tree.engine.self_check.verdict import Finding
 from vllm_adaptive_tree.engine.v2.head_speculator import HeadSpeculator
+from vllm_adaptive_tree.engine.v2.trial import Trial, TrialStep
 from vllm_adaptive_tree.proposers import Proposal
 from vllm_adaptive_tree.trees import TreeBatch
 

@@ -153,8 +153,11 @@ def finish_startup(runner: Any, rank: int, measures: Measures) -> None:
                 profile.reject(error)
     source = "as an earlier process left them"
     if learning is None:
-        costs, disturbance = measures.measured_costs(runner, nodes)
+        costs, disturbance, drafting = measures.measured_costs(runner, nodes)
         learning, source = _new(runner, costs), "measured"
+        if drafting is not None:
+            for drafted, seconds in ((True, drafting), (False, 0.0)):
+                learning.planner.overheads[drafted].append(seconds)
         if disturbance > DISTURBED:
             profile = None
             logger.warning(

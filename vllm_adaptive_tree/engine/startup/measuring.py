@@ -30,6 +30,8 @@ class Times(NamedTuple):
 class MeasuredCosts(NamedTuple):
     costs: Costs
     disturbance: float  # as of `Times`
+    drafting: float | None = None
+    """Seconds of a step's drafting besides its levels; None: not measured."""
 
 
 Prepare = Callable[[], Callable[[], Any]]

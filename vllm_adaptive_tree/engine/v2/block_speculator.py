@@ -2,7 +2,6 @@
 
 import copy
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -204,8 +203,3 @@ class BlockSpeculator(TreeDrafting, DraftModelSpeculator):
     def grow(self, tokens: Tensor, parent: Tensor, state: Any) -> tuple[Rows, Any]:
         self.forwards += 1
         return self.lattice.grow(tokens, parent, state)
-
-    def measure(self, rows: int) -> Callable[[], Any]:
-        _, state = self.roots(1)
-        tokens = torch.zeros(1, rows, dtype=torch.int64, device=self.device)
-        return lambda: self.lattice.grow(tokens, tokens, state)

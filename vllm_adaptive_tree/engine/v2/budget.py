@@ -1,6 +1,7 @@
 """Budget on Model Runner V2: decided on the host from figures of past steps, without a device sync."""
 
 from collections import deque
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,13 +12,25 @@ from torch import Tensor
 from vllm_adaptive_tree.acceptance import Accepted
 from vllm_adaptive_tree.budget import Budget, DraftTemperature, Plan, Planner, Turns
 from vllm_adaptive_tree.engine.common.batch_budget import BatchBudget
+from vllm_adaptive_tree.engine.common.ranks import is_rank_0, object_from_rank_0
 from vllm_adaptive_tree.engine.common.threshold_controller import ThresholdController
-from vllm_adaptive_tree.engine.v2.phase_times import PhaseTimes, passed, seconds
+from vllm_adaptive_tree.engine.v2.phase_times import DraftMarks, PhaseTimes, passed, reached, seconds
 from vllm_adaptive_tree.engine.v2.readback import AsyncReadback
+from vllm_adaptive_tree.proposers.options import GREEDY_DRAFT_TEMPERATURE
 from vllm_adaptive_tree.trees import TreeBatch
 
 LAG = 2
 """Steps by which a step's times are read late: the device lags the host."""
+EVERY = 32
+"""Steps whose times ranks learn at once: their hosts meet for them."""
+
+
+class StepTimes(NamedTuple):
+    """Seconds of a step: all of it, its drafting, and in that the growth of trees."""
+
+    step: float
+    draft: float
+    growth: float
 
 
 class StepCost(NamedTuple):
@@ -29,7 +42,18 @@ class StepCost(NamedTuple):
     levels: int  # draft levels, the roots' among them
     begin: Any  # marks of `PhaseTimes`
     end: Any = None
-    draft: tuple[Any, Any] | None = None  # begin and end
+    draft: DraftMarks | None = None
+
+    def times(self) -> StepTimes:
+        """Its times, once the device has passed its end, which this waits for."""
+        reached(self.end)
+        return StepTimes(seconds(self.begin, self.end), *((0.0, 0.0) if self.draft is None else self.draft.seconds()))
+
+
+def level_seconds(growth: float, levels: int) -> float | None:
+    """Seconds of a draft level, forward and choice of nodes, of trees with so many; None: only the roots were read,
+    whose forward is no part of the growth."""
+    return growth / (levels - 1) if levels > 1 else None
 
 
 class DeviceBudget(BatchBudget):
@@ -44,8 +68,9 @@ class DeviceBudget(BatchBudget):
         super().__init__(budget, steering)
         self.times = times
         self.learns, self.nodes = learns, budget.most
-        self.live = True
-        """True if costs follow the steps; ranks that must agree on every number keep to those of the start."""
+        self.alone = True
+        """False if ranks must agree on every number: they take rank 0's times, and its temperature."""
+        self.agreed_temperature = GREEDY_DRAFT_TEMPERATURE
         self.readback = AsyncReadback()
         self.value = self.depth = np.zeros((0, 1))  # [R, N] of an earlier step
         self.greedy = np.zeros(0, dtype=bool)  # [R]: greedy requests among those of these trees
@@ -56,10 +81,14 @@ class DeviceBudget(BatchBudget):
         self.timed = deque[StepCost]()
 
     def begin_learning(self, planner: Planner, temperature: DraftTemperature | None, *, alone: bool) -> None:
-        """Begin to plan. Ranks that must agree on every number, not `alone`, keep to the costs and the temperature of
-        the start."""
-        self.budget, self.learns, self.live = planner, True, alone
-        self.temperature = temperature if alone else None
+        """Begin to plan, with `alone` as the attribute."""
+        self.budget, self.learns, self.alone = planner, True, alone
+        self.temperature = temperature
+        self._learn([])
+
+    @property
+    def greedy_temperature(self) -> float:
+        return self.agreed_temperature
 
     @property
     def verifying(self) -> int | None:
@@ -68,8 +97,8 @@ class DeviceBudget(BatchBudget):
     def begin_step(self, greedy: np.ndarray) -> int:
         """Most levels of the trees of requests that are `greedy` [R] or not; 0: nothing is drafted."""
         self.readback.next_step()
-        while len(self.timed) > LAG and passed(self.timed[0].end):
-            self._follow(self.timed.popleft())
+        if steps := self._timed_steps():
+            self._learn(steps)
         plan = self.begin(greedy.tolist())
         few = plan.few if plan.levels else 0
         self.trials += bool(few and not self.few)
@@ -127,7 +156,7 @@ class DeviceBudget(BatchBudget):
         rests, begun = self.budget.plan.levels == 0, self.times.begun
         if self.last is not None and begun is not None and not prefills:  # else the engine may have been idle before
             self.timed.append(self.last._replace(end=begun, draft=self.times.draft))
-        usual = self.live and begun is not None and not prefills and not missed
+        usual = begun is not None and not prefills and not missed
         self.last = StepCost(requests, rows, context, 0 if rests else 1 + forwards, begun) if usual else None
         if not trees or (rests and not len(self.value)):
             self.nodes = 0
@@ -137,13 +166,34 @@ class DeviceBudget(BatchBudget):
             kept = self.budget.share(value, depth, greedy, rows=requests - self.trees)
             self.nodes = int(kept.sum())
 
-    def _follow(self, step: StepCost) -> None:
-        """Learn from the times of a step: its draft's, and all else as its verification's."""
-        drafting = seconds(*step.draft) if step.levels and step.draft is not None else 0.0
-        others = max(0.0, seconds(step.begin, step.end) - drafting)
-        self.budget.observe_step(step.rows, step.context, others, 0.0, drafted=step.levels > 0)
-        if step.levels:
-            self.budget.observe_level(step.requests, step.requests, drafting / step.levels)
+    def _timed_steps(self) -> list[StepCost]:
+        """Steps whose times can be read; where ranks must agree, so many at once, or none."""
+        count = 0
+        if self.alone:
+            while len(self.timed) > count + LAG and passed(self.timed[count].end):
+                count += 1
+        elif len(self.timed) >= EVERY + LAG:
+            count = EVERY
+        return [self.timed.popleft() for _ in range(count)]
+
+    def _learn(self, steps: Sequence[StepCost]) -> None:
+        """Learn from the times of these steps, and take the temperature that fits; of ranks, those of rank 0."""
+        mine: Any = None
+        if self.alone or is_rank_0():
+            mine = [step.times() for step in steps], super().greedy_temperature
+        times, self.agreed_temperature = mine if self.alone else object_from_rank_0(mine)
+        for step, its in zip(steps, times, strict=True):
+            self._follow(step, its)
+
+    def _follow(self, step: StepCost, times: StepTimes) -> None:
+        """What drafting takes besides its levels is there whatever their number: a forward over the roots, or of a
+        head's whole block, and look-ups."""
+        level = level_seconds(times.growth, step.levels)
+        if level is not None:
+            self.budget.observe_level(step.requests, step.requests, level)
+        rest = times.draft - step.levels * self.budget.level(step.requests)
+        verifying = max(0.0, times.step - times.draft)
+        self.budget.observe_step(step.rows, step.context, verifying, rest, drafted=step.levels > 0)
 
     def _on_trees(
         self, greedy: np.ndarray, drafting: np.ndarray | None, plan: Plan, nodes: int, figures: Tensor

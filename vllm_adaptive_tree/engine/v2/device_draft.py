@@ -10,6 +10,7 @@ from vllm_adaptive_tree.acceptance import Accepted
 from vllm_adaptive_tree.budget.fixed import ALL
 from vllm_adaptive_tree.drafters import Continuations
 from vllm_adaptive_tree.engine.v2.lookup_trees import merged_with
+from vllm_adaptive_tree.engine.v2.phase_times import GROW
 from vllm_adaptive_tree.engine.v2.token_history import token_history
 from vllm_adaptive_tree.proposers import Proposal
 from vllm_adaptive_tree.proposers.merging import Merged, draft_levels
@@ -86,7 +87,8 @@ class DeviceDraft:
         return True
 
     def grow(self, levels: int) -> Proposal:
-        proposal: Proposal = self.speculator.grown_trees(self.batch.num_reqs, levels)
+        with self.speculator.stats.times.phase(GROW):
+            proposal: Proposal = self.speculator.grown_trees(self.batch.num_reqs, levels)
         return proposal
 
     def empty(self) -> Proposal:

@@ -23,6 +23,7 @@ from vllm_adaptive_tree.engine.v2.drafts import Drafts
 from vllm_adaptive_tree.engine.v2.graphs import DraftGraphs, Piece, ladder
 from vllm_adaptive_tree.engine.v2.kernel_dispatch import acceptance_bytes, counter_rng
 from vllm_adaptive_tree.engine.v2.lookup_trees import LookupTrees, fused_search
+from vllm_adaptive_tree.engine.v2.phase_times import DRAFT
 from vllm_adaptive_tree.engine.v2.readback import AsyncReadback
 from vllm_adaptive_tree.engine.v2.verification import Verification
 from vllm_adaptive_tree.kernels.reading import CHOSEN, READY, Cache, DraftInputs, Shaping, StepTensors
@@ -221,10 +222,6 @@ class TreeDrafting(BaseSpeculator):
     def dummy_run(self, target: TargetOutput, *, without_attention: bool) -> None:
         """Run while vLLM measures memory, or warms up."""
 
-    @abstractmethod
-    def measure(self, rows: int) -> Callable[[], Any]:
-        """Function to be timed, which runs one level of so many nodes."""
-
     def catch_up(self, target: TargetOutput, drafting: np.ndarray | None) -> np.ndarray | None:
         """Read the tokens skipped before this step by the requests `drafting` [R] bool (None: all); for the others the
         draft rests. Returns [R] bool, True for those of them that are complete; None: all are."""
@@ -303,7 +300,7 @@ class TreeDrafting(BaseSpeculator):
                     self.profile_acceptance()
             return self._nothing(input_batch)
         draft = DeviceDraft(self, target, temperature, seeds, unused=num_speculative_tokens == 0)
-        with self.stats.times.phase("draft"):
+        with self.stats.times.phase(DRAFT):
             self.step.draft(draft)
         return self._nothing(input_batch) if draft.tokens is None else draft.tokens
 

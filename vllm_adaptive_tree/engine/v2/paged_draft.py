@@ -289,8 +289,3 @@ class PagedDraft(TreeDrafting, DraftModelSpeculator):
         logits = self.compute_draft_logits(hidden, 0).unflatten(0, tokens.shape)
         feedback = None if state.feedback is None else new.unflatten(0, tokens.shape)
         return Rows(logits, hidden.unflatten(0, tokens.shape)), state.extended(depth, feedback)
-
-    def measure(self, rows: int) -> Callable[[], Any]:
-        tokens = torch.zeros(rows, dtype=torch.int32, device=self.device)
-        hidden_inputs = torch.zeros(rows, self.hidden_size, dtype=self.dtype, device=self.device)
-        return lambda: self.compute_draft_logits(self.forward(tokens, tokens.long(), None, hidden_inputs, {})[0], 0)

@@ -3,13 +3,28 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 VERIFY = "verify"
 DRAFT = "draft"
 """Phase that ends after the step's tokens are there: what is read with them is that of the step before."""
+GROW = "grow"
+"""Part of it: the growth of trees, without the forward over their roots."""
+
+
+class DraftMarks(NamedTuple):
+    """Marks of a step's drafting."""
+
+    begin: Any
+    end: Any
+    growth: tuple[Any, Any] | None
+    """Begin and end of the growth of trees; None: none grew."""
+
+    def seconds(self) -> tuple[float, float]:
+        """Seconds of all of it, and of the growth."""
+        return seconds(self.begin, self.end), 0.0 if self.growth is None else seconds(*self.growth)
 
 
 class PhaseTimes:
@@ -17,8 +32,8 @@ class PhaseTimes:
         self.on_gpu = torch.empty(0, device=device).is_cuda
         self.marks: dict[str, tuple[Any, Any]] = {}
         """Begin and end of each phase of this step."""
-        self.draft: tuple[Any, Any] | None = None
-        """Begin and end of the last step's draft."""
+        self.draft: DraftMarks | None = None
+        """Those of the last step."""
 
     @contextmanager
     def phase(self, name: str, *, dummy: bool = False) -> Iterator[None]:
@@ -31,9 +46,10 @@ class PhaseTimes:
     def take(self) -> Callable[[], dict[str, float]]:
         """Function that gives the seconds by phase since the last call; to be called after the tokens are read."""
         taken, self.marks = self.marks, {}
-        last, self.draft = self.draft, taken.pop(DRAFT, None)
+        last, growth = self.draft, taken.pop(GROW, None)
+        self.draft = DraftMarks(*taken.pop(DRAFT), growth) if DRAFT in taken else None
         if last is not None:
-            taken[DRAFT] = last
+            taken[DRAFT] = last.begin, last.end
         return lambda: {name: seconds(*marks) for name, marks in taken.items()}
 
     @property
@@ -56,3 +72,9 @@ def seconds(begin: Any, end: Any) -> float:
 
 def passed(mark: Any) -> bool:
     return isinstance(mark, float) or bool(mark.query())
+
+
+def reached(mark: Any) -> None:
+    """Wait until the device has passed a mark."""
+    if not isinstance(mark, float):
+        mark.synchronize()

@@ -1,13 +1,13 @@
 """Costs of forwards on Model Runner V2, measured when the engine starts."""
 
 from bisect import bisect_left
-from functools import partial
 from typing import Any
 
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_adaptive_tree.budget import Costs, Curve
 from vllm_adaptive_tree.budget.cost import profiled_rows
+from vllm_adaptive_tree.engine.common.ranks import object_from_rank_0
 from vllm_adaptive_tree.engine.patches import swapped
 from vllm_adaptive_tree.engine.startup.measuring import (
     MAX_ROWS,
@@ -18,22 +18,31 @@ from vllm_adaptive_tree.engine.startup.measuring import (
     fastest_on_rank_0,
     threshold,
 )
+from vllm_adaptive_tree.engine.v2.budget import level_seconds
+from vllm_adaptive_tree.engine.v2.phase_times import reached
+from vllm_adaptive_tree.engine.v2.trial import Trial
 
 ROUNDS = 5
 SECONDS = 20.0
 """Seconds after which a profile keeps the points that it has."""
+REQUESTS = 1, 8, 64
+"""Numbers of requests whose drafting is timed, and the largest that has trees."""
 
 
 def measured_costs(runner: Any, nodes: int) -> MeasuredCosts:
-    """Costs of a verification by rows, of one row a request if there are as many requests, and of a draft level of up
-    to `nodes` rows. The cost of contexts is in neither, and is learnt from live steps."""
+    """Costs of a verification by rows, of one row a request if there are as many requests, and of a draft level by
+    requests. The cost of contexts is in neither, and is learnt from live steps."""
     # vLLM's dummy run takes no more: it keeps a token free for each of its requests.
     most = max(POINTS, runner.max_num_tokens - runner.max_num_reqs, runner.max_num_tokens // 2)
-    rows, levels = _rows(most, runner.compilation_config.cudagraph_capture_sizes), sorted({1, max(2, nodes)})
-    forwards = [*(_level(runner, count) for count in levels), *(_target(runner, count) for count in rows)]
-    seconds, disturbance = _fastest(runner, forwards, least=len(levels) + POINTS)
-    draft, verify = seconds[: len(levels)], seconds[len(levels) :]
-    return MeasuredCosts(Costs(Curve(rows[: len(verify)], verify), Curve(levels, draft)), disturbance)
+    rows = _rows(most, runner.compilation_config.cudagraph_capture_sizes)
+    verify, disturbance = _fastest(runner, [_target(runner, count) for count in rows], least=POINTS)
+    trees = runner.speculator.most_trees
+    counts = sorted({count for count in REQUESTS if count < trees} | {trees})
+    found = [_drafting(runner, count) for count in counts]
+    if len(counts) < POINTS:
+        counts, found = [*counts, 1 + counts[0]], 2 * found
+    draft = Curve(counts, [level for level, _ in found])
+    return MeasuredCosts(Costs(Curve(rows[: len(verify)], verify), draft), disturbance, found[0][1])
 
 
 def _rows(most: int, sizes: list[int]) -> list[int]:
@@ -47,9 +56,9 @@ def _rows(most: int, sizes: list[int]) -> list[int]:
 
 
 def measured_threshold(runner: Any, nodes: int) -> float:
-    """Threshold as V1's: the cost of a draft level of `nodes` rows in target forwards of `nodes` + 1 rows."""
-    level, target = _fastest(runner, [_level(runner, nodes), _target(runner, nodes + 1)], least=2).seconds
-    return threshold(level / target)
+    """Threshold as V1's: the cost of a draft level in target forwards of `nodes` + 1 rows, for one request."""
+    (target,) = _fastest(runner, [_target(runner, nodes + 1)], least=1).seconds
+    return threshold(_drafting(runner, 1)[0] / target)
 
 
 def _fastest(runner: Any, forwards: list[Prepare], *, least: int) -> Times:
@@ -74,5 +83,19 @@ def _target(runner: Any, rows: int) -> Prepare:
     return lambda: run
 
 
-def _level(runner: Any, rows: int) -> Prepare:
-    return partial(runner.speculator.measure, rows)
+def _drafting(runner: Any, requests: int) -> tuple[float, float]:
+    """Seconds of a draft level of so many requests, and of what drafting takes besides its levels, as live steps are
+    timed: in steps of the engine, with its graphs. Of as many requests as the cache holds."""
+    speculator, found = runner.speculator, list[tuple[float, float]]()
+    with Trial(runner) as trial:
+        names = [f"costs {number}" for number in range(min(requests, trial.room(1, more=ROUNDS)))]
+        trial.begin({name: [0] for name in names}, more=ROUNDS)
+        for _ in range(ROUNDS):
+            trial.decode(names)
+            reached(runner.stats.times.draft.end)
+            whole, growth = runner.stats.times.draft.seconds()
+            levels = 1 + speculator.forwards
+            level = level_seconds(growth, levels) or whole
+            found.append((level, whole - levels * level))
+        trial.finish(names)
+    return object_from_rank_0(min(found))

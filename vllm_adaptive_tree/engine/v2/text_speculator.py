@@ -1,6 +1,5 @@
 """Drafts without a checkpoint on Model Runner V2: they read the tokens of each request, on the device."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -58,13 +57,3 @@ class TextSpeculator(TreeDrafting):
     def forget(self, request: str) -> None:
         super().forget(request)
         self.drafter.forget([request])
-
-    def measure(self, rows: int) -> Callable[[], Any]:
-        """Time growth in a text of the greatest length, of a single repeated token."""
-        text = torch.zeros_like(self.states.all_token_ids.gpu[:1]).long()
-        name = "measured"
-        length = torch.full_like(text[:, 0], text.shape[1])
-        _, state = self.drafter.begin(Texts([name], text, length, length))
-        self.drafter.forget([name])
-        tokens = torch.zeros(1, rows, dtype=torch.int64, device=self.device)
-        return lambda: self.drafter.grow(tokens, tokens, state)

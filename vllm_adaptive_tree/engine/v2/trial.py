@@ -1,4 +1,4 @@
-"""Requests of the check itself, run through the model runner's own steps, in the last blocks of the pool."""
+"""Requests of the start-up itself, run through the model runner's own steps, in the last blocks of the pool."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -23,7 +23,7 @@ class TrialStep(NamedTuple):
 
 
 class Trial:
-    """Context of the check's requests. At its end they are removed, and their blocks zeroed."""
+    """Context of such requests. At its end they are removed, and their blocks zeroed."""
 
     def __init__(self, runner: Any):
         self.runner = runner
@@ -64,6 +64,11 @@ class Trial:
         of_8_bits = any(is_quantized_kv_cache(layer.kv_cache_dtype) for layer in own)
         dtype: torch.dtype = torch.float8_e4m3fn if of_8_bits else self.runner.dtype
         return dtype
+
+    def room(self, length: int, *, more: int) -> int:
+        """Most requests at once with a text of this length, and as many tokens more; at least one."""
+        seats = len(self.runner.req_states.free_indices)
+        return max(1, min(seats, (self.end - 1) // sum(self._sizes(length, more))))
 
     def begin(
         self, texts: dict[str, list[int]], *, more: int, sampling: Mapping[str, Mapping[str, Any]] = GREEDY
