@@ -163,7 +163,7 @@ def models(case: str, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     learnt = {"max_children": 4, "budget": 6, "lookup": "ngram"}
     methods = {
         "adaptive": {"method": "adaptive_tree", "tree": learnt},
-        "moe": {"method": "dyspec", "tree": {"acceptance": "rrsw"}},
+        "moe": {"method": "dyspec", "rejection_sample_method": "rrsw"},
     }
     method: dict[str, Any] = methods.get(case, {})
     return {"model": target, "skip_tokenizer_init": True}, {"model": target, **method}
