@@ -5,7 +5,8 @@
 The engine's own budget plans 600 steps of `opt_tree` for equal greedy requests: 24 nodes, at most 10 levels;
 the last 300 count. A device runs them in times that are given: an 8 B target on an H100 (5.8 ms, rows are free up to
 150) with a draft of 1.5 ms a level, or a head of one forward of 3 ms whose levels take 20 us. Ranks learn from rank 0's
-times, 32 steps at once; "kept": the costs of the start stay, as ranks had it before.
+times, 32 steps at once. As before: "kept", ranks stay with the costs of the start; "shared", each level is charged an
+equal share of all drafting.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.engine.common.threshold_controller import ThresholdController
 from vllm_adaptive_tree.engine.v2 import budget as device_budget
 from vllm_adaptive_tree.engine.v2 import phase_times
-from vllm_adaptive_tree.engine.v2.budget import DeviceBudget
+from vllm_adaptive_tree.engine.v2.budget import DeviceBudget, StepCost, StepTimes
 from vllm_adaptive_tree.engine.v2.phase_times import PhaseTimes
 from vllm_adaptive_tree.methods import resolve
 from vllm_adaptive_tree.trees import TreeBatch
@@ -165,10 +166,20 @@ def head() -> Device:
     return Device(dense, lambda count: 2e-5, block=0.003)
 
 
+def share(self: DeviceBudget, step: StepCost, times: StepTimes) -> None:
+    """`DeviceBudget._follow` as it was."""
+    drafting = times.draft if step.levels else 0.0
+    self.budget.observe_step(step.rows, step.context, times.step - drafting, 0.0, drafted=step.levels > 0)
+    if step.levels:
+        self.budget.observe_level(step.requests, step.requests, drafting / step.levels)
+
+
 def rates(device: Device, requests: int, told: tuple[float, float]) -> dict[str, float]:
     """Relative to no drafts: with right costs of the start, and wrong ones that one rank, or more, learn or keep."""
     found = {"right": device.rate(requests, wrongly_told(device, 1, 1))}
     found["learnt"] = device.rate(requests, wrongly_told(device, *told))
+    with patch.object(DeviceBudget, "_follow", share):
+        found["shared"] = device.rate(requests, wrongly_told(device, *told))
     for name, every in (("ranks", device_budget.EVERY), ("kept", STEPS)):
         with (
             patch.object(device_budget, "is_rank_0", lambda: True),
