@@ -9,7 +9,6 @@ import pytest
 import torch
 import transformers
 from vllm.config.compilation import CompilationConfig, CUDAGraphMode
-from vllm.config.vllm import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.attention.mla_attention import QueryLenSupport
@@ -17,6 +16,7 @@ from vllm.platforms import current_platform
 from vllm.platforms.interface import CpuArchEnum, DeviceCapability, Platform, PlatformEnum
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from benchmarks.gpu.sizes import capture_sizes
 from tests.engine.engines import TARGET
 from vllm_adaptive_tree.engine.targets import gpu_arguments, latents
 from vllm_adaptive_tree.engine.v2.graphs import with_fullest
@@ -274,25 +274,6 @@ def test_graphs_up_to(given: dict[str, Any], most: int | None) -> None:
     after = args.compilation_config
     assert after.max_cudagraph_capture_size == (most or before.max_cudagraph_capture_size)
     assert after.cudagraph_capture_sizes == before.cudagraph_capture_sizes
-
-
-def capture_sizes(most: int, requests: int, tokens: int) -> list[int]:
-    """Sizes that vLLM's own function makes of a maximum."""
-    compilation = SimpleNamespace(
-        cudagraph_mode=CUDAGraphMode.PIECEWISE,
-        max_cudagraph_capture_size=most,
-        cudagraph_capture_sizes=None,
-        post_init_cudagraph_sizes=lambda: None,
-    )
-    config: Any = SimpleNamespace(
-        model_config=SimpleNamespace(enforce_eager=False),
-        compilation_config=compilation,
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=tokens, max_num_seqs=requests),
-        performance_mode="balanced",
-    )
-    VllmConfig._set_cudagraph_sizes(config)
-    sizes: list[int] = compilation.cudagraph_capture_sizes
-    return sizes
 
 
 @pytest.mark.parametrize("tokens", [8192, 2049])
