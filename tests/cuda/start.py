@@ -121,8 +121,12 @@ def models(case: str, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Engine arguments and `speculative_config`."""
     from tests.engine import adapters, heads, images
     from tests.engine.engines import DRAFT, TARGET
+    from vllm_adaptive_tree.engine.self_check import draws
+    from vllm_adaptive_tree.engine.self_check.verdict import Finding
     from vllm_adaptive_tree.engine.v2 import block_speculator, verification
 
+    if case == "fails":
+        draws.check = lambda **_: Finding("draws", False, {})
     if case in ("llama", "depth first"):
         verification.IN_GENERATION_ORDER = NODES // 2 if case == "depth first" else NODES
         return {"model": TARGET}, {"model": DRAFT}

@@ -120,6 +120,19 @@ def test_graphs(capability: str, case: str, graphs: str, tmp_path: Path) -> None
     same_tokens({**found["plain"], "tokens": found["plain_briefly"]}, {"tokens": found["at_rest"]})
 
 
+def test_a_failed_check_leaves_vllm_s_own_graphs(tmp_path: Path) -> None:
+    """Decodes are whole graphs again, without our kernel, and say what vLLM's do."""
+    found = started("9.0", "fails", tmp_path, "FULL_AND_PIECEWISE")
+    assert found["off"]
+    assert found["drafts"] == 0
+    assert not found["trees"]
+    assert found["tree"]["tokens"] == found["plain"]["tokens"]
+    decodes = [step for step in found["steps"] if not step["prompts"]]
+    assert decodes
+    for step in decodes:
+        assert (step["mode"], step["nodes"], step["rows"] <= step["size"]) == ("FULL", 0, True), step
+
+
 def check_launch(launch: dict[str, Any], *, of_8_bits: bool) -> None:
     """The arguments are those of vLLM's own buffers, read where they are. `of_8_bits`: cache and queries are."""
     half = "torch.bfloat16"

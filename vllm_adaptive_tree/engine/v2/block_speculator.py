@@ -143,9 +143,13 @@ class BlockSpeculator(TreeDrafting, DraftModelSpeculator):
 
     def capture(self) -> None:
         """Record vLLM's graphs of the block, the K/V of its context with it, and those of the trees."""
-        if self.block_graphs.needs_capture():
+        if self.block_graphs.needs_capture() and not self.off:
             self.block.capture()
         super().capture()
+
+    def release_graphs(self) -> None:
+        super().release_graphs()
+        self.block_graphs.release_graphs()
 
     def observe_verification(self, *args: Any, **kwargs: Any) -> None:
         """Ignore vLLM's estimate of acceptance, which only adaptive verification reads."""

@@ -248,9 +248,16 @@ class TreeDrafting(BaseSpeculator):
 
     def capture(self) -> None:
         """Record the pieces when vLLM records graphs; no request is there."""
+        if self.off:
+            return
         self.inputs.clear()
         self.graphs.record(self.pieces())
         self.drafts.forget()
+
+    def release_graphs(self) -> None:
+        """Free what is recorded."""
+        self.graphs.release_graphs()
+        self.graphs.results.clear()
 
     def pieces(self) -> dict[Piece, Callable[[], Any]]:
         """Pieces that a step may run, those of most requests first. Those of fewer levels are for a budget."""

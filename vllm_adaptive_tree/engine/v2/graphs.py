@@ -35,6 +35,15 @@ def drop_whole_graphs(manager: CudaGraphManager) -> bool:
     return dropped
 
 
+def of_plain_decodes(manager: CudaGraphManager) -> None:
+    """Let this manager record its graphs again, the whole ones of decodes without drafts."""
+    manager.release_graphs()
+    manager._candidates.clear()
+    manager._capture_descs.clear()
+    manager.decode_query_len = 1
+    manager._init_candidates()
+
+
 def with_fullest(sizes: list[int], rows: int) -> list[int]:
     """Sizes of graphs, and that of the fullest batch of decodes, of so many `rows`: no whole graph is larger."""
     return sorted({*sizes, rows}) if sizes and sizes[-1] > rows else sizes

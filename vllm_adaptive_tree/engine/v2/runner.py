@@ -29,7 +29,7 @@ from vllm_adaptive_tree.engine.v2.device_engine import DeviceEngine
 from vllm_adaptive_tree.engine.v2.draft_backlog import DraftBacklog
 from vllm_adaptive_tree.engine.v2.draft_tokens import DraftTreesHandler
 from vllm_adaptive_tree.engine.v2.drafting import TreeDrafting
-from vllm_adaptive_tree.engine.v2.graphs import drop_whole_graphs, with_fullest
+from vllm_adaptive_tree.engine.v2.graphs import drop_whole_graphs, of_plain_decodes, with_fullest
 from vllm_adaptive_tree.engine.v2.latent import LatentAttention, PagedLatentAttention
 from vllm_adaptive_tree.engine.v2.node_selection import NodeSelection, NoNodes
 from vllm_adaptive_tree.engine.v2.rank_agreement import RankAgreement
@@ -93,15 +93,28 @@ class TreeModelRunnerV2(ModelRunner):
         return bool(self.speculator.off)
 
     def switch_off(self) -> None:
-        """Stop drafting trees: every step is vLLM's plain decoding, and the draft runs nothing."""
+        """Stop drafting trees: every step is vLLM's plain decoding. Whole graphs, which held our attention, are recorded
+        again without it; the draft runs nothing, and its graphs are freed."""
         self.speculator.off, self.speculator.backlog = True, None
         self.speculator.drafts.forget()
+        self.speculator.release_graphs()
         self.adaptive_verification = self._selection(NoNodes, None)
-        self.drop_whole_graphs()  # they hold our attention
+        self.attention.off = True
+        manager = self.cudagraph_manager
+        if manager is not None and manager.cudagraph_mode.has_full_cudagraphs():
+            self._capture_fullest(self.max_num_reqs)
+            of_plain_decodes(manager)
+            self.capture_model()
 
     def drop_whole_graphs(self) -> bool:
         """Run decodes of the target in pieces, as prompts; return whether there were whole graphs."""
         return self.cudagraph_manager is not None and drop_whole_graphs(self.cudagraph_manager)
+
+    def _capture_fullest(self, rows: int) -> None:
+        """Let the fullest batch of decodes, of so many rows, have a graph."""
+        if rows % self.parallel_config.tensor_parallel_size == 0:  # as sequence parallelism asks
+            config = self.compilation_config
+            config.cudagraph_capture_sizes = with_fullest(config.cudagraph_capture_sizes, rows)
 
     def _selection(self, kind: type[NodeSelection], budget: DeviceBudget | None) -> NodeSelection:
         most = get_max_chunk_logits(self.model_config.get_vocab_size())
@@ -116,9 +129,7 @@ class TreeModelRunnerV2(ModelRunner):
         selection = self._selection(NodeSelection, self.budget)
         graphs = self.attention.buffers is not None and self.compilation_config.cudagraph_mode.has_full_cudagraphs()
         if graphs:
-            sizes, fullest = self.compilation_config.cudagraph_capture_sizes, self.max_num_reqs * self.decode_query_len
-            if fullest % self.parallel_config.tensor_parallel_size == 0:  # as sequence parallelism asks
-                self.compilation_config.cudagraph_capture_sizes = with_fullest(sizes, fullest)
+            self._capture_fullest(self.max_num_reqs * self.decode_query_len)
         # With a selection vLLM captures whole graphs for unequal trees; it asks for them, so not without any.
         # It would refuse one of its own beside recurrent layers, whose plans may follow the host's lengths. Those of
         # gated delta nets read only their sums, and take the rows of a chain from the device's `query_start_loc`.

@@ -31,6 +31,8 @@ class TargetAttention:
         if compiles(runner.device):
             sizes = runner.max_num_reqs, runner.max_num_tokens, nodes
             self.buffers = TargetBuffers(self.layers, *sizes, runner.model_config.dtype, runner.device)
+        self.off = False
+        """True once every step is vLLM's own."""
         self.metadata: dict[str, Any] = {}
         self.latent: dict[str, LatentBuilder] = {}
         """Builders of metadata of the latent layers."""
@@ -63,7 +65,7 @@ class TargetAttention:
         recorded = kwargs.get("for_capture", False)
         whole = mode == CUDAGraphMode.FULL or recorded
         step = self.runner.step.verification
-        trees = whole or (step is not None and step.reads_only_roots(input_batch))
+        trees = not self.off and (whole or (step is not None and step.reads_only_roots(input_batch)))
         for builder in self.latent.values():
             builder.waits = trees
         metadata = self.native_metadata(input_batch, mode, block_tables, slot_mappings, *rest, **kwargs)
