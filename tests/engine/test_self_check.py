@@ -288,11 +288,21 @@ def test_a_failure_switches_trees_off(engines: Engines, tmp_path: Path, monkeypa
         with pytest.raises(RuntimeError, match="draws FAILED.*doctor --gpu"):
             check.start(runner)
         broken.setenv(check.SWITCH, "")
-        dispatches = runner.cudagraph_manager.dispatch
-        dispatcher = SimpleNamespace(_candidates=graphs, dispatch=dispatches)
-        broken.setattr(runner, "cudagraph_manager", dispatcher)
+        seen = list[Any]()
+        manager = SimpleNamespace(
+            cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE,
+            decode_query_len=7,
+            dispatch=runner.cudagraph_manager.dispatch,
+            release_graphs=lambda: seen.append(dict(graphs)),
+            _candidates=graphs,
+            _capture_descs={"all": "known"},
+            _init_candidates=lambda: seen.append((len(graphs), manager._capture_descs, manager.decode_query_len)),
+        )
+        broken.setattr(runner, "cudagraph_manager", manager)
+        broken.setattr(runner, "capture_model", lambda: seen.append("recorded"))
         assert check.start(runner).failed == ["draws"]
-    assert graphs == {(8, 0): [parts], (16, 0): [parts]}, "whole graphs hold our attention"
+    assert seen[0] == {(8, 0): [parts], (16, 0): [parts]}, "it has tried without whole graphs, which hold our attention"
+    assert seen[1:] == [(0, {}, 1), "recorded"], "and leaves vLLM's, of one row a request"
 
     rows: list[int] = []
     prepare = runner.prepare_attn

@@ -93,8 +93,8 @@ class TreeModelRunnerV2(ModelRunner):
         return bool(self.speculator.off)
 
     def switch_off(self) -> None:
-        """Stop drafting trees: every step is vLLM's plain decoding. Whole graphs, which held our attention, are recorded
-        again without it; the draft runs nothing, and its graphs are freed."""
+        """Stop drafting trees: every step is vLLM's plain decoding. The draft runs nothing, and its graphs are freed.
+        Whole graphs of the target hold our attention, and are recorded again without it."""
         self.speculator.off, self.speculator.backlog = True, None
         self.speculator.drafts.forget()
         self.speculator.release_graphs()
