@@ -110,19 +110,21 @@ def test_a_budget_verifies_what_is_sampled_at_once(most_rows: int, verified: int
     """More rows of logits than vLLM processes at once would leave the kernels of the rules."""
     budget: Any = SimpleNamespace(nodes=90)
     drafts, start = Drafts(10, 10, 24, 8, torch.device("cpu")), torch.zeros(11, dtype=torch.int32)
-    selection = NodeSelection(drafts, start, budget, most_rows=most_rows)
+    selection = NodeSelection(drafts, start, budget, most_rows=most_rows, by_place=False)
     names = list("abcdefghij")
     tokens = selection.get_num_tokens(dict.fromkeys(names, 25), {name: [-1] * 24 for name in names})
     assert (selection.nodes, tokens) == (verified, 10 + verified)
-    selection.budget = None
-    assert selection.get_num_tokens(dict.fromkeys(names, 25), {name: [-1] * 24 for name in names}) == 250
+    selection.budget = None  # all of them, or as many as there is room for
+    tokens = selection.get_num_tokens(dict.fromkeys(names, 25), {name: [-1] * 24 for name in names})
+    assert selection.nodes == min(240, max(0, most_rows - 10))
+    assert tokens == 10 + selection.nodes
 
 
 def test_the_host_divides_nodes_among_rows_with_adapters() -> None:
     """Evenly, of what each request has; then both views of a step are one."""
     budget: Any = SimpleNamespace(nodes=5)
     drafts, start = Drafts(3, 3, 4, 2, torch.device("cpu")), torch.zeros(4, dtype=torch.int32)
-    selection = NodeSelection(drafts, start, budget, most_rows=1000, on_host=True)
+    selection = NodeSelection(drafts, start, budget, most_rows=1000, by_place=False, on_host=True)
     assert selection.get_num_tokens({"a": 5, "b": 2, "c": 5}, {"a": [-1] * 4, "b": [-1], "c": [-1] * 4}) == 8
     counts = np.array([4, 1, 4], dtype=np.int32)
     tokens, logits = selection.compact_batch(counts, counts + 1, np.array([0, 5, 7, 12], dtype=np.int32))
@@ -136,7 +138,7 @@ def test_placeholders_amid_a_prompt_are_all_kept() -> None:
     """Then every row is where the host expects it."""
     budget: Any = SimpleNamespace(nodes=3)
     drafts, start = Drafts(2, 2, 4, 2, torch.device("cpu")), torch.zeros(3, dtype=torch.int32)
-    selection = NodeSelection(drafts, start, budget, most_rows=1000)
+    selection = NodeSelection(drafts, start, budget, most_rows=1000, by_place=False)
     placeholders = {"a": [-1] * 4, "b": [-1] * 4}
     assert selection.get_num_tokens({"a": 5, "b": 5}, placeholders) == 5
     assert selection.get_num_tokens({"a": 5, "b": 30}, placeholders) == 35

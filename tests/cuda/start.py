@@ -33,6 +33,8 @@ PROMPTS = [[7, 3, 9], list(range(20, 70)), [5] * 33, [11, 2] * 3]
 GRAPHS = [4, 16, 32]  # their sizes
 CROWDED, FREE = ("head",), 9
 """Cases with so few blocks, once started, that a request is preempted."""
+CUT, ROWS = ("moe",), 14
+"""Cases that verify so few rows, as if the logits of more took too much memory."""
 
 
 def written(folder: Path, kind: str, **more: Any) -> str:
@@ -272,6 +274,8 @@ def main(capability: str, case: str, graphs: str = "NONE") -> dict[str, Any]:
             if case in CROWDED and speculation is not None:
                 pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
                 pool.get_new_blocks(pool.get_num_free_blocks() - FREE)
+            if case in CUT and speculation is not None:
+                runner_of(llm).adaptive_verification.most_rows = ROWS
             started, checked, early = len(faked.LAUNCHES), len(trees), set(compiled)
             steps, blocks = Steps(runner_of(llm)), Blocks(runner_of(llm))
             prompts: list[Any] = [{"prompt_token_ids": one} for one in PROMPTS]

@@ -24,14 +24,14 @@ UNPROCESSED = {"warm-up, greedy, as it is": GREEDY, "warm-up, sampled, as it is"
 @torch.inference_mode()
 def warm_up(runner: Any) -> None:
     """Run steps of a greedy and a sampled request, or of one if there is no room for two: without trees, with all of
-    their nodes, and, where a budget may cut them, with one node; where the draft may rest, it does for a step, and
+    their nodes, and, where they may be cut, with one node; where the draft may rest, it does for a step, and
     reads in the next what it has missed. Then steps of such requests at temperature 1, and with penalties."""
     nodes, names = runner.options.num_speculative_tokens, list(REQUESTS)[-runner.max_num_reqs :]
     room = runner.max_num_tokens // len(names) - 1
     if min(nodes, room) < 1 or runner.max_model_len < PROMPT + 2 * nodes + 2:
         return
     longer = runner.max_model_len >= PROMPT + 3 * nodes + 5
-    cut, rests = longer and runner.budget is not None, longer and runner.speculator.may_rest
+    cut, rests = longer and runner.adaptive_verification is not None, longer and runner.speculator.may_rest
     more = 2 * nodes + 3 if longer else nodes
     with Trial(runner) as trial:
         trial.begin({name: [0] * PROMPT for name in names}, more=more, sampling=REQUESTS)

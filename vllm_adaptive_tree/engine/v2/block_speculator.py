@@ -183,7 +183,7 @@ class BlockSpeculator(TreeDrafting, DraftModelSpeculator):
 
     def _propose(self, target: TargetOutput, auxiliary: list[Tensor] | None, **options: Any) -> None:
         batch = target.batch
-        if self.budget is not None:  # the host knows the sum of all rows alone, and vLLM sizes a kernel by the longest
+        if self.selected:  # the host knows the sum of all rows alone, and vLLM sizes a kernel by the longest
             batch = copy.copy(batch)
             batch.num_scheduled_tokens = np.maximum(batch.num_scheduled_tokens, 1 + self.num_speculative_steps)
         self.block.propose(

@@ -128,6 +128,8 @@ class TreeDrafting(BaseSpeculator):
         self.most_rows = self.vllm_config.scheduler_config.max_num_batched_tokens
         self.most_trees = min(runner.max_num_reqs, MOST_TREES)
         """Requests of a batch above which nothing is drafted."""
+        self.selected = self.budget is not None or compiles(self.device)
+        """True if the nodes that are verified may be selected: then the host knows only the sum of all rows."""
         self.may_rest = self.options.tree.budget == "auto" or runner.max_num_reqs > self.most_trees
         vocabulary, nodes = self.vllm_config.model_config.get_vocab_size(), self.num_speculative_steps
         self.drafts = Drafts(runner.max_num_reqs, self.most_trees, nodes, vocabulary, self.device)

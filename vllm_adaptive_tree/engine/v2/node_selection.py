@@ -33,18 +33,20 @@ class NodeSelection:
         budget: DeviceBudget | None,
         *,
         most_rows: int,
+        by_place: bool,
         on_host: bool = False,
     ):
         """
         Args:
             drafts: of the speculator.
             query_start_loc: [requests + 1] int32, the runner's own.
-            budget: None: all nodes.
-            most_rows: of logits that a budget verifies: vLLM's sampler takes no more at once, nor do the kernels of
-                rules after it.
+            budget: None: as many nodes as `most_rows` hold.
+            most_rows: of logits in a verification: vLLM's sampler takes no more at once, nor do the kernels of rules
+                after it.
+            by_place: True for trees of a shape: their nodes count by place, and not by value.
             on_host: the host divides the nodes evenly, and knows the rows of each request, as those of adapters.
         """
-        self.most_rows, self.on_host = most_rows, on_host
+        self.most_rows, self.by_place, self.on_host = most_rows, by_place, on_host
         self.drafts, self.query_start_loc, self.budget = drafts, query_start_loc, budget
         self.nodes = 0  # of the step in preparation
         self.scheduled = self.num_other_tokens = np.zeros(
@@ -65,17 +67,18 @@ class NodeSelection:
             scheduled_spec_decode_tokens={},
         )
 
-    def most(self, requests: int) -> int | None:
-        """Most nodes that a batch of so many requests verifies; None: all."""
-        most = None if self.budget is None else self.budget.nodes
-        return None if most is None else min(most, max(0, self.most_rows - requests))
+    def most(self, requests: int) -> int:
+        """Most nodes that a batch of so many requests verifies."""
+        room = max(0, self.most_rows - requests)
+        nodes = None if self.budget is None else self.budget.nodes
+        return room if nodes is None else min(nodes, room)
 
     def get_num_tokens(self, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]]) -> int:
         """Number of tokens of the step."""
-        drafts, most = sum(map(len, draft_tokens.values())), self.most(len(num_tokens_per_req))
-        if any(num_tokens_per_req[name] > 1 + len(tokens) for name, tokens in draft_tokens.items() if tokens):
-            most = None  # amid a prompt draft tokens are placeholders; all rows are where the host expects them
-        self.nodes = drafts if most is None else min(most, drafts)
+        self.nodes = drafts = sum(map(len, draft_tokens.values()))
+        # Amid a prompt draft tokens are placeholders; all rows are where the host expects them.
+        if not any(num_tokens_per_req[name] > 1 + len(tokens) for name, tokens in draft_tokens.items() if tokens):
+            self.nodes = min(drafts, self.most(len(num_tokens_per_req)))
         return sum(num_tokens_per_req.values()) - drafts + self.nodes
 
     def compact_batch(
@@ -118,17 +121,16 @@ class NodeSelection:
         if not everyone and self.scheduled.size * self.drafts.tree.tokens.shape[1] > MOST_NODES:
             kept = top_nodes(self._values(request), kept, self.nodes).int()
         elif not everyone:
-            weight, by_place = self.drafts.tree.log_weight, self.budget is None or self.budget.by_place
-            kept = selection.top_nodes(weight, self.drafts.place, request, kept, self.nodes, by_place=by_place)
+            weight, place = self.drafts.tree.log_weight, self.drafts.place
+            kept = selection.top_nodes(weight, place, request, kept, self.nodes, by_place=self.by_place)
         rows = int(self.num_other_tokens.sum()) + self.nodes
         logits = selection.row_starts(kept, others, self.query_start_loc, rows)
         return reallocated(logits, self.query_start_loc, self.nodes)
 
     def _values(self, request: Tensor) -> Tensor:
-        assert self.budget is not None
         place = self.drafts.place[request]
         tree = self.drafts.tree
-        weight = (place_values(tree) if self.budget.by_place else tree.log_weight)[place.clamp(min=0)]
+        weight = (place_values(tree) if self.by_place else tree.log_weight)[place.clamp(min=0)]
         return weight.masked_fill((place < 0)[:, None], -torch.inf)
 
     def add_request(self, req_idx: int) -> None:

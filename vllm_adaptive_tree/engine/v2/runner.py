@@ -118,9 +118,13 @@ class TreeModelRunnerV2(ModelRunner):
 
     def _selection(self, kind: type[NodeSelection], budget: DeviceBudget | None) -> NodeSelection:
         most = get_max_chunk_logits(self.model_config.get_vocab_size())
-        adapters = self.lora_config is not None
         return kind(
-            self.speculator.drafts, self.input_buffers.query_start_loc, budget, most_rows=most, on_host=adapters
+            self.speculator.drafts,
+            self.input_buffers.query_start_loc,
+            budget,
+            most_rows=most,
+            by_place=self.steering.proposer.by_place,
+            on_host=self.lora_config is not None,
         )
 
     def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -137,7 +141,7 @@ class TreeModelRunnerV2(ModelRunner):
             model_runner, "maybe_create_adaptive_verification_manager", lambda **_: selection if graphs else None
         ):
             super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
-        if self.budget is not None:
+        if self.speculator.selected:
             self.adaptive_verification = selection
         skips = self.speculator.may_rest or self.vllm_config.kv_transfer_config is not None
         if skips and self.speculator.reads_late:

@@ -25,7 +25,7 @@ class ModelSpeculator(CatchUpSpeculator):
     def _build_attn_metadata(self, *args: Any, query_start_loc_np: np.ndarray, **kwargs: Any) -> Any:
         """Build vLLM's metadata. If nodes are selected, the host knows only the sum of all rows; backends ask it for
         the longest query."""
-        if self.budget is not None:
+        if self.selected:
             query_start_loc_np = query_start_loc_np.copy()
             query_start_loc_np[1:] = np.maximum(query_start_loc_np[1:], min(self.longest, query_start_loc_np[-1]))
         return super()._build_attn_metadata(*args, query_start_loc_np=query_start_loc_np, **kwargs)

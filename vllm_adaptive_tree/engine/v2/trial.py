@@ -10,6 +10,7 @@ from vllm import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
+from vllm_adaptive_tree.engine.patches import swapped
 from vllm_adaptive_tree.engine.targets.checks import attention_layers
 
 GREEDY: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
@@ -119,7 +120,7 @@ class Trial:
         """Run one step of running requests, with so many drafted nodes each.
 
         Args:
-            most: nodes to verify of all trees together, if the engine has a budget; None: all.
+            most: nodes to verify of all trees together, if the engine selects them; None: all.
 
         Returns:
             The logits of all its rows; without logits if there is a limit.
@@ -128,13 +129,10 @@ class Trial:
         if nodes:
             step.scheduled_spec_decode_tokens = {name: [0] * nodes for name in names}
         counts = dict.fromkeys(names, 1 + nodes)
-        if most is None or self.selection is None or self.budget is None:
+        if most is None or self.selection is None:
             return self._run(step, counts, last=counts)
-        self.selection.budget, nodes, self.budget.nodes = self.budget, self.budget.nodes, most
-        try:
+        with swapped(self.selection, "most_rows", len(names) + most):
             return self._run(step, counts)
-        finally:
-            self.selection.budget, self.budget.nodes = None, nodes
 
     def finish(self, names: Sequence[str]) -> None:
         step = SchedulerOutput.make_empty()
