@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from vllm_adaptive_tree.engine.self_check import waits
 from vllm_adaptive_tree.engine.self_check.distance import allowed_error
-from vllm_adaptive_tree.engine.v2 import trial
+from vllm_adaptive_tree.engine.v2 import device_draft, trial
 
 
 @pytest.mark.parametrize("of_8_bits", [(), ("target",), ("draft",), ("target", "draft")])
@@ -32,8 +33,22 @@ def test_batches_of_a_trial_fit_the_cache() -> None:
     """A request of a recurrent layer has a block for each draft token."""
     group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=16, num_speculative_blocks=3))
     cache = SimpleNamespace(num_blocks=14, kv_cache_groups=[group])
-    sizes = {"max_num_tokens": 1000, "max_num_reqs": 100, "num_speculative_steps": 3}
-    check = trial.Trial(SimpleNamespace(kv_cache_config=cache, **sizes))
+    sizes = {"max_num_tokens": 1000, "max_num_reqs": 100, "num_speculative_steps": 3, "max_model_len": 40}
+    seats = SimpleNamespace(free_indices=[0, 1, 2, 3])
+    check = trial.Trial(SimpleNamespace(kv_cache_config=cache, req_states=seats, **sizes))
     texts = {str(number): [0] * 10 for number in range(7)}
     assert [len(names) for names in check._batches(texts)] == [3, 3, 1]
     assert [len(names) for names in check._batches(texts, more=3)] == [2, 2, 2, 1]
+    assert (check.room(10, more=0), check.room(10, more=3)) == (3, 2)
+    assert check._sizes(30, more=100) == [6], "no text is longer than the engine's"
+    assert [len(check._take(5)), len(check._take(5)), check.room(10, more=0)] == [5, 5, 0]
+    with pytest.raises(ValueError, match="14 blocks is too small.*num_speculative_tokens"):
+        check._take(4)
+
+
+def test_what_the_start_runs_may_wait() -> None:
+    """Its own steps read what they have done; those of a user may not."""
+    assert not waits._counts(trial.__file__)
+    assert not waits._counts(waits.__file__)
+    assert waits._counts(device_draft.__file__)
+    assert not waits._counts(torch.__file__)

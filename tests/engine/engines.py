@@ -83,6 +83,12 @@ def runner_of(llm: Any) -> Any:
     return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
 
 
+def keep_costs(llm: Any) -> None:
+    """Let a budget of Model Runner V2 stay with the costs of the start: in an interpreter no draft pays."""
+    if V2:
+        runner_of(llm).budget._timed_steps = list
+
+
 def set_costs(monkeypatch: Any, **costs: Any) -> None:
     """Let the next engines of this process measure these: "verify" and "draft" as curves' JSON, "context"."""
     from vllm_adaptive_tree.budget import Costs

@@ -7,7 +7,18 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 
-from tests.engine.engines import DRAFT, PROMPTS, V2, Engines, TreeSpy, assert_identical, generate, runner_of, set_costs
+from tests.engine.engines import (
+    DRAFT,
+    PROMPTS,
+    V2,
+    Engines,
+    TreeSpy,
+    assert_identical,
+    generate,
+    keep_costs,
+    runner_of,
+    set_costs,
+)
 from vllm_adaptive_tree.proposers.acceptance_table import SHAPE, AcceptanceTable
 
 NODES, LENGTH = (6, 16) if V2 else (14, 40)  # the interpreter is slow
@@ -43,7 +54,7 @@ def started(engines: Engines, file: Path) -> Any:
         set_costs(patch, **COSTS)
         config = {"method": "adaptive_tree", "model": DRAFT, "num_speculative_tokens": NODES}
         llm = engines.start({**config, "tree": {"cost_profile": str(file)}})
-    runner_of(llm).budget.live = False  # of Model Runner V2: in an interpreter no draft pays
+    keep_costs(llm)
     return llm
 
 

@@ -18,6 +18,7 @@ from tests.engine.engines import (
     TreeSpy,
     assert_identical,
     generate,
+    keep_costs,
     metric,
     runner_of,
     set_costs,
@@ -139,7 +140,7 @@ def test_budget(
     set_costs(monkeypatch, verify={"rows": [1, 1000], "seconds": [0.5, 0.5 + 999 * slope]})
     fixed = budget if isinstance(budget, int) else "auto"
     llm = engines.start(config(models, Case(draft, "opt_tree"), budget=fixed), **CHUNKED)
-    runner_of(llm).budget.live = False
+    keep_costs(llm)
     spy = TreeSpy(llm, monkeypatch)
     assert_identical(plain, generate(llm, BATCH, greedy()))
     sizes = [sum(map(len, batch)) for batch in spy.batches]

@@ -17,7 +17,7 @@ import torch
 from vllm import SamplingParams
 from vllm.forward_context import get_forward_context
 
-from tests.engine.engines import DRAFT, PROMPTS, V2, Engines, generate, runner_of, set_costs, tree
+from tests.engine.engines import DRAFT, PROMPTS, V2, Engines, generate, keep_costs, runner_of, set_costs, tree
 from vllm_adaptive_tree.bench.projection import read_hardware
 from vllm_adaptive_tree.budget import Costs
 from vllm_adaptive_tree.engine.startup import cost_profile
@@ -103,7 +103,7 @@ def llm(engines: Engines, file: Path) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         set_costs(patch, **COSTS)
         llm = engines.start(tree(NODES, budget="auto", cost_profile=str(file)))
-    runner_of(llm).budget.live = False  # of Model Runner V2: in an interpreter no draft pays
+    keep_costs(llm)
     generate(llm, PROMPTS[:4], GREEDY)
     return llm
 
@@ -307,6 +307,7 @@ def test_a_draft_is_timed_in_steps(llm: Any, monkeypatch: pytest.MonkeyPatch) ->
     speculator = runner.speculator
     monkeypatch.setattr(profile, "ROUNDS", 2)
     level, besides = profile._drafting(runner, 2)
+    threshold = runner.steering.proposer.threshold
     read, grow, seconds = speculator.read, speculator.grow, 1.0
     grown = list[int]()
 
@@ -326,6 +327,9 @@ def test_a_draft_is_timed_in_steps(llm: Any, monkeypatch: pytest.MonkeyPatch) ->
     assert slow_besides - besides == pytest.approx(2 * seconds, rel=0.4), "the roots' level is read"
     assert grown[0] == 2
     assert runner.budget is speculator.budget is not None
+    assert runner.steering.proposer.threshold == threshold
+    assert not any(speculator.readback.steps), "nothing is learnt from these trees"
+    assert runner.stats.before is runner.stats.grown is None, "nor are they counted"
 
 
 def test_a_file_that_cannot_be_written_later(llm: Any, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -292,6 +292,7 @@ def test_a_failure_switches_trees_off(engines: Engines, tmp_path: Path, monkeypa
         manager = SimpleNamespace(
             cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE,
             decode_query_len=7,
+            graphs={"whole": object()},
             dispatch=runner.cudagraph_manager.dispatch,
             release_graphs=lambda: seen.append(dict(graphs)),
             _candidates=graphs,

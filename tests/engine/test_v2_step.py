@@ -21,6 +21,7 @@ from tests.engine.engines import (
     TreeSpy,
     assert_identical,
     generate,
+    keep_costs,
     metric,
     runner_of,
     set_costs,
@@ -95,7 +96,7 @@ def test_auto_follows_the_costs(
     verify = {"rows": [1, 1000], "seconds": [0.5, 0.5 + 999 * slope]}
     set_costs(monkeypatch, verify=verify, draft=draft)
     llm = engines.start(tree(12, budget="auto"))
-    runner_of(llm).budget.live = False
+    keep_costs(llm)
     rows = Rows(llm, monkeypatch)
     assert_identical(plain, generate(llm, BATCH, parameters()))
     later = [tokens - requests for requests, tokens in rows.steps if requests == 4][4:]

@@ -115,7 +115,7 @@ class Costs:
     verify: Curve
     """Seconds of a verification by rows, with empty contexts."""
     draft: Curve
-    """Seconds of a draft level by rows."""
+    """Seconds of a draft level by rows; on Model Runner V2 by requests."""
     context: float = 0.0
     """Additional seconds of each row of a verification, per token of its context."""
 

@@ -51,8 +51,8 @@ class StepCost(NamedTuple):
 
 
 def level_seconds(growth: float, levels: int) -> float | None:
-    """Seconds of a draft level, forward and choice of nodes, of trees with so many; None: only the roots were read,
-    whose forward is no part of the growth."""
+    """Seconds of a draft level, forward and choice of nodes, of trees with so many; None: they have one, that of the
+    roots, of whose time only the logits and the choice are in the growth."""
     return growth / (levels - 1) if levels > 1 else None
 
 
@@ -70,7 +70,7 @@ class DeviceBudget(BatchBudget):
         self.learns, self.nodes = learns, budget.most
         self.alone = True
         """False if ranks must agree on every number: they take rank 0's times, and its temperature."""
-        self.agreed_temperature = GREEDY_DRAFT_TEMPERATURE
+        self.temperature_of_ranks = GREEDY_DRAFT_TEMPERATURE
         self.readback = AsyncReadback()
         self.value = self.depth = np.zeros((0, 1))  # [R, N] of an earlier step
         self.greedy = np.zeros(0, dtype=bool)  # [R]: greedy requests among those of these trees
@@ -88,7 +88,7 @@ class DeviceBudget(BatchBudget):
 
     @property
     def greedy_temperature(self) -> float:
-        return self.agreed_temperature
+        return super().greedy_temperature if self.alone else self.temperature_of_ranks
 
     @property
     def verifying(self) -> int | None:
@@ -177,11 +177,10 @@ class DeviceBudget(BatchBudget):
         return [self.timed.popleft() for _ in range(count)]
 
     def _learn(self, steps: Sequence[StepCost]) -> None:
-        """Learn from the times of these steps, and take the temperature that fits; of ranks, those of rank 0."""
-        mine: Any = None
-        if self.alone or is_rank_0():
-            mine = [step.times() for step in steps], super().greedy_temperature
-        times, self.agreed_temperature = mine if self.alone else object_from_rank_0(mine)
+        """Learn from the times of these steps; ranks from those of rank 0, whose temperature they take."""
+        times = [step.times() for step in steps] if self.alone or is_rank_0() else []
+        if not self.alone:
+            times, self.temperature_of_ranks = object_from_rank_0((times, super().greedy_temperature))
         for step, its in zip(steps, times, strict=True):
             self._follow(step, its)
 

@@ -11,7 +11,7 @@ VERIFY = "verify"
 DRAFT = "draft"
 """Phase that ends after the step's tokens are there: what is read with them is that of the step before."""
 GROW = "grow"
-"""Part of it: the growth of trees, without the forward over their roots."""
+"""Part of it: the growth of trees, from the logits of the roots on; their forward is before it."""
 
 
 class DraftMarks(NamedTuple):

@@ -1,16 +1,19 @@
 """vLLM's Model Runner V2 with trees: the hooks, in the order of a step."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from vllm.distributed.parallel_state import get_tp_group
+from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 
 from vllm_adaptive_tree.budget import Budget, DraftTemperature, Planner
 from vllm_adaptive_tree.engine.common.attention import CPUTreeAttention, adopt_layers
+from vllm_adaptive_tree.engine.common.ranks import objects_of_all
 from vllm_adaptive_tree.engine.common.request_flags import RequestFlags
 from vllm_adaptive_tree.engine.common.threshold_controller import ThresholdController
 from vllm_adaptive_tree.engine.drafts.registry import kind_in
@@ -46,6 +49,8 @@ if current_platform.is_cpu():
     from vllm.v1.worker.cpu.model_runner import CPUModelRunner as ModelRunner
 else:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as ModelRunner
+
+logger = init_logger(f"vllm.{__name__}")
 
 
 class TreeModelRunnerV2(ModelRunner):
@@ -97,14 +102,31 @@ class TreeModelRunnerV2(ModelRunner):
         Whole graphs of the target hold our attention, and are recorded again without it."""
         self.speculator.off, self.speculator.backlog = True, None
         self.speculator.drafts.forget()
-        self.speculator.release_graphs()
         self.adaptive_verification = self._selection(NoNodes, None)
         self.attention.off = True
         manager = self.cudagraph_manager
-        if manager is not None and manager.cudagraph_mode.has_full_cudagraphs():
+        held = next(iter(manager.graphs.values()), None) if manager is not None else None
+        self.speculator.release_graphs()
+        if held is not None:  # PyTorch keeps the pool of graphs while there is one
             self._capture_fullest(self.max_num_reqs)
             of_plain_decodes(manager)
-            self.capture_model()
+            self._capture_plain()
+
+    def _capture_plain(self) -> None:
+        """Record the target's graphs again. Raises nothing: without them decodes run in pieces."""
+        sees = self.supports_mm_inputs
+        aside = swapped(self.model_state.encoder_runner, "has_cudagraph", lambda: False) if sees else nullcontext()
+        failed = ""
+        try:
+            with aside:  # its graphs are as they were
+                self.capture_model()
+        except Exception as error:
+            failed = f"{type(error).__name__}: {error}"
+        reasons = [reason for reason in objects_of_all(failed) if reason]
+        if reasons:
+            logger.warning("No whole CUDA graphs could be recorded without trees: %s", reasons[0])
+            self.drop_whole_graphs()
+            self.cudagraph_manager._graphs_captured = True  # pieces, which come first
 
     def drop_whole_graphs(self) -> bool:
         """Run decodes of the target in pieces, as prompts; return whether there were whole graphs."""

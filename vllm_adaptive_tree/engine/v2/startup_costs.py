@@ -1,8 +1,10 @@
 """Costs of forwards on Model Runner V2, measured when the engine starts."""
 
+import time
 from bisect import bisect_left
 from typing import Any
 
+import torch
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_adaptive_tree.budget import Costs, Curve
@@ -26,7 +28,7 @@ ROUNDS = 5
 SECONDS = 20.0
 """Seconds after which a profile keeps the points that it has."""
 REQUESTS = 1, 8, 64
-"""Numbers of requests whose drafting is timed, and the largest that has trees."""
+"""Numbers of requests whose drafting is timed, besides the largest number that has trees."""
 
 
 def measured_costs(runner: Any, nodes: int) -> MeasuredCosts:
@@ -36,13 +38,8 @@ def measured_costs(runner: Any, nodes: int) -> MeasuredCosts:
     most = max(POINTS, runner.max_num_tokens - runner.max_num_reqs, runner.max_num_tokens // 2)
     rows = _rows(most, runner.compilation_config.cudagraph_capture_sizes)
     verify, disturbance = _fastest(runner, [_target(runner, count) for count in rows], least=POINTS)
-    trees = runner.speculator.most_trees
-    counts = sorted({count for count in REQUESTS if count < trees} | {trees})
-    found = [_drafting(runner, count) for count in counts]
-    if len(counts) < POINTS:
-        counts, found = [*counts, 1 + counts[0]], 2 * found
-    draft = Curve(counts, [level for level, _ in found])
-    return MeasuredCosts(Costs(Curve(rows[: len(verify)], verify), draft), disturbance, found[0][1])
+    draft, besides = _drafts(runner)
+    return MeasuredCosts(Costs(Curve(rows[: len(verify)], verify), draft), disturbance, besides)
 
 
 def _rows(most: int, sizes: list[int]) -> list[int]:
@@ -83,15 +80,30 @@ def _target(runner: Any, rows: int) -> Prepare:
     return lambda: run
 
 
+def _drafts(runner: Any) -> tuple[Curve, float]:
+    """Seconds of a draft level by requests, and of what drafting takes besides for one."""
+    trees, started = runner.speculator.most_trees, time.perf_counter()
+    counts, found = list[int](), list[tuple[float, float]]()
+    for count in sorted({count for count in REQUESTS if count < trees} | {trees}):
+        counts.append(count)
+        found.append(_drafting(runner, count))
+        if object_from_rank_0(time.perf_counter() - started > SECONDS):
+            break
+    if len(counts) < POINTS:
+        counts, found = [*counts, 1 + counts[0]], 2 * found
+    return Curve(counts, [level for level, _ in found]), found[0][1]
+
+
+@torch.inference_mode()
 def _drafting(runner: Any, requests: int) -> tuple[float, float]:
-    """Seconds of a draft level of so many requests, and of what drafting takes besides its levels, as live steps are
-    timed: in steps of the engine, with its graphs. Of as many requests as the cache holds."""
+    """Seconds of a draft level of so many requests, and of what drafting takes besides its levels, in steps of the
+    engine, with its graphs. Of as many requests as the cache holds."""
     speculator, found = runner.speculator, list[tuple[float, float]]()
     with Trial(runner) as trial:
-        names = [f"costs {number}" for number in range(min(requests, trial.room(1, more=ROUNDS)))]
+        names = [f"costs {number}" for number in range(max(1, min(requests, trial.room(1, more=ROUNDS))))]
         trial.begin({name: [0] for name in names}, more=ROUNDS)
         for _ in range(ROUNDS):
-            trial.decode(names)
+            trial.decode(names, logits=False)
             reached(runner.stats.times.draft.end)
             whole, growth = runner.stats.times.draft.seconds()
             levels = 1 + speculator.forwards

@@ -12,6 +12,7 @@ from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from vllm_adaptive_tree.engine.patches import swapped
 from vllm_adaptive_tree.engine.targets.checks import attention_layers
+from vllm_adaptive_tree.engine.v2.readback import AsyncReadback
 
 GREEDY: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
 
@@ -44,6 +45,7 @@ class Trial:
         self.record = self.runner.record
         self.runner.record = self.runner.speculator.record = None
         self.runner.kv_connector.set_disabled(True)
+        self.threshold = self.runner.steering.proposer.threshold
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -54,8 +56,17 @@ class Trial:
         self.runner.budget = self.runner.speculator.budget = self.budget
         self.runner.record = self.runner.speculator.record = self.record
         self.runner.kv_connector.set_disabled(False)
+        self._forget()
         for cache in self.runner.kv_caches:
             cache[self.lowest :] = 0
+
+    def _forget(self) -> None:
+        """Leave nothing that a live step would learn from, or count."""
+        runner = self.runner
+        runner.steering.proposer.threshold = self.threshold
+        runner.speculator.readback, runner.stats.readback = AsyncReadback(), AsyncReadback()
+        runner.stats.before = runner.stats.grown = None
+        runner.stats.dead = 0
 
     def coarsest(self, *, draft: bool = False) -> torch.dtype:
         """Type that attention rounds to, the target's or the draft's: where a layer has K/V of 8 bits, FlashAttention 3
@@ -67,9 +78,9 @@ class Trial:
         return dtype
 
     def room(self, length: int, *, more: int) -> int:
-        """Most requests at once with a text of this length, and as many tokens more; at least one."""
+        """Most requests at once with a text of this length, and as many tokens more."""
         seats = len(self.runner.req_states.free_indices)
-        return max(1, min(seats, (self.end - 1) // sum(self._sizes(length, more))))
+        return min(seats, (self.end - 1) // sum(self._sizes(length, more)))
 
     def begin(
         self, texts: dict[str, list[int]], *, more: int, sampling: Mapping[str, Mapping[str, Any]] = GREEDY
@@ -116,21 +127,24 @@ class Trial:
             self.end = begun
         return logits
 
-    def decode(self, names: Sequence[str], *, nodes: int = 0, most: int | None = None) -> TrialStep:
+    def decode(
+        self, names: Sequence[str], *, nodes: int = 0, most: int | None = None, logits: bool = True
+    ) -> TrialStep:
         """Run one step of running requests, with so many drafted nodes each.
 
         Args:
+            logits: False to return none.
             most: nodes to verify of all trees together, if the engine selects them; None: all.
 
         Returns:
-            The logits of all its rows; without logits if there is a limit.
+            The logits of all its rows; none if there is a limit.
         """
         step = self._running({name: len(self.text(name)) - 1 for name in names})
         if nodes:
             step.scheduled_spec_decode_tokens = {name: [0] * nodes for name in names}
         counts = dict.fromkeys(names, 1 + nodes)
         if most is None or self.selection is None:
-            return self._run(step, counts, last=counts)
+            return self._run(step, counts, last=counts if logits else None)
         with swapped(self.selection, "most_rows", len(names) + most):
             return self._run(step, counts)
 
@@ -168,7 +182,7 @@ class Trial:
 
     def _sizes(self, length: int, more: int) -> list[int]:
         """Blocks of a text and what may follow it, in each cache group."""
-        tokens = length + more + 1 + self.runner.num_speculative_steps
+        tokens = min(length + more + 1 + self.runner.num_speculative_steps, self.runner.max_model_len)
         return [_num_blocks(group.kv_cache_spec, tokens) for group in self.runner.kv_cache_config.kv_cache_groups]
 
     def _new(
@@ -196,9 +210,13 @@ class Trial:
         return step
 
     def _take(self, blocks: int) -> list[int]:
+        if blocks >= self.end:
+            raise ValueError(
+                f"The KV cache of {self.runner.kv_cache_config.num_blocks} blocks is too small for the steps of the "
+                "start; raise gpu_memory_utilization, or lower num_speculative_tokens"
+            )
         self.end -= blocks
         self.lowest = min(self.lowest, self.end)
-        assert self.end > 0, "the KV cache is too small for the check"
         return list(range(self.end, self.end + blocks))
 
     def _running(self, computed: dict[str, int]) -> SchedulerOutput:
