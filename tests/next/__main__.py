@@ -23,6 +23,7 @@ SHORT = [
     "tests/engine/test_images.py::test_identity[known]",
     "tests/engine/test_one_forward.py::test_greedy_and_seeded[xpress-opt_tree-auto]",
     "tests/cuda/test_start.py::test_graphs[9.0-xpress-FULL_AND_PIECEWISE]",
+    "tests/config/test_draft_checks.py::test_a_target_keeps_its_context_on_model_runner_v2",
     "tests/engine/test_scheduling.py",
     "tests/engine/test_sessions.py::test_answers[head]",
     "tests/engine/test_server.py",
