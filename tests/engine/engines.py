@@ -54,6 +54,8 @@ class Engines:
         from tests.engine.contract import is_checked
 
         self.shutdown()
+        if V2:
+            let_drafts_be_cheap()
         if speculative_config is not None and speculative_config["method"] in METHODS:  # cold, unless a test says more
             kept = {"cost_profile": None, **speculative_config.get("tree", {})}
             speculative_config = {**speculative_config, "tree": kept}
@@ -81,6 +83,14 @@ def one_core_each(ranks: int) -> str:
 def runner_of(llm: Any) -> Any:
     """The model runner of an engine in this process."""
     return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
+def let_drafts_be_cheap() -> None:
+    """At the start of engines of this process: in an interpreter drafting takes so long that all would rest."""
+    from vllm_adaptive_tree.budget import Curve
+    from vllm_adaptive_tree.engine.v2 import startup_costs
+
+    startup_costs._drafts = lambda runner: (Curve([1, 2], [1e-3, 1e-3]), 0.0)
 
 
 def keep_costs(llm: Any) -> None:
