@@ -31,6 +31,10 @@ import json, os, sys
 if os.environ.get("MODEL_RUNNER", "v1") != "v1":  # in every rank
     from tests import interpreter
     interpreter.install(os.environ["MODEL_RUNNER"])
+    from tests.engine.engines import let_drafts_be_cheap
+    from vllm_adaptive_tree.engine.v2 import budget
+    budget.EVERY = 2
+    let_drafts_be_cheap()
 from tests.engine.engines import V2
 from tests.engine.leaning import lean, second_best
 from tests.engine.test_tensor_parallel import sampling
@@ -56,6 +60,10 @@ def watch(worker):
 def followed(worker):
     return worker.followed
 
+def learnt(worker):
+    budget = worker.model_runner.budget
+    return budget and [budget.budget.costs.to_json(), budget.greedy_temperature, len(budget.timed)]
+
 def main():
     target, spec, ranks, prompts, params, known = json.load(sys.stdin)
     llm = LLM(target, dtype="float32", enforce_eager=True, max_model_len=512, disable_log_stats=False,
@@ -70,7 +78,7 @@ def main():
     counters = [sum(m.value for m in llm.get_metrics() if m.name == f"vllm:{name}") for name in names]
     print("RESULT" + json.dumps([[list(o.outputs[0].token_ids) for o in outputs],
                                  [o.outputs[0].text for o in outputs], counters,
-                                 [] if V2 else llm.collective_rpc(followed)]))
+                                 llm.collective_rpc(learnt if V2 else followed)]))
 
 if __name__ == "__main__":
     main()
@@ -179,10 +187,10 @@ def sampling(*, regex: str | None = None, **own: Any) -> SamplingParams:
     return SamplingParams(**own, structured_outputs=regex and StructuredOutputsParams(regex=regex))
 
 
-def on_ranks(folder: Path, *given: Any) -> tuple[list[list[int]], list[str], list[float], list[int]]:
+def on_ranks(folder: Path, *given: Any) -> tuple[list[list[int]], list[str], list[float], list[Any]]:
     """Run `SCRIPT`. Its input: target, speculative_config, arguments of the engine, prompts, their parameters, and
-    texts that a head agrees with. Its output: tokens, texts, counters, and the grammars that each rank's draft has
-    followed; none on Model Runner V2."""
+    texts that a head agrees with. Its output: tokens, texts, counters, and of each rank the grammars that its draft has
+    followed, or, on Model Runner V2, the costs and the temperature that its budget has learnt."""
     (folder / "two_ranks.py").write_text(SCRIPT)
     process = subprocess.Popen(
         [sys.executable, str(folder / "two_ranks.py")],
@@ -249,6 +257,21 @@ def test_two_ranks(plain: list[Any], nodes: Nodes, tmp_path: Path, method: str) 
     assert [len(output.token_ids) for output in ours] == [LENGTH] * COUNT
     greedy = [i for i in range(COUNT) if asked[i]["temperature"] == 0]
     assert_identical([plain[i].outputs[0] for i in greedy], [ours[i] for i in greedy])
+
+
+@pytest.mark.skipif(not V2, reason="rank 0 decides there")
+def test_ranks_learn_the_same_costs(plain: list[Any], tmp_path: Path) -> None:
+    """From the times of rank 0."""
+    ranks, asked = {"tensor_parallel_size": 2}, params("opt_tree")[2:] * 2
+    given = tree(9, budget="auto", cost_profile=None)
+    tokens, _, (accepted, *_), learnt = on_ranks(tmp_path, TARGET, given, ranks, PROMPTS[2:3] * 2, asked, [])
+    assert accepted > 0
+    assert tokens == [list(plain[2].outputs[0].token_ids)] * 2
+    first, second = learnt
+    assert first == second
+    (costs, _, waiting) = first
+    assert waiting < 5, "the times of most steps were learnt"
+    assert costs["draft"]["seconds"] != [1e-3, 1e-3]
 
 
 @pytest.mark.slow
