@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_adaptive_tree.engine.self_check import waits
+from vllm_adaptive_tree.engine.self_check import draft, waits
 from vllm_adaptive_tree.engine.self_check.distance import allowed_error
 from vllm_adaptive_tree.engine.v2 import device_draft, trial
 
@@ -27,6 +27,25 @@ def test_k_v_of_8_bits_may_be_further(of_8_bits: tuple[str, ...], monkeypatch: p
     for side, dtype in (("target", check.coarsest()), ("draft", check.coarsest(draft=True))):
         assert allowed_error(dtype, noise=0.0, peak=16.0) == (2.0 if side in of_8_bits else 0.5)
         assert allowed_error(dtype, noise=1.0, peak=16.0) == 3.0
+
+
+@pytest.mark.parametrize("experts", [True, False])
+def test_one_row_of_a_draft_with_experts_may_differ(experts: bool) -> None:
+    """A rounding has chosen another expert."""
+    config = SimpleNamespace(is_moe=experts)
+    trial: Any = SimpleNamespace(
+        runner=SimpleNamespace(speculator=SimpleNamespace(draft_model_config=config)),
+        coarsest=lambda draft: torch.bfloat16,
+    )
+    native = torch.randn(8, 50, generator=torch.Generator().manual_seed(0))
+    mine, turned = native.clone(), native.flip(0)
+    mine[3] += 5
+    paths = {"a drafted": draft.Path(list(range(8)), list(mine), [])}
+    read = {"a drafted": native}
+    assert draft._compared(trial, 8, paths, read, read, {"a drafted": turned}).passed == experts
+    mine[5] += 5
+    paths = {"a drafted": draft.Path(list(range(8)), list(mine), [])}
+    assert not draft._compared(trial, 8, paths, read, read, {"a drafted": turned}).passed
 
 
 def test_batches_of_a_trial_fit_the_cache() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_adaptive_tree.engine.self_check.distance import allowed_error, distance
+from vllm_adaptive_tree.engine.self_check.distance import ROWS_OF_EXPERTS, allowed_error, distance
 from vllm_adaptive_tree.engine.self_check.verdict import Finding
 from vllm_adaptive_tree.engine.v2.head_speculator import HeadSpeculator
 from vllm_adaptive_tree.engine.v2.speculator import ModelSpeculator
@@ -95,12 +95,13 @@ def _compared(
     """Compare paths with what vLLM's attention makes of them, all together, each alone, and from their ends."""
     noise = error = peak = 0.0
     control = float("inf")
+    share = ROWS_OF_EXPERTS if trial.runner.speculator.draft_model_config.is_moe else 1.0
     for name, path in paths.items():
         mine = torch.stack(path.logits)
-        error, peak = max(error, distance(mine, native[name])), max(peak, float(native[name].abs().max()))
+        error, peak = max(error, distance(mine, native[name], share=share)), max(peak, float(native[name].abs().max()))
         noise = max(noise, distance(native[name], alone[name]))
         if path.tokens != path.tokens[::-1]:  # a draft may repeat a token
-            control = min(control, distance(mine, turned[name]))
+            control = min(control, distance(mine, turned[name], share=share))
     allowed = allowed_error(trial.coarsest(draft=True), noise=noise, peak=peak)
     figures = {"error": error, "allowed": allowed, "vLLM's": noise, "path reversed": control}
     figures |= {"levels": levels, "paths": len(paths)}  # 0: no node was worth reading

@@ -19,7 +19,7 @@ from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.files import atomic_write
 from vllm_adaptive_tree.version import __version__
 
-FORMAT = 5
+FORMAT = 6
 FIRST, EVERY = 10.0, 180.0
 """Seconds of decoding until the first write, and most seconds between two; intervals double. vLLM's server kills its
 workers when it is stopped, unless `--shutdown-timeout` leaves them time, and loses what came after the last
