@@ -95,7 +95,7 @@ def _compared(
     """Compare paths with what vLLM's attention makes of them, all together, each alone, and from their ends."""
     noise = error = peak = 0.0
     control = float("inf")
-    share = ROWS_OF_EXPERTS if trial.runner.speculator.draft_model_config.is_moe else 1.0
+    share = ROWS_OF_EXPERTS if paths and trial.runner.speculator.draft_model_config.is_moe else 1.0
     for name, path in paths.items():
         mine = torch.stack(path.logits)
         error, peak = max(error, distance(mine, native[name], share=share)), max(peak, float(native[name].abs().max()))
