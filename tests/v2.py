@@ -77,6 +77,7 @@ SHORT: dict[str, Cases] = {  # MODEL_RUNNER -> cases
             "test_modes",
             "test_a_draft_that_repeats_a_token_passes",
             "test_a_head_is_compared_too[eagle3]",
+            "test_the_block_of_a_head_is_compared[dspark]",
         ],
     },
     "v2-kernels": {
@@ -137,6 +138,7 @@ REST: dict[str, Cases] = {
             "test_a_broken_engine_fails_by_name",
             "test_the_doctors_engine",
             "test_a_head_is_compared_too",
+            "test_the_block_of_a_head_is_compared",
         ],
     },
     "v2-kernels": {"test_latent.py": []},

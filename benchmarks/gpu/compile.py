@@ -31,6 +31,7 @@ from vllm_adaptive_tree.attention.plan import LANES, MOST_SPLITS, Tiling
 from vllm_adaptive_tree.bench.provenance import save
 from vllm_adaptive_tree.drafters.ngram import LENGTH, MATCHES, NOTHING
 from vllm_adaptive_tree.kernels import (
+    accepted,
     commit,
     growth,
     layout,
@@ -130,7 +131,16 @@ def variants() -> Iterator[Variant]:
     for lanes in LANES:
         yield _attend(128, 4, lanes)
         yield _attend(128, 4, lanes, own=True)
-    yield from (_merge(128, 4), _plan(256), _move(), _bits(64), _read(256), *_growth(64, 16), *_selection(256, 64))
+    yield from (
+        _merge(128, 4),
+        _plan(256),
+        _move(),
+        _bits(64),
+        _path(64),
+        _read(256),
+        *_growth(64, 16),
+        *_selection(256, 64),
+    )
     yield from _small(128_256, 16, 64)
     for lanes in LANES:
         yield _attend(64, 8, lanes, own=True)
@@ -157,6 +167,7 @@ def variants() -> Iterator[Variant]:
         _merge(256, 4),
         _plan(1024),
         _bits(255),
+        _path(255),
         _read(1024),
         *_growth(255, 16),
         *_small(32_000, 4, 255),
@@ -212,6 +223,12 @@ def _move() -> Variant:
     types = {"caches": "*i64", "block_table": "*i32", "root": "*i64", "nodes": "*i64"}
     constants = {"BLOCK_SIZE": 16, "WIDTH": 64, "PADDED_WIDTH": 64, "PADDED_LEVELS": 16}
     return Variant("move", commit._move, types, constants, aligned=("cache_block", "cache_head", "cache_slot"))
+
+
+def _path(nodes: int) -> Variant:
+    types = dict.fromkeys(("rows", "positions", "first", "root", "drafted", "tokens", "accepted"), "*i64")
+    constants = {"EMPTY": EMPTY, "PADDED": triton.next_power_of_2(nodes)}
+    return Variant(f"path, {nodes} nodes", accepted._path, types | {"input_ids": "*i32"}, constants, 1)
 
 
 def _bits(nodes: int) -> Variant:

@@ -4,7 +4,8 @@
 
 An engine on the CPU with the kernels and the cache of a GPU (`MODEL_RUNNER=v2-kernels`, Triton's interpreter). Counted
 are PyTorch's operations, views and empty tensors apart, a kernel as one, and copies between host and device, by the
-part of a step that starts them; "inside": what a CUDA graph holds, "outside": what the host starts one by one. The
+part of a step that starts them; "inside": what a CUDA graph holds, "outside": what the host starts one by one; "calls":
+calls of this package's Python functions, outside as well, which is the host's time without noise. The
 models run without compilation, so their own operations are more than on a GPU; they are inside. Host tensors cannot be
 told from a device's here, so the figures are upper bounds. A step is one behind the prompts with a tree of every
 request, or with none where the draft rests; of several, the largest.
@@ -25,6 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+import vllm_adaptive_tree
 from tests import interpreter
 from vllm_adaptive_tree.bench.provenance import save
 
@@ -80,6 +82,15 @@ IDLE = frozenset(("empty", "empty_like", "new_empty", "empty_strided", "promote_
 """Operations that run nothing; so do vLLM's around attention, beside what is in them."""
 AROUND = frozenset(("unified_attention_with_output", "unified_kv_cache_update"))
 REST = "the rest of a step, vLLM's"
+PACKAGE = str(Path(vllm_adaptive_tree.__file__).parent)
+
+
+class Step(NamedTuple):
+    full: bool
+    """True if it is of the steps that count."""
+    outside: Counter[str]
+    inside: Counter[str]
+    calls: int
 
 
 class Count:
@@ -91,7 +102,9 @@ class Count:
         """Number of nested graphs that the running code is in; one that replays is a single launch of the host."""
         self.silent = 0
         self.outside, self.inside = Counter[str](), Counter[str]()
-        self.steps: list[tuple[bool, Counter[str], Counter[str]]] = []
+        self.calls = 0
+        """Calls of this package's functions, those in graphs left out, and the bodies of kernels."""
+        self.steps: list[Step] = []
         self.operations: Callable[[], Any] = nullcontext
         """Mode that counts PyTorch's operations."""
 
@@ -129,9 +142,15 @@ class Count:
 
         setattr(owner, name, run)
 
+    def called(self, frame: Any, event: str, _: Any) -> None:
+        """See `sys.setprofile`."""
+        self.calls += (
+            event == "call" and not self.silent and self.graph <= 0 and frame.f_code.co_filename.startswith(PACKAGE)
+        )
+
     def end(self, full: bool) -> None:
-        self.steps.append((full, self.outside, self.inside))
-        self.outside, self.inside = Counter(), Counter()
+        self.steps.append(Step(full, self.outside, self.inside, self.calls))
+        self.outside, self.inside, self.calls = Counter(), Counter(), 0
 
 
 def install(count: Count) -> None:
@@ -282,9 +301,12 @@ def measured(count: Count, case: str, sizes: Sizes) -> dict[str, Any]:
         params = SamplingParams(max_tokens=sizes.tokens, ignore_eos=True, **sampling)
         count.operations = Operations
         with Operations():
+            sys.setprofile(count.called)
             llm.generate(PROMPTS[:REQUESTS], params, use_tqdm=False)
-        steps = [(outside, inside) for full, outside, inside in count.steps if full]
-        outside, inside = max(steps, key=lambda step: step[0].total())
+            sys.setprofile(None)
+        _, outside, inside, calls = max(
+            (step for step in count.steps if step.full), key=lambda one: one.outside.total()
+        )
         layer_count = llm.llm_engine.model_config.hf_config.num_hidden_layers
         llm.llm_engine.engine_core.shutdown()
     return {
@@ -294,6 +316,7 @@ def measured(count: Count, case: str, sizes: Sizes) -> dict[str, Any]:
         "inside": dict(inside.most_common()),
         "outside_total": outside.total(),
         "inside_total": inside.total(),
+        "calls": calls,
     }
 
 

@@ -367,3 +367,28 @@ def test_a_head_is_compared_too(
     assert next(one.figures for one in found.findings if one.check == "draft")["paths"] > 0
     break_the_draft(monkeypatch, runner_of(llm))
     assert verdict(llm).failed == ["draft"]
+
+
+BLOCK_HEADS = [heads.dflash, heads.dspark, heads.dflash2, *([heads.xpress] if heads.XPRESS else [])]
+
+
+@pytest.mark.parametrize("make", BLOCK_HEADS)
+def test_the_block_of_a_head_is_compared(
+    engines: Engines, make: Callable[[Path], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_adaptive_tree.engine.v2.verification import Verification
+
+    llm = engines.start({**tree(12), "model": make(tmp_path / "head")}, max_num_seqs=6)
+    found = verdict(llm)
+    assert found.passed, str(found)
+    figures = next(one.figures for one in found.findings if one.check == "draft")
+    assert figures["paths"] == 3
+    assert figures["path reversed"] > figures["allowed"], figures
+    write_path = Verification.write_path
+
+    def unpicked(step: Any, batch: Any, accepted: Any) -> torch.Tensor:
+        """The context is made of the rows behind the root, whichever were accepted."""
+        return torch.arange(len(write_path(step, batch, accepted)))
+
+    monkeypatch.setattr(Verification, "write_path", unpicked)
+    assert verdict(llm).failed == ["draft"]

@@ -494,7 +494,7 @@ def test_nothing_waits_for_the_device(
     path, growth = (Verification, "write_path"), (drafting, "draft_tree")
     own: dict[str, list[tuple[Any, str]]] = {
         "model": [growth, path],
-        "eagle3": [growth, path, (Verification, "path_rows"), (Verification, "write_linear")],
+        "eagle3": [growth, path],
         "ngram": [(NGram, "continuations")],
     }
     options = {"budget": 12, "draft": draft}

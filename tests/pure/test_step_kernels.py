@@ -154,6 +154,30 @@ class TestStepKernels:
         assert torch.equal(ids, tokens)
         assert torch.equal(layout.bits.cpu(), seen)
 
+    @pytest.mark.parametrize(("nodes", "levels"), [(6, 4), (1, 1), (130, 9), (3, 9)])
+    def test_accepted_paths(self, nodes, levels):
+        """Rows of a prompt before a root, a root alone, a cut tree, nothing accepted, padding."""
+        count = [nodes, 0, (1 + nodes) // 2, nodes]
+        before = [3, 0, 0, 5]
+        first = torch.tensor([sum(before[: i + 1]) + sum(count[:i]) + i for i in range(4)])
+        rows, root = int(first[-1]) + 1 + nodes + 2, torch.tensor([50, 7, 400, 20])
+        drafted, tokens, accepted = torch.full((4, nodes), -1), *torch.full((2, 4, levels), -1)
+        positions, ids = torch.randint(900, (rows,)), torch.randint(900, (rows,)).int()
+        wanted = torch.arange(rows), positions.clone(), ids.clone()
+        for i, kept in enumerate(count):
+            drafted[i, :kept] = torch.arange(100, 100 + kept)
+            after = int(first[i]) + 1
+            wanted[1][after : after + kept] = int(root[i]) + 1 + torch.arange(kept)
+            path = range(0, kept if i < 3 else 0, 2)[:levels]
+            for level, node in enumerate(path):
+                accepted[i, level], tokens[i, level] = node, 300 + node
+                wanted[0][after + level], wanted[2][after + level] = after + node, 300 + node
+        given = [part.to(DEVICE) for part in (positions, ids, first, root, drafted, tokens, accepted)]
+        found = kernels().write_accepted(*given)
+        for part, expected in zip((found, *given[:2]), wanted, strict=True):
+            assert torch.equal(part.cpu(), expected)
+        assert (wanted[0] != torch.arange(rows)).any() == (nodes > 1)
+
     def test_a_chain_sees_all_before_it(self):
         batch = Batch(130, [131], [0])
         chain = torch.arange(-1, 129)[None]

@@ -3,13 +3,14 @@
 Those for sampling and acceptance rules give the same tokens as `rng.CounterRNG` and `acceptance` from the same keys, up
 to the rounding of sums; each file is named after the module it replaces. `layout` and `commit` run before and after a
 verification, `selection` before both, `paths` where the sampler reads history, `rules` at a node of `rejection_walk`;
-`reading` before a draft, `slots`, `growth` and `shape` in its levels, `ngram` and `merging` after it, `waiting` where
-it rests.
+`reading` before a draft, `accepted` before one that reads by vLLM's forward, `slots`, `growth` and `shape` in its
+levels, `ngram` and `merging` after it, `waiting` where it rests.
 
 What a kernel writes is a tensor of its own, or its address is not specialised: parts of one tensor are aligned for some
 numbers of requests alone, and the kernel would be compiled again in service.
 """
 
+from vllm_adaptive_tree.kernels.accepted import write_accepted
 from vllm_adaptive_tree.kernels.commit import layer_addresses, move_accepted
 from vllm_adaptive_tree.kernels.layout import Drafted, Layout
 from vllm_adaptive_tree.kernels.paths import PathWindows, path_windows
@@ -36,4 +37,5 @@ __all__ = [
     "requests_at_once",
     "traversal",
     "walk",
+    "write_accepted",
 ]

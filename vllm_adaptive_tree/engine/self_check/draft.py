@@ -1,6 +1,6 @@
 """Check D: the rows of a draft's levels against the same paths in vLLM's attention, of a model, or a head with levels.
 
-Other drafts are not compared: look-ups run no model, and one forward of vLLM's drafts all levels of other heads.
+Look-ups run no model, and one forward of vLLM's drafts all levels of other heads (`block.py`).
 """
 
 from collections.abc import Iterator

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vllm_adaptive_tree.engine.self_check import draft
+from vllm_adaptive_tree.engine.self_check import block, draft
 from vllm_adaptive_tree.engine.self_check.commit import watched
 from vllm_adaptive_tree.engine.self_check.distance import ROWS_OF_EXPERTS, allowed_error, distance
 from vllm_adaptive_tree.engine.self_check.trees import paths, random_parents
@@ -59,8 +59,9 @@ def check(runner: Any) -> CheckOutcome:
         _store(trial, trees, begun)
         with watched(trial) as commit, draft.recorded(runner) as levels:
             step = trial.decode(list(trees), nodes=nodes)
-        has_head = isinstance(runner.speculator, HeadSpeculator)
-        drafting = draft.of_head(trial, levels, trial.requests) if has_head else None  # before its cache goes on
+        blocks, drafting = block.drafted(trial), None
+        if levels and isinstance(runner.speculator, HeadSpeculator):
+            drafting = draft.of_head(trial, levels, trial.requests)  # before its cache goes on
         tree_logits = _by_node(step, trial.requests, trees)
         requests, places = trial.requests, [trial.index(name) for name in trees]
         drafts = runner.req_states.draft_tokens[places].tolist()
@@ -71,7 +72,10 @@ def check(runner: Any) -> CheckOutcome:
         native, noise = _native(trial, begun, trees)
         permuted, _ = _native(trial, begun, {name: _permuted(tree) for name, tree in trees.items()})
         read = {f"{name} on": text[:-1] for name, text in ended.items()}  # the last token was sampled, and not read
-        drafting = drafting or draft.of_model(trial, levels, requests, committed)
+        if blocks:
+            drafting = block.finding(trial, blocks, begun, committed)
+        elif levels and drafting is None:
+            drafting = draft.of_model(trial, levels, requests, committed)
         natively_on = trial.read(read, dict.fromkeys(read, DECODED))
     peak = max(float(logits_of_tree.abs().max()) for logits_of_tree in native.values())
     allowed = allowed_error(trial.coarsest(), noise=noise, peak=peak)
@@ -92,7 +96,7 @@ def check(runner: Any) -> CheckOutcome:
         Finding("model", error <= allowed < control, figures),
         Finding("decoding", decoding <= allowed and accepted > 0, {"error": decoding, "allowed": allowed}),
     ]
-    if levels:
+    if drafting is not None:
         findings.append(drafting)
     decided = [*drafts, *([*tree.tokens, *tree.parents] for tree in trees.values()), *ended.values()]
     return CheckOutcome(findings, decided)

@@ -157,10 +157,9 @@ class BlockSpeculator(TreeDrafting, DraftModelSpeculator):
     def read(self, target: TargetOutput) -> None:
         batch, auxiliary = target.batch, target.auxiliary
         if self.accepted is not None:
-            step, (_, nodes) = self.accepted
-            step.write_linear(batch.positions)
-            path = step.path_rows(nodes, batch.num_tokens_after_padding)
-            auxiliary = [torch.cat(auxiliary, -1)[path]] if auxiliary else None
+            step, path = self.accepted
+            rows = step.write_path(batch, path)
+            auxiliary = [torch.cat(auxiliary, -1)[rows]] if auxiliary else None
         # The graphs hold the block too. vLLM 0.33 leaves the block out by itself if no drafts are asked for.
         rests = {"is_profile": True, "num_speculative_tokens": 0} if self.block.resting else {}
         self._propose(target, auxiliary, **rests)

@@ -136,10 +136,8 @@ class HeadSpeculator(PagedDraft, EagleSpeculator):
         if target.auxiliary:
             hidden = self.model.combine_hidden_states(hidden)
         if self.accepted is not None:
-            step, (tokens, nodes) = self.accepted
-            step.write_path(batch.input_ids, tokens, nodes)
-            step.write_linear(batch.positions)
-            hidden = hidden[step.path_rows(nodes, batch.num_tokens_after_padding)]
+            step, path = self.accepted
+            hidden = hidden[step.write_path(batch, path)]
         self.hidden_states[: len(hidden)] = hidden
         prepare_prefill_inputs(
             self.last_token_indices,

@@ -34,7 +34,7 @@ class ModelSpeculator(CatchUpSpeculator):
         batch = target.batch
         if self.accepted is not None:
             step, path = self.accepted
-            step.write_path(batch.input_ids, path.tokens, path.nodes)
+            step.write_path(batch, path)
         self.longest = 1 + int(batch.num_scheduled_tokens.max())
         self._prefill(batch, target.num_rejected, target.last_sampled, batch.num_reqs, without_attention, None)
 

@@ -127,6 +127,16 @@ class Trial:
             self.end = begun
         return logits
 
+    def read_to_root(self, texts: dict[str, list[int]]) -> Iterator[None]:
+        """Read each text up to its last token, which the draft takes for the root; yields after each step."""
+        begun = self.end
+        for names in self._batches(texts):
+            new = self._new({name: texts[name] for name in names}, 0)
+            self._run(new, {name: len(texts[name]) - 1 for name in names})
+            yield
+            self.finish(names)
+            self.end = begun
+
     def decode(
         self, names: Sequence[str], *, nodes: int = 0, most: int | None = None, logits: bool = True
     ) -> TrialStep:

@@ -8,8 +8,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 from vllm.utils.torch_utils import async_tensor_h2d
 
+from vllm_adaptive_tree.acceptance import Accepted
 from vllm_adaptive_tree.engine.v2.attention import DenseTrees, packed_bits
+from vllm_adaptive_tree.engine.v2.device import compiles
 from vllm_adaptive_tree.engine.v2.drafts import DraftProbs, Drafts
+from vllm_adaptive_tree.kernels import write_accepted
 from vllm_adaptive_tree.kernels.layout import Layout
 from vllm_adaptive_tree.trees import TreeBatch
 from vllm_adaptive_tree.trees.masks import ancestor_mask
@@ -114,20 +117,22 @@ class Verification(NamedTuple):
         if self.order is not None:
             self._write(input_ids, self.tree.valid, self.tree.tokens)
 
-    def write_path(self, input_ids: Tensor, tokens: Tensor, nodes: Tensor) -> None:
-        """Write the accepted path after the root, in place, for the draft to read. `tokens`, `nodes` [R, L]."""
-        self._write(input_ids, nodes >= 0, tokens)
+    def write_path(self, batch: Any, accepted: Accepted) -> Tensor:
+        """Write the accepted path after the root, with linear positions, into vLLM's InputBatch, for the draft to read.
 
-    def path_rows(self, nodes: Tensor, rows: int) -> Tensor:
-        """Rows of the batch, those after each root replaced by the rows of the accepted `nodes` [R, L]."""
-        path_rows = torch.arange(rows, device=nodes.device)
-        self._write(path_rows, nodes >= 0, self.first[:, None] + 1 + nodes)
-        return path_rows
-
-    def write_linear(self, positions: Tensor) -> None:
-        """Undo `write_rows` for positions, in place."""
+        Returns:
+            [rows] of the batch and its padding: those after each root replaced by the rows of the accepted nodes.
+        """
+        positions, input_ids = batch.positions[: batch.num_tokens_after_padding], batch.input_ids
+        if compiles(positions.device):
+            where = self.first, self.root, self.tree.tokens
+            return write_accepted(positions, input_ids, *where, accepted.tokens, accepted.nodes)
         after = torch.arange(1, 1 + self.tree.tokens.shape[1], device=positions.device)
         self._write(positions, self.tree.valid, self.root[:, None] + after)
+        self._write(input_ids, accepted.nodes >= 0, accepted.tokens)
+        rows = torch.arange(len(positions), device=positions.device)
+        self._write(rows, accepted.nodes >= 0, self.first[:, None] + 1 + accepted.nodes)
+        return rows
 
     def _write(self, rows: Tensor, where: Tensor, new: Tensor) -> None:
         """Write `new` [R, L] to the rows after each root where `where` [R, L] is true; else rewrite the root's row."""
