@@ -5,6 +5,7 @@
 `graphs`: of 1 to 128 nodes and 1 to 64 requests, how many fullest batches of trees have no CUDA graph of vLLM's, whose
 sizes are its own function's. `drafts`: for `max_num_seqs` requests, bytes of the K/V of levels and of kept logits, and
 CUDA graphs of the draft with the forwards in them. Version 0.1 sized all of them by `max_num_seqs`, without a bound.
+`prompts`: tokens of a step that are left for prompts beside running requests, without speculation, and with a budget.
 """
 
 import argparse
@@ -17,8 +18,8 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.config.vllm import VllmConfig
 
 from vllm_adaptive_tree.bench.provenance import save
-from vllm_adaptive_tree.engine.common.node_quota import MOST_TREES
-from vllm_adaptive_tree.engine.targets.gpu_arguments import ROWS, captured
+from vllm_adaptive_tree.engine.common.node_quota import MOST_ROWS, MOST_TREES, schedule
+from vllm_adaptive_tree.engine.targets.gpu_arguments import captured
 from vllm_adaptive_tree.engine.v2.drafting import KEPT, level_width
 from vllm_adaptive_tree.engine.v2.graphs import ladder
 
@@ -67,8 +68,8 @@ def capture_sizes(most: int, requests: int, tokens: int) -> list[int]:
 
 
 def fullest_batches() -> dict[str, int]:
-    """Fullest batches of at most `ROWS` rows, and those without a graph if the maximum is their number of rows, as in
-    version 0.1, or what it is now."""
+    """Fullest batches of at most `MOST_ROWS` rows, and those without a graph if the maximum is their number of rows, as
+    in version 0.1, or what it is now."""
     known: dict[int, int] = {}
 
     def largest(most: int) -> int:
@@ -77,7 +78,7 @@ def fullest_batches() -> dict[str, int]:
         return known[most]
 
     rows = [requests * (1 + nodes) for nodes in range(1, 129) for requests in range(1, 65)]
-    rows = [count for count in rows if count <= ROWS]
+    rows = [count for count in rows if count <= MOST_ROWS]
     without = {"before": lambda count: count, "now": captured}
     return {"all": len(rows)} | {
         name: sum(largest(most(count)) < count for count in rows) for name, most in without.items()
@@ -102,6 +103,15 @@ def sizes(draft: Draft, requests: int, *, bounded: bool) -> dict[str, int]:
     }
 
 
+def left_for_prompts(nodes: int, running: int) -> dict[str, int]:
+    """Tokens of a step that prompts may have beside so many running requests, which draft or rest."""
+    found = {"none": TOKENS - running}
+    for name, budget in (("before", False), ("now", True)):
+        quotas = schedule(requests=running, nodes=nodes, room=TOKENS, budget=budget)
+        found[name] = TOKENS - running * (2 + quotas[-1][2])
+    return {"nodes": nodes, "requests": running, **found}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
@@ -112,7 +122,8 @@ def main() -> None:
         for draft in DRAFTS
         for requests in REQUESTS
     ]
-    found = {"graphs": fullest_batches(), "drafts": drafts}
+    prompts = [left_for_prompts(nodes, running) for nodes in (24, 64) for running in (16, 64, 128, 256)]
+    found = {"graphs": fullest_batches(), "drafts": drafts, "prompts": prompts}
     if options.out is not None:
         save(options.out, [found])
     print(json.dumps(found, indent=1))

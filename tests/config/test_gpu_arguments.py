@@ -249,7 +249,7 @@ def test_no_pass_writes_the_latents_of_a_draft(latent: bool) -> None:
 @pytest.mark.parametrize("given", [None, *(mode.name for mode in CUDAGraphMode)])
 def test_the_mode_of_graphs_is_kept(given: str | None) -> None:
     args = EngineArgs(model=TARGET, compilation_config={} if given is None else {"cudagraph_mode": given})
-    gpu_arguments.set_graphs(args, nodes=100, trees=256)
+    gpu_arguments.set_graphs(args, nodes=100, trees=256, most=2048)
     assert args.compilation_config.cudagraph_mode == (None if given is None else CUDAGraphMode[given])
 
 
@@ -270,7 +270,7 @@ def test_the_mode_of_graphs_is_kept(given: str | None) -> None:
 def test_graphs_up_to(given: dict[str, Any], most: int | None) -> None:
     args = EngineArgs(model=TARGET, **given)
     before = CompilationConfig() if "compilation_config" not in given else args.compilation_config
-    gpu_arguments.set_graphs(args, nodes=63, trees=256)
+    gpu_arguments.set_graphs(args, nodes=63, trees=256, most=2048)
     after = args.compilation_config
     assert after.max_cudagraph_capture_size == (most or before.max_cudagraph_capture_size)
     assert after.cudagraph_capture_sizes == before.cudagraph_capture_sizes
@@ -281,7 +281,7 @@ def test_the_fullest_batch_of_trees_has_a_graph(tokens: int) -> None:
     found: dict[int, list[int]] = {}
     for nodes in range(1, 129):
         for requests in range(1, 65):
-            rows = min(requests * (1 + nodes), gpu_arguments.ROWS)
+            rows = min(requests * (1 + nodes), 2048)
             most = gpu_arguments.captured(rows)
             if most not in found:
                 found[most] = capture_sizes(most, requests, tokens)

@@ -1,6 +1,6 @@
 import pytest
 
-from vllm_adaptive_tree.engine.common.node_quota import MOST_TREES, nodes_per_request, schedule, too_small
+from vllm_adaptive_tree.engine.common.node_quota import MOST_ROWS, MOST_TREES, nodes_per_request, schedule, too_small
 
 
 @pytest.mark.parametrize("nodes", [1, 12, 60, 120])
@@ -39,11 +39,23 @@ def test_trees_that_never_have_all_their_nodes(room: int, longest: int, said: st
 def test_a_schedule_for_every_batch_size() -> None:
     from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
-    assert schedule(requests=4, nodes=8, room=512) == [(1, 4, 8)]
-    found = schedule(requests=64, nodes=60, room=512)
+    assert schedule(requests=4, nodes=8, room=512, budget=False) == [(1, 4, 8)]
+    found = schedule(requests=64, nodes=60, room=512, budget=False)
     assert len(found) > 5
     lookup = build_dynamic_sd_schedule_lookup(found, 64, 60)
     assert lookup[1:] == [nodes_per_request(running=running, nodes=60, room=512) for running in range(1, 65)]
-    crowd = build_dynamic_sd_schedule_lookup(schedule(requests=1024, nodes=24, room=8192), 1024, 24)
+    crowd = build_dynamic_sd_schedule_lookup(schedule(requests=1024, nodes=24, room=8192, budget=True), 1024, 24)
     assert crowd[MOST_TREES] > 0
     assert not any(crowd[MOST_TREES + 1 :]), "no places are reserved where nothing is drafted"
+
+
+@pytest.mark.parametrize("nodes", [1, 24, 64, 500])
+@pytest.mark.parametrize("room", [64, 512, 2048, 8192, 16384])
+def test_half_of_a_step_is_left_for_prompts(nodes: int, room: int) -> None:
+    """Where a budget decides; a tree alone has all that there is room for."""
+    alone = nodes_per_request(running=1, nodes=nodes, room=room)
+    for first, last, share in schedule(requests=300, nodes=nodes, room=room, budget=True):
+        for running in (first, last):
+            assert 0 <= share <= nodes_per_request(running=running, nodes=nodes, room=room)
+            assert not share or running * (2 + share) <= min(room // 2, MOST_ROWS)
+        assert first > 1 or share == min(alone, room // 2 - 2)

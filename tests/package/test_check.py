@@ -37,8 +37,8 @@ def test_what_it_will_do(
     assert (found["draft"]["kind"], found["draft"]["levels"], found["depth"]) == (kind, levels, depth)
     assert found["rule"] == ("target_only" if draft == "ngram" else "traversal")
     assert (found["lossless"], found["nodes"], found["notes"]) == (True, 24, [])
-    assert found["nodes_up_to_requests"]["77"] == 24
-    assert found["nodes_up_to_requests"]["256"] == 5
+    assert found["nodes_up_to_requests"]["39"] == 24
+    assert found["nodes_up_to_requests"]["256"] == 2
 
 
 def test_it_starts_neither_an_engine_nor_vllm() -> None:
@@ -48,7 +48,10 @@ def test_it_starts_neither_an_engine_nor_vllm() -> None:
     assert lines[-1] == "False"
     assert lines[-2].startswith("OK: ")
     assert f"draft: {HEAD} (an EAGLE-3 head)" in lines
-    assert "nodes that a step has room for, for each request: 24 of 1, 24 of 8, 24 of 32, 13 of 128, 5 of 256" in lines
+    assert (
+        "nodes of each request that a step on a GPU has room for: 24 of 1, 24 of 8, 24 of 32, 6 of 128, 2 of 256"
+        in lines
+    )
 
 
 def changed(folder: str, tmp_path: Path, **keys: Any) -> str:

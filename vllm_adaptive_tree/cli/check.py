@@ -90,7 +90,7 @@ def _text(found: dict[str, Any]) -> str:
         f"method: {found['method']}, at most {found['nodes']} nodes in {found['depth']} levels for a request and step, "
         + budget.get(found["budget"], f"{found['budget']} in a batch"),
         f"rule: {found['rule']}, {'lossless' if found['lossless'] else 'NOT LOSSLESS'}; {found['children']}",
-        f"nodes that a step has room for, for each request: {', '.join(shares)}",
+        f"nodes of each request that a step on a GPU has room for: {', '.join(shares)}",
         f"draft memory of each rank: weights {weights}, K/V {memory['kv_per_token']} bytes per token, level buffers up "
         f"to {format_bytes(memory['level_buffers'])}",
         *(f"vLLM: {name.replace('_', ' ')} {value}" for name, value in found.get("vllm", {}).items()),

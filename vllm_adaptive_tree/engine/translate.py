@@ -10,7 +10,7 @@ from vllm.platforms import current_platform
 
 from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.engine.common import token_deltas
-from vllm_adaptive_tree.engine.common.node_quota import MOST_TREES, schedule, too_small
+from vllm_adaptive_tree.engine.common.node_quota import MOST_ROWS, MOST_TREES, schedule, too_small
 from vllm_adaptive_tree.engine.common.request_flags import varying
 from vllm_adaptive_tree.engine.drafts.registry import check_target, find
 from vllm_adaptive_tree.engine.mark import Mark
@@ -54,7 +54,7 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
     args.worker_cls = WORKER if current_platform.is_cpu() else GPU_WORKER
     if not current_platform.is_cpu():
         gpu_arguments.set_backend(args)
-        gpu_arguments.set_graphs(args, options.num_speculative_tokens, MOST_TREES)
+        gpu_arguments.set_graphs(args, options.num_speculative_tokens, MOST_TREES, MOST_ROWS)
     args.additional_config = {**args.additional_config, CONFIG_KEY: options.to_json()}
     with kind.built_from(draft, vllm_keys) as path:
         args.speculative_config = {
@@ -87,7 +87,12 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
     # With a schedule vLLM pads no resumed or cached request with draft tokens -1. Given before, it would be dropped for
     # some drafts on Model Runner V1 of 0.33, and beside replicas.
     config.speculative_config.num_speculative_tokens_per_batch_size = (
-        schedule(requests=requests, nodes=options.num_speculative_tokens, room=room)
+        schedule(
+            requests=requests,
+            nodes=options.num_speculative_tokens,
+            room=room,
+            budget=options.tree.budget is not None,
+        )
         if config.use_v2_model_runner
         else [(1, 1, options.num_speculative_tokens)]  # V1 allocates slots itself
     )

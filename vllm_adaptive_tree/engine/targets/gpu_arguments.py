@@ -15,8 +15,6 @@ LEAST = 80
 """Least compute capability, 8.0: bfloat16, asynchronous copies and FlashAttention begin there."""
 OF_8_BITS = 90, 100
 """Families of compute capabilities on which vLLM's FlashAttention reads K/V of 8 bits."""
-ROWS = 2048
-"""Rows of a step up to which CUDA graphs are captured; above, a forward takes longer than launching its kernels."""
 REQUESTS = 256
 """vLLM's smallest default of `max_num_seqs` on a GPU."""
 
@@ -119,16 +117,16 @@ def keep_updates(config: Any) -> None:
         config.compilation_config.pass_config.fuse_rope_kvcache_cat_mla = False
 
 
-def set_graphs(args: Any, nodes: int, trees: int) -> None:
-    """Capture CUDA graphs, where the user names no sizes, up to as many rows as so many trees of `nodes` have. Their
-    mode is vLLM's: the tree kernel is in whole graphs, and runs between the pieces of others."""
+def set_graphs(args: Any, nodes: int, trees: int, most: int) -> None:
+    """Capture CUDA graphs, where the user names no sizes, up to as many rows as so many trees of `nodes` have, and at
+    `most` so many. Their mode is vLLM's: the tree kernel is in whole graphs, and runs between the pieces of others."""
     config = copy.deepcopy(args.compilation_config)
     sizes = (config.cudagraph_capture_sizes, args.cudagraph_capture_sizes)
-    most = (config.max_cudagraph_capture_size, args.max_cudagraph_capture_size)
-    if (*sizes, *most) == (None,) * 4:
+    largest = (config.max_cudagraph_capture_size, args.max_cudagraph_capture_size)
+    if (*sizes, *largest) == (None,) * 4:
         requests = args.max_num_seqs or REQUESTS
         rows = max(min(requests, trees) * (1 + nodes), requests)
-        config.max_cudagraph_capture_size = captured(min(ROWS, rows))
+        config.max_cudagraph_capture_size = captured(min(most, rows))
     args.compilation_config = config
 
 
