@@ -45,6 +45,15 @@ def drafts() -> list[str]:
     return found
 
 
+def prompts() -> list[str]:
+    return [
+        f"| {row['nodes']}, {row['requests']} | "
+        + " | ".join(f"{row[name]:,}" for name in ("none", "before", "now"))
+        + " |"
+        for row in rows_of("sizes.json")[0]["prompts"]
+    ]
+
+
 def host() -> list[str]:
     one, many = (rows_of("host_time.json")[-1]["requests"][requests] for requests in ("1", "64"))
     return [f"| {part} | {one[part]:,.0f} | {many[part]:,.0f} |" for part in one]
@@ -61,6 +70,12 @@ def test_sizes_are_those_that_were_computed() -> None:
     graphs = rows_of("sizes.json")[0]["graphs"]
     said = f"{graphs['before']:,} of {graphs['all']:,} fullest batches had no graph of the target, now {graphs['now']}"
     assert said in " ".join(section("Graphs and memory by the size of the engine").split())
+
+
+def test_prompts_have_what_was_computed() -> None:
+    assert table("What is left for prompts") == prompts()
+    for row in rows_of("sizes.json")[0]["prompts"]:
+        assert row["now"] >= 0.75 * row["none"]
 
 
 def test_host_times_are_those_of_the_last_run() -> None:
