@@ -2,6 +2,7 @@
 
 import os
 from collections import Counter
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -126,7 +127,7 @@ def test_large_trees_stand_depth_first(engines: Engines, plain: list[Any], monke
 
 
 def test_a_shape_with_fewer_nodes_than_asked_for(engines: Engines, plain: list[Any]) -> None:
-    tree = {"shape": [2, 1, 1], "children": "top_k"}
+    tree = {"shape": [2, 1, 1], "children": "top_k", "budget": None}
     llm = engines.start({"method": "static_tree", "model": DRAFT, "num_speculative_tokens": 9, "tree": tree})
     assert_identical(plain, generate(llm, BATCH, parameters()))
     assert metric(llm, "spec_decode_num_accepted_tokens") > 10
@@ -290,21 +291,24 @@ def compared(found: Trees, expected: Trees) -> int:
     return len(same)
 
 
-@pytest.mark.parametrize("lookup", [None, "ngram"])
+@pytest.mark.parametrize(
+    ("draft", "lookup"), [("eagle3", None), ("eagle3", "ngram"), ("dflash2", "ngram"), ("dflash2", None)]
+)
 def test_a_head_that_rests_reads_later(
-    engines: Engines, tmp_path: Path, lookup: str | None, monkeypatch: pytest.MonkeyPatch
+    engines: Engines, tmp_path: Path, draft: str, lookup: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its trees are those of a head that never rests, also after prompts in chunks and in blocks of earlier requests:
     what the target has left of a step waits, and what a request has left when it ends is read. A look-up accepts nodes
     meanwhile."""
     set_costs(monkeypatch, verify={"rows": [1, 1000], "seconds": [0.5, 0.5 + 1e-6]})
-    config = tree(4, budget="auto", draft="eagle3", max_depth=2, draft_temperature=1, threshold=0, lookup=lookup)
-    llm = engines.start({**config, "model": heads.eagle3(tmp_path)}, max_num_batched_tokens=256, max_num_seqs=4)
+    config = tree(4, budget="auto", draft=draft, max_depth=2, draft_temperature=1, threshold=0, lookup=lookup)
+    model = getattr(heads, draft)(tmp_path / "head")
+    llm = engines.start({**config, "model": model}, max_num_batched_tokens=256, max_num_seqs=4)
     runner, steps, resting = runner_of(llm), 0, 0
     speculator, budget = runner.speculator, runner.budget.budget
     found: Trees = {}
     reads: list[list[int]] = []  # rows of each forward, of each step
-    store, forward, run_model = speculator.drafts.store, speculator.forward, speculator._run_model
+    store = speculator.drafts.store
 
     def begin(greedy: list[bool]) -> Plan:
         nonlocal steps
@@ -320,18 +324,22 @@ def test_a_head_that_rests_reads_later(
                 found[text] = proposal.tree.tokens[place].tolist(), proposal.tree.log_weight[place].tolist()
         store(request, root, proposal, *args)
 
-    def read(tokens: torch.Tensor, *args: Any) -> Any:
-        reads[-1].append(len(tokens))
-        return forward(tokens, *args)
+    def watched(owner: Any, name: str, rows_of: Callable[..., int]) -> None:
+        original = getattr(owner, name)
 
-    def read_at_once(rows: int, *args: Any, **options: Any) -> Any:
-        reads[-1].append(rows)
-        return run_model(rows, *args, **options)
+        def read(*args: Any, **options: Any) -> Any:
+            reads[-1].append(rows_of(*args))
+            return original(*args, **options)
+
+        monkeypatch.setattr(owner, name, read)
 
     monkeypatch.setattr(budget, "begin", begin)
     monkeypatch.setattr(speculator.drafts, "store", stored)
-    monkeypatch.setattr(speculator, "forward", read)
-    monkeypatch.setattr(speculator, "_run_model", read_at_once)
+    if draft == "eagle3":
+        watched(speculator, "forward", lambda tokens, *_: len(tokens))
+        watched(speculator, "_run_model", lambda rows, *_: rows)
+    else:
+        watched(speculator.block, "_precompute_context_kv", lambda start, end, *_: end - start)
     prompts = ["\n".join(PROMPTS + PROMPTS[:4]), "def rows(self):\n    return self._rows\n\n" * 4]
     lengths = [len(llm.get_tokenizer().encode(prompt)) for prompt in prompts]
     counts = [32 + (2 - length) % 32 for length in lengths]  # the last block but one has just been filled

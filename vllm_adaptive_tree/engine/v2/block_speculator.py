@@ -2,6 +2,7 @@
 
 import copy
 import weakref
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,8 @@ from vllm_adaptive_tree.engine.drafts.registry import kind_in
 from vllm_adaptive_tree.engine.v2.device import compiles
 from vllm_adaptive_tree.engine.v2.drafting import TargetOutput, TreeDrafting
 from vllm_adaptive_tree.engine.v2.graphs import ladder
+from vllm_adaptive_tree.engine.v2.reads_states import ReadsStates
+from vllm_adaptive_tree.engine.v2.unread_states import Late
 from vllm_adaptive_tree.registry import imported
 
 
@@ -82,9 +85,9 @@ class CorrelatedBlock(BlockForward, LiLiCorrSpeculator):
     pass
 
 
-class BlockSpeculator(TreeDrafting, DraftModelSpeculator):
-    """Speculator that reads in every step: the target's states, of which its K/V is made, are lost after it. The rows
-    of a block write K/V to the slots after the root, where the next step writes that of accepted tokens."""
+class BlockSpeculator(ReadsStates, TreeDrafting, DraftModelSpeculator):
+    """Speculator whose K/V is made of the target's states. The rows of a block write K/V to the slots after the root,
+    where the next step writes that of accepted tokens."""
 
     draft_logits = None
     draft_token_confidence_probs = None
@@ -113,6 +116,13 @@ class BlockSpeculator(TreeDrafting, DraftModelSpeculator):
     @property
     def draft_attn_layer_names(self) -> Any:
         return self.block.draft_attn_layer_names
+
+    @cached_property
+    def may_wait(self) -> bool:
+        """A block that a window has left may be another request's when what has waited is read."""
+        layers = self.vllm_config.compilation_config.static_forward_context
+        windows = [layers[name].sliding_window for name in self.draft_attn_layer_names]
+        return super().may_wait and windows == [None] * len(windows)
 
     @property
     def num_query_per_req(self) -> int:
@@ -164,14 +174,25 @@ class BlockSpeculator(TreeDrafting, DraftModelSpeculator):
         rests = {"is_profile": True, "num_speculative_tokens": 0} if self.block.resting else {}
         self._propose(target, auxiliary, **rests)
 
-    def rest(self, target: TargetOutput) -> None:
+    def read_at_rest(self, target: TargetOutput) -> None:
         self.block.resting = True
         self.read(target)
         self.block.resting = False
 
+    def read_late(self, late: Late) -> None:
+        block, rows, tables = self.block, len(late.place), self.block_tables
+        slots = tables.compute_slot_mappings(late.request, late.row_start, late.place, rows, out=self.late_slots)
+        block.hidden_states[:rows] = block.model.combine_hidden_states(late.states)
+        block.context_positions[:rows] = late.place
+        for i, group in enumerate(block.draft_kv_cache_group_ids):
+            block._context_slot_mappings[i, :rows] = slots[group]
+        block._precompute_context_kv(0, rows)
+
     def dummy_run(self, target: TargetOutput, *, without_attention: bool) -> None:
         """While vLLM measures memory the lattice of the largest batch is there too. A dummy batch may have more
         requests than ever run at once."""
+        if self.may_rest:
+            self.waiting_room(target)
         most = self.block.max_num_tokens // self.num_query_per_req
         batch = copy.copy(target.batch)
         batch.num_reqs = min(batch.num_reqs, most)

@@ -12,6 +12,8 @@ from vllm_adaptive_tree.kernels.waiting import wait
 
 LONGEST = 64
 """Most positions of a request that wait."""
+MOST_BYTES = 1 << 28
+"""Most that the states of all requests take, or one position of each."""
 
 
 class Late(NamedTuple):
@@ -31,14 +33,16 @@ class UnreadStates:
     how much it is at most.
     """
 
-    def __init__(self, requests: int, positions: int, states: Tensor):
-        """`positions`: of a request that can wait; `states` [.., H]: of the target."""
-        self.positions = positions
+    def __init__(self, requests: int, states: Tensor, *, rows: int):
+        """`states` [.., H]: of the target; `rows`: most that can be read at once."""
+        most = min(rows, MOST_BYTES // (states.shape[-1] * states.itemsize)) // requests
+        self.positions = max(1, min(LONGEST, most))
+        """Of a request that can wait."""
         self.count = np.zeros(requests, dtype=np.int64)
         """Most rows that wait, of each request."""
         self.start = torch.zeros(requests, dtype=torch.int64, device=states.device)
         """First position that waits, of each request that has any."""
-        self.states = states.new_zeros(requests * positions, states.shape[-1])
+        self.states = states.new_zeros(requests * self.positions, states.shape[-1])
 
     def fits(self, requests: np.ndarray, rows: int) -> bool:
         """Return whether at most so many rows more of each of these requests [R] can wait."""
