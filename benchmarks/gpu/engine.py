@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from vllm_adaptive_tree.bench.environment import DRAFT, HEAD, TARGET
+from vllm_adaptive_tree.bench.environment import DRAFT, HEAD, LATTICE, TARGET
 from vllm_adaptive_tree.bench.models import enlarge
 from vllm_adaptive_tree.bench.prompts import PROMPTS
 from vllm_adaptive_tree.bench.provenance import save
@@ -34,6 +34,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "dyspec": {"method": "dyspec", "model": DRAFT, "num_speculative_tokens": 16},
     "eagle2, 63 nodes": {"method": "eagle2", "model": DRAFT, "num_speculative_tokens": 63},
     "opt_tree, head": {"method": "opt_tree", "model": HEAD, "num_speculative_tokens": 16},
+    "opt_tree, head of one forward": {"method": "opt_tree", "model": LATTICE, "num_speculative_tokens": 16},
 }
 SHARE = 0.3  # of the memory, for each engine
 TIMES, LEAST = 3.0, 0.25
@@ -131,7 +132,8 @@ def waiting() -> Iterator[list[str]]:
         yield places
 
 
-def measured(model: str, options: argparse.Namespace) -> dict[str, Any]:
+def measured(model: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Results after each method: a run that is ended leaves those before."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # PyTorch watches this process
     plain = Run(model, None, options)
     expected, steps = plain.outputs(), plain.steps()
@@ -141,6 +143,8 @@ def measured(model: str, options: argparse.Namespace) -> dict[str, Any]:
     smaller.shutdown()
     allowed = max(TIMES * max(yardstick, default=0.0), LEAST)
     rows = [{"method": "none", "margins": yardstick, **steps}]
+    results = {"dtype": options.dtype, "requests": options.requests, "tokens": options.tokens, "rows": rows}
+    yield results
     for name in options.methods or METHODS:
         run = Run(model, METHODS[name], options)
         apart = margins(expected, run.outputs())
@@ -150,8 +154,8 @@ def measured(model: str, options: argparse.Namespace) -> dict[str, Any]:
         good = max(apart, default=0.0) <= allowed and not waits
         rows.append({"method": name, "margins": apart, "waits": waits, "good": good, **run.steps()})
         print(json.dumps(rows[-1]), flush=True)
+        yield results
         run.shutdown()
-    return {"dtype": options.dtype, "requests": options.requests, "tokens": options.tokens, "rows": rows}
 
 
 def main() -> int:
@@ -173,9 +177,9 @@ def main() -> int:
         if not options.rehearse:
             model = str(Path(folder) / "target")
             enlarge(Path(TARGET), Path(model), int(options.enlarge_to))
-        results = {"device": device, "torch": torch.__version__, **measured(model, options)}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    save(options.out, results)
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        for results in measured(model, options):
+            save(options.out, {"device": device, "torch": torch.__version__, **results})
     return 0 if all(row.get("good", True) for row in results["rows"]) else 1
 
 

@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 
-from vllm_adaptive_tree.bench.environment import DRAFT, HEAD, PAIR, TARGET
+from vllm_adaptive_tree.bench.environment import DRAFT, HEAD, LATTICE, TARGET
 from vllm_adaptive_tree.cli.main import main
-
-LATTICE = str(PAIR / "lattice_head")
 
 
 def asked(draft: str = DRAFT, **keys: Any) -> str:

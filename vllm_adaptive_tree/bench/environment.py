@@ -8,6 +8,7 @@ from vllm_adaptive_tree.version import pip_install
 PACKAGE = Path(__file__).resolve().parents[1]
 PAIR = PACKAGE / "demo_pair"
 TARGET, DRAFT, HEAD = str(PAIR / "target"), str(PAIR / "draft"), str(PAIR / "head")
+LATTICE = str(PAIR / "lattice_head")
 SMOLLM2_HEAD = str(PAIR / "smollm2_head")
 """EAGLE-3 head of SmolLM2-135M-Instruct."""
 ENVIRONMENT = {
