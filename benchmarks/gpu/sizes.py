@@ -5,7 +5,8 @@
 `graphs`: of 1 to 128 nodes and 1 to 64 requests, how many fullest batches of trees have no CUDA graph of vLLM's, whose
 sizes are its own function's. `drafts`: for `max_num_seqs` requests, bytes of the K/V of levels and of kept logits, and
 CUDA graphs of the draft with the forwards in them. Version 0.1 sized all of them by `max_num_seqs`, without a bound.
-`prompts`: tokens of a step that are left for prompts beside running requests, without speculation, and with a budget.
+`prompts`: tokens of a step that are left for prompts beside running requests, without speculation, and
+with `budget` "auto".
 """
 
 import argparse
@@ -106,7 +107,7 @@ def sizes(draft: Draft, requests: int, *, bounded: bool) -> dict[str, int]:
 def left_for_prompts(nodes: int, running: int) -> dict[str, int]:
     """Tokens of a step that prompts may have beside so many running requests, which draft or rest."""
     found = {"none": TOKENS - running}
-    for name, budget in (("before", False), ("now", True)):
+    for name, budget in (("before", None), ("now", "auto")):
         quotas = schedule(requests=running, nodes=nodes, room=TOKENS, budget=budget)
         found[name] = TOKENS - running * (2 + quotas[-1][2])
     return {"nodes": nodes, "requests": running, **found}

@@ -77,7 +77,7 @@ class Scripted(Budget):
 
     def __init__(self, plans: list[Plan]):
         super().__init__(sampled=False)
-        self.plans, self.shown = iter(plans), list[int]()
+        self.plans, self.shown, self.widths = iter(plans), list[int](), list[int]()
 
     def begin(self, greedy: Sequence[bool]) -> Plan:
         self.plan = next(self.plans)
@@ -85,6 +85,7 @@ class Scripted(Budget):
 
     def observe_trees(self, value: ArrayLike, *args: Any, **options: Any) -> None:
         self.shown.append(len(np.asarray(value)))
+        self.widths.append(np.asarray(value).shape[1])
 
 
 def test_a_trial_by_a_few() -> None:
@@ -117,3 +118,18 @@ def test_a_trial_by_a_few() -> None:
     assert verified[3:5] == [2 * size] * 2
     assert verified[6:12] == 3 * [2 * size] + 3 * [8 * size]
     assert verified[5] == verified[12] == 0
+
+
+def test_nodes_beyond_the_quota_bring_nothing() -> None:
+    """The scheduler of a crowd cuts them off; a plan that counted them would draft levels in vain."""
+    budget, times = Scripted([Plan(2, 1.0)] * 5), phase_times.PhaseTimes(torch.device("cpu"))
+    options, _ = TreeOptions.parse({"method": "opt_tree", "model": "x", "num_speculative_tokens": NODES})
+    steering = ThresholdController(resolve(options).proposer, options.tree.steered)
+    quotas = [0, *[NODES] * 7, 2]
+    device = DeviceBudget(budget, steering, times, learns=True, quotas=quotas)
+    for requests in (8, 8, 4, 4, 4):
+        greedy = np.ones(requests, dtype=bool)
+        device.begin_step(greedy)
+        device.drafted(batch_of(TREES[2], requests), greedy, None)
+        device.end_step(requests, requests, 0, 1, prefills=False, missed=False, trees=True)
+    assert budget.widths == [2, 2, NODES]

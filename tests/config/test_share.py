@@ -39,23 +39,29 @@ def test_trees_that_never_have_all_their_nodes(room: int, longest: int, said: st
 def test_a_schedule_for_every_batch_size() -> None:
     from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
-    assert schedule(requests=4, nodes=8, room=512, budget=False) == [(1, 4, 8)]
-    found = schedule(requests=64, nodes=60, room=512, budget=False)
+    assert schedule(requests=4, nodes=8, room=512, budget=None) == [(1, 4, 8)]
+    found = schedule(requests=64, nodes=60, room=512, budget=None)
     assert len(found) > 5
     lookup = build_dynamic_sd_schedule_lookup(found, 64, 60)
     assert lookup[1:] == [nodes_per_request(running=running, nodes=60, room=512) for running in range(1, 65)]
-    crowd = build_dynamic_sd_schedule_lookup(schedule(requests=1024, nodes=24, room=8192, budget=True), 1024, 24)
+    crowd = build_dynamic_sd_schedule_lookup(schedule(requests=1024, nodes=24, room=8192, budget="auto"), 1024, 24)
     assert crowd[MOST_TREES] > 0
     assert not any(crowd[MOST_TREES + 1 :]), "no places are reserved where nothing is drafted"
 
 
-@pytest.mark.parametrize("nodes", [1, 24, 64, 500])
-@pytest.mark.parametrize("room", [64, 512, 2048, 8192, 16384])
+@pytest.mark.parametrize("nodes", [1, 24, 61, 500])
+@pytest.mark.parametrize("room", [64, 125, 512, 2048, 8192, 16384])
 def test_half_of_a_step_is_left_for_prompts(nodes: int, room: int) -> None:
-    """Where a budget decides; a tree alone has all that there is room for."""
-    alone = nodes_per_request(running=1, nodes=nodes, room=room)
-    for first, last, share in schedule(requests=300, nodes=nodes, room=room, budget=True):
+    """Where the budget is "auto"; a tree alone has all that there is room for, and no tree loses its last node."""
+    for first, last, share in schedule(requests=300, nodes=nodes, room=room, budget="auto"):
         for running in (first, last):
-            assert 0 <= share <= nodes_per_request(running=running, nodes=nodes, room=room)
-            assert not share or running * (2 + share) <= min(room // 2, MOST_ROWS)
-        assert first > 1 or share == min(alone, room // 2 - 2)
+            most = nodes_per_request(running=running, nodes=nodes, room=room) if running <= MOST_TREES else 0
+            assert min(most, 1) <= share <= most
+            assert share < 2 or running * (2 + share) <= min((room + 1) // 2, MOST_ROWS)
+        assert first > 1 or share == nodes_per_request(running=1, nodes=nodes, room=room)
+
+
+def test_a_number_is_what_a_tree_gets_at_most() -> None:
+    assert schedule(requests=8, nodes=60, room=1024, budget=24) == [(1, 8, 24)]
+    given = {"requests": 64, "nodes": 60, "room": 512}
+    assert schedule(**given, budget=300) == schedule(**given, budget=None)

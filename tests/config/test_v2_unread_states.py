@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.pure.test_no_host_sync import NoHostSync
-from vllm_adaptive_tree.engine.v2.unread_states import Late, UnreadStates
+from vllm_adaptive_tree.engine.v2.unread_states import LONGEST, Late, UnreadStates
 
 REQUESTS, POSITIONS = 4, 8
 
@@ -14,7 +14,7 @@ class Texts:
     """Requests of which a step reads so many tokens more. The target's state at a position is known by both numbers."""
 
     def __init__(self) -> None:
-        self.unread = UnreadStates(REQUESTS, POSITIONS, torch.zeros(1, 2))
+        self.unread = UnreadStates(REQUESTS, torch.zeros(1, 2), rows=REQUESTS * POSITIONS)
         self.computed = torch.tensor([10, 20, 30, 40], dtype=torch.int32)
         self.text = torch.arange(100) + 100 * torch.arange(REQUESTS)[:, None]
 
@@ -82,3 +82,12 @@ def test_the_host_counts_rows_that_were_rejected_too(columns: int) -> None:
     late = texts.take()
     check(late, {1: range(20, 23), 2: range(30, 31)})
     assert len(late.place) == 3 * columns
+
+
+def test_how_much_waits() -> None:
+    """As much as one step can read, and as fits 256 MiB."""
+    assert UnreadStates(4, torch.zeros(1, 2), rows=8192).positions == LONGEST
+    assert UnreadStates(256, torch.zeros(1, 2), rows=8192).positions == 32
+    wide = torch.zeros(1, 1 << 20, device="meta")  # 4 MiB a row
+    assert UnreadStates(8, wide, rows=8192).positions == 8
+    assert UnreadStates(100, wide, rows=8192).positions == 1

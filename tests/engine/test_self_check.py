@@ -392,3 +392,14 @@ def test_the_block_of_a_head_is_compared(
 
     monkeypatch.setattr(Verification, "write_path", unpicked)
     assert verdict(llm).failed == ["draft"]
+
+
+@pytest.mark.parametrize(("nodes", "requests"), [(4, 1), (8, 6)])
+def test_a_block_longer_than_its_tree(engines: Engines, nodes: int, requests: int, tmp_path: Path) -> None:
+    """Its rows have slots of their own, in the requests of the check too."""
+    head, room = heads.dflash(tmp_path / "head", block_size=16), 85 * min(requests, 2)
+    llm = engines.start({**tree(nodes), "model": head}, max_num_seqs=requests, max_num_batched_tokens=room)
+    found = verdict(llm)
+    assert found.passed, str(found)
+    figures = next(one.figures for one in found.findings if one.check == "draft")
+    assert figures["vLLM's"] < 0.01 < figures["path reversed"], figures

@@ -67,8 +67,7 @@ def preview(speculation: Mapping[str, Any], given: Arguments) -> dict[str, Any]:
     notes += [f"allow_lossy: {pair.loss}"] if pair.loss is not None else []
     shipped = options.tree.shipped()
     notes += [f"{shipped.name} is the bundled pair's: train one for yours"] if shipped is not None else []
-    budget = options.tree.budget is not None
-    quotas = schedule(requests=given.max_num_seqs, nodes=nodes, room=room, budget=budget)
+    quotas = schedule(requests=given.max_num_seqs, nodes=nodes, room=room, budget=options.tree.budget)
     small = too_small(nodes=nodes, room=room, longest=longest)
     return {
         "method": options.method,

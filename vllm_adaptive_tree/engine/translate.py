@@ -75,7 +75,7 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
         config.additional_config[CONFIG_KEY] = options.to_json()
     kind.restore(config, vllm_keys["model"])
     requests, (limit, room) = config.scheduler_config.max_num_seqs, checks.step_limit(config.scheduler_config)
-    why = varying(pair, options, requests=requests, room=room)
+    why = varying(pair, options, requests=requests, room=room, most=MOST_TREES if config.use_v2_model_runner else None)
     setattr(config.speculative_config, MARK, Mark(options, why))
     if token_deltas.wanted():
         setattr(config.model_config, STREAMS, config.model_config.get_diff_sampling_param())
@@ -91,7 +91,7 @@ def create_tree_engine_config(args: Any, original: Callable[..., Any], *rest: An
             requests=requests,
             nodes=options.num_speculative_tokens,
             room=room,
-            budget=options.tree.budget is not None,
+            budget=options.tree.budget,
         )
         if config.use_v2_model_runner
         else [(1, 1, options.num_speculative_tokens)]  # V1 allocates slots itself

@@ -5,8 +5,8 @@ MOST_TREES = 256
 would be there for every one of `max_num_seqs`, which is 1,024 on large GPUs."""
 
 MOST_ROWS = 2048
-"""Rows of a step up to which CUDA graphs are captured; above, a forward takes longer than launching its kernels. No
-budget verifies as many."""
+"""Rows of a step up to which CUDA graphs are captured; above, a forward takes longer than launching its kernels, and no
+costs let more be verified."""
 
 
 def nodes_per_request(*, running: int, nodes: int, room: int) -> int:
@@ -39,20 +39,23 @@ def too_small(*, nodes: int, room: int, longest: int, limit: str = "max_num_batc
     )
 
 
-def schedule(*, requests: int, nodes: int, room: int, budget: bool) -> list[tuple[int, int, int]]:
+def schedule(*, requests: int, nodes: int, room: int, budget: str | int | None) -> list[tuple[int, int, int]]:
     """Quotas for every batch of up to `requests`, as vLLM writes them: first batch size, last one, nodes.
 
     For Model Runner V2, where the scheduler reserves rows and slots before the trees are drafted, and while the draft
     rests. Prompts get only the rows that are left.
 
     Args:
-        budget: True if one decides what is verified: trees then get at most half of a step, and `MOST_ROWS`.
+        budget: the user's. With "auto" trees get at most half of a step, and `MOST_ROWS`, but one node each; with a
+            number a tree gets at most that.
     """
     quotas: list[tuple[int, int, int]] = []
     for running in range(1, requests + 1):
         share = nodes_per_request(running=running, nodes=nodes, room=room) if running <= MOST_TREES else 0
-        if budget:
-            share = max(0, min(share, min(room // 2, MOST_ROWS) // running - 2))
+        if isinstance(budget, int):
+            share = min(share, budget)
+        elif budget is not None:
+            share = min(share, max(1, min((room + 1) // 2, MOST_ROWS) // running - 2))
         first = quotas.pop()[0] if quotas and quotas[-1][2] == share else running
         quotas.append((first, running, share))
     return quotas

@@ -69,10 +69,10 @@ def check_request(sampling: Any, pair: Pair, options: TreeOptions, varying: str 
             )
 
 
-def varying(pair: Pair, options: TreeOptions, *, requests: int, room: int) -> str | None:
+def varying(pair: Pair, options: TreeOptions, *, requests: int, room: int, most: int | None = None) -> str | None:
     """Why trees of a pair follow from more than the text of their request, in words; None: they do not.
 
-    `requests`, `room`: max_num_seqs and the tokens of a step.
+    `requests`, `room`: max_num_seqs and the tokens of a step; `most`: requests of a batch that have trees, None: all.
     """
     nodes, tree = options.num_speculative_tokens, options.tree
     if tree.budget is not None:
@@ -81,6 +81,8 @@ def varying(pair: Pair, options: TreeOptions, *, requests: int, room: int) -> st
         return f"{options.method!r} learns from all requests: start the engine with another method"
     if any(tree.steered):
         return f"'auto' steers {options.method!r}: start the engine with numbers in its place"
+    if most is not None and requests > most:
+        return f"a batch of more than {most} requests has none: start the engine with a smaller max_num_seqs"
     if nodes_per_request(running=requests, nodes=nodes, room=room) < nodes:
         return (
             f"{requests} requests have no room for {nodes} nodes each: start the engine with a smaller max_num_seqs, "

@@ -25,7 +25,8 @@ UNPROCESSED = {"warm-up, greedy, as it is": GREEDY, "warm-up, sampled, as it is"
 def warm_up(runner: Any) -> None:
     """Run steps of a greedy and a sampled request, or of one if there is no room for two: without trees, with all of
     their nodes, and, where they may be cut, with one node; where the draft may rest, it does for a step, and
-    reads in the next what it has missed. Then steps of such requests at temperature 1, and with penalties."""
+    reads in the next what it has missed. Then steps of such requests at temperature 1, and with penalties, and of a
+    tree beside a prompt."""
     nodes, names = runner.options.num_speculative_tokens, list(REQUESTS)[-runner.max_num_reqs :]
     room = runner.max_num_tokens // len(names) - 1
     if min(nodes, room) < 1 or runner.max_model_len < PROMPT + 2 * nodes + 2:
@@ -48,3 +49,8 @@ def warm_up(runner: Any) -> None:
             trial.begin({name: [0] * PROMPT for name in others}, more=nodes, sampling=further)
             trial.decode(others, nodes=min(nodes, room))
             trial.finish(others)
+        if len(names) > 1:
+            trial.begin({names[0]: [0] * PROMPT}, more=nodes, sampling=REQUESTS)
+            beside = min(nodes, runner.max_num_tokens - PROMPT - 1)
+            trial.decode_beside(names[0], nodes=beside, texts={names[1]: [0] * PROMPT})
+            trial.finish(names)

@@ -54,9 +54,11 @@ class BlockForward(DFlashSpeculator):
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """Create vLLM's manager for the numbers of requests that the trees' graphs have: by the sizes of the target's
-        rows the fullest batch may have none."""
+        rows the fullest batch may have none. A block is whole, whatever a request's quota of nodes."""
         given, most = self.vllm_config, min(self.max_num_reqs, MOST_TREES)
         self.vllm_config = copy.copy(given)
+        speculative = self.vllm_config.speculative_config = copy.copy(given.speculative_config)
+        speculative.num_speculative_tokens_per_batch_size = None
         compilation = self.vllm_config.compilation_config = copy.copy(given.compilation_config)
         compilation.cudagraph_capture_sizes = [self.num_query_per_req * requests for requests in ladder(most)]
         compilation.max_cudagraph_capture_size = compilation.cudagraph_capture_sizes[-1]
@@ -191,7 +193,7 @@ class BlockSpeculator(ReadsStates, TreeDrafting, DraftModelSpeculator):
     def dummy_run(self, target: TargetOutput, *, without_attention: bool) -> None:
         """While vLLM measures memory the lattice of the largest batch is there too. A dummy batch may have more
         requests than ever run at once."""
-        if self.may_rest:
+        if self.may_rest and self.may_wait:
             self.waiting_room(target)
         most = self.block.max_num_tokens // self.num_query_per_req
         batch = copy.copy(target.batch)

@@ -63,9 +63,22 @@ class DeviceBudget(BatchBudget):
     does not depend on a token that it would cut. Costs follow the device's own times: of a step, and of its draft.
     """
 
-    def __init__(self, budget: Budget, steering: ThresholdController, times: PhaseTimes, *, learns: bool):
-        """`learns`: True if the budget is not fixed; its decisions then follow from past steps."""
+    def __init__(
+        self,
+        budget: Budget,
+        steering: ThresholdController,
+        times: PhaseTimes,
+        *,
+        learns: bool,
+        quotas: Sequence[int] | None = None,
+    ):
+        """
+        Args:
+            learns: True if the budget is not fixed; its decisions then follow from past steps.
+            quotas: nodes of a tree that the scheduler lets be verified, by the number of requests; None: all.
+        """
         super().__init__(budget, steering)
+        self.quotas = quotas
         self.times = times
         self.learns, self.nodes = learns, budget.most
         self.alone = True
@@ -197,11 +210,12 @@ class DeviceBudget(BatchBudget):
     def _on_trees(
         self, greedy: np.ndarray, drafting: np.ndarray | None, plan: Plan, nodes: int, figures: Tensor
     ) -> None:
-        """`figures` [R, 3 * N or 4 * N]: of the trees, side by side."""
+        """`figures` [R, 3 * N or 4 * N]: of the trees, side by side. What their quota cuts off brings nothing."""
         parts = figures.numpy()
+        quota = nodes if self.quotas is None else max(1, self.quotas[len(parts)])
         if drafting is not None:
             parts, greedy = parts[drafting], greedy[drafting]
-        weight, token, depth, *level = (parts[:, at : at + nodes] for at in range(0, parts.shape[1], nodes))
+        weight, token, depth, *level = (parts[:, at : at + quota] for at in range(0, parts.shape[1], nodes))
         self.value, self.depth, self.greedy = self.values(weight, token >= 0, None), depth, greedy
         self.budget.observe_trees(self.value, depth, greedy, plan, level=level[0] if level else None)
 

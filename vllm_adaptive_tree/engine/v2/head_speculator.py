@@ -40,7 +40,7 @@ class HeadSpeculator(ReadsStates, PagedDraft, EagleSpeculator):
 
     def dummy_run(self, target: TargetOutput, *, without_attention: bool) -> None:
         super().dummy_run(target, without_attention=without_attention)
-        if self.may_rest:
+        if self.may_rest and self.may_wait:
             self.waiting_room(target)
 
     def stage_hidden_states(self, target: TargetOutput, rows: int) -> None:

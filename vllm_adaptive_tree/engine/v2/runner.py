@@ -8,6 +8,7 @@ from torch import Tensor
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
+from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 
@@ -64,7 +65,13 @@ class TreeModelRunnerV2(ModelRunner):
         most = self.options.tree.budget
         fixed = Budget(sampled=False, most=most if isinstance(most, int) else None)
         self.stats, self.agreement = StepStats(device), RankAgreement()
-        self.budget = None if most is None else DeviceBudget(fixed, self.steering, self.stats.times, learns=False)
+        quotas = build_dynamic_sd_schedule_lookup(
+            vllm_config.speculative_config.num_speculative_tokens_per_batch_size,
+            vllm_config.scheduler_config.max_num_seqs,
+            self.options.num_speculative_tokens,
+        )
+        times = self.stats.times
+        self.budget = None if most is None else DeviceBudget(fixed, self.steering, times, learns=False, quotas=quotas)
         self.cuts_sampled = False  # the number of nodes is chosen before the trees are sampled: any choice is lossless
         self.adaptive_verification: NodeSelection | None
         self.use_aux_hidden_state_outputs: bool

@@ -137,6 +137,13 @@ class Trial:
             self.finish(names)
             self.end = begun
 
+    def decode_beside(self, name: str, *, nodes: int, texts: dict[str, list[int]]) -> None:
+        """Run one step of a running request with so many drafted nodes, beside new requests that read their texts."""
+        step, new = self._running({name: len(self.text(name)) - 1}), self._new(texts, 0)
+        step.scheduled_new_reqs = new.scheduled_new_reqs
+        step.scheduled_spec_decode_tokens = {name: [0] * nodes}
+        self._run(step, {name: 1 + nodes} | {other: len(text) for other, text in texts.items()})
+
     def decode(
         self, names: Sequence[str], *, nodes: int = 0, most: int | None = None, logits: bool = True
     ) -> TrialStep:
@@ -191,8 +198,9 @@ class Trial:
         yield names
 
     def _sizes(self, length: int, more: int) -> list[int]:
-        """Blocks of a text and what may follow it, in each cache group."""
-        tokens = min(length + more + 1 + self.runner.num_speculative_steps, self.runner.max_model_len)
+        """Blocks of a text and what may follow it, in each cache group. The rows of a head's block have slots too."""
+        ahead = max(self.runner.num_speculative_steps, self.runner.vllm_config.num_lookahead_tokens)
+        tokens = min(length + more + 1 + ahead, self.runner.max_model_len)
         return [_num_blocks(group.kv_cache_spec, tokens) for group in self.runner.kv_cache_config.kv_cache_groups]
 
     def _new(
