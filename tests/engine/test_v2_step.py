@@ -365,7 +365,7 @@ def test_a_head_that_rests_reads_later(
         rests, resting = resting, 0
         generate(llm, PROMPTS[10:14], SamplingParams(temperature=0, max_tokens=1))  # in the places of those that left
         generate(llm, follow, few)
-        assert compared(found, trees) > (4 if rests == 12 else 8)
+        assert compared(found, trees) > (4 if rests == 12 else 6)
     assert metric(llm, "prefix_cache_hits") > 0
 
 
