@@ -49,8 +49,8 @@ def warm_up(runner: Any) -> None:
             trial.begin({name: [0] * PROMPT for name in others}, more=nodes, sampling=further)
             trial.decode(others, nodes=min(nodes, room))
             trial.finish(others)
-        if len(names) > 1:
+        beside = min(nodes, runner.max_num_tokens - PROMPT - 1)
+        if len(names) > 1 and beside > 0:
             trial.begin({names[0]: [0] * PROMPT}, more=nodes, sampling=REQUESTS)
-            beside = min(nodes, runner.max_num_tokens - PROMPT - 1)
             trial.decode_beside(names[0], nodes=beside, texts={names[1]: [0] * PROMPT})
             trial.finish(names)
