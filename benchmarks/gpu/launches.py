@@ -6,10 +6,10 @@ An engine on the CPU with the kernels and the cache of a GPU (`MODEL_RUNNER=v2-k
 are PyTorch's operations, views and empty tensors apart, a kernel as one, and copies between host and device, by the
 part of a step that starts them; "inside": what a CUDA graph holds, "outside": what the host starts one by one; "calls":
 calls of this package's Python functions from one step's end to the next's, those of the scheduler and comprehensions
-too, outside as well, and not those in what counts as one: the host's work without the noise of its time. The
-models run without compilation, so their own operations are more than on a GPU; they are inside. Host tensors cannot be
-told from a device's here, so the figures are upper bounds. A step is one behind the prompts with a tree of every
-request, or with none where the draft rests; of several, the largest.
+too, outside as well, and not those in what counts as one: the host's work without the noise of its time. The models run
+without compilation, so their own operations are more than on a GPU; they are inside. Host tensors cannot be told from a
+device's here, so the figures are upper bounds. A step is one behind the prompts with a tree of every request, or with
+none where the draft rests; of several, the largest.
 """
 
 import argparse

@@ -57,6 +57,7 @@ def test_provenance_of_a_result(path: Path) -> None:
 def test_commands_of_results_can_be_typed() -> None:
     """All are parsed in one process, which imports vLLM once."""
     commands = {json.loads(path.read_text())["provenance"]["command"] for path in FILES}
+    assert [command for command in commands if " /" in command] == [], "a path of one machine"
     answer = subprocess.run([sys.executable, "-c", PARSE, *commands], cwd=ROOT, capture_output=True, text=True)
     assert (answer.returncode, answer.stdout.splitlines()) == (0, [*commands]), answer.stderr[-2000:]
 

@@ -46,6 +46,6 @@ def _path_reversed(begun: list[int], text: list[int]) -> list[int]:
 def _natively(trial: Trial, texts: Texts) -> dict[str, Tensor]:
     """As `drafted`, behind texts that are read as plain sequences, with their last tokens as roots."""
     blocks = dict[str, Tensor]()
-    for _ in trial.read_to_root({f"{name} drafted": text for name, text in texts.items()}):
-        blocks |= {name.removesuffix(" drafted"): block for name, block in drafted(trial).items()}
+    for _ in trial.read_to_root(texts):
+        blocks |= drafted(trial)
     return blocks

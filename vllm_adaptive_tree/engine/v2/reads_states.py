@@ -72,21 +72,21 @@ class ReadsStates(TreeDrafting):
         if unread is not None and unread.count[requests].any():
             end = self.states.num_computed_tokens.gpu.clone()
             end[batch.idx_mapping] -= target.num_sampled
-            self.missed = self._read_late(unread, requests, end)
+            self.missed = self._read_waiting(unread, requests, end)
             self.block_tables.gather_block_tables(batch.idx_mapping, batch.num_reqs_after_padding)
         return drafting
 
     @torch.inference_mode()
     def settle(self) -> None:
         if self.unread is not None and self.unread.count.any() and not self.off:
-            self._read_late(self.unread, np.arange(self.max_num_reqs), self.states.num_computed_tokens.gpu)
+            self._read_waiting(self.unread, np.arange(self.max_num_reqs), self.states.num_computed_tokens.gpu)
 
     def forget(self, request: str) -> None:
         super().forget(request)
         if self.unread is not None and self.unread.count[self.states.req_id_to_index[request]]:
             self.settle()
 
-    def _read_late(self, unread: UnreadStates, requests: np.ndarray, end: Tensor) -> int:
+    def _read_waiting(self, unread: UnreadStates, requests: np.ndarray, end: Tensor) -> int:
         """Read what waits of these requests, and return the number of its rows, padding included."""
         late = unread.take(requests, end, self.states.all_token_ids.gpu)
         self.read_late(late)
