@@ -8,8 +8,11 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 
 from tests.engine.engines import DRAFT, TARGET
+from vllm_adaptive_tree.config import TreeOptions
+from vllm_adaptive_tree.engine.common.request_flags import varying
 from vllm_adaptive_tree.engine.common.request_options import RequestOptions
 from vllm_adaptive_tree.engine.names import MARK
+from vllm_adaptive_tree.methods import resolve
 
 METHODS: dict[str, dict[str, Any]] = {
     "adaptive_tree": {},
@@ -106,3 +109,12 @@ def test_room_for_whole_trees() -> None:
     arguments = {"dtype": "float32", "max_model_len": 128, "max_num_batched_tokens": 128, "max_num_seqs": 16}
     config = EngineArgs(TARGET, speculative_config=about, **arguments).create_engine_config()
     assert "16 requests have no room for 12 nodes" in getattr(config.speculative_config, MARK).varying
+
+
+def test_a_crowd_without_trees() -> None:
+    """On Model Runner V2 a batch above `most` requests drafts nothing: what a request draws depends on the others."""
+    given: dict[str, Any] = {"method": "static_tree", "model": DRAFT, "num_speculative_tokens": 12}
+    options, _ = TreeOptions.parse({**given, "tree": {"budget": None}})
+    pair, sizes = resolve(options), {"requests": 300, "room": 16384}
+    assert "more than 256 requests" in str(varying(pair, options, **sizes, most=256))
+    assert varying(pair, options, **sizes) is None

@@ -65,11 +65,10 @@ class TreeModelRunnerV2(ModelRunner):
         most = self.options.tree.budget
         fixed = Budget(sampled=False, most=most if isinstance(most, int) else None)
         self.stats, self.agreement = StepStats(device), RankAgreement()
-        quotas = build_dynamic_sd_schedule_lookup(
-            vllm_config.speculative_config.num_speculative_tokens_per_batch_size,
-            vllm_config.scheduler_config.max_num_seqs,
-            self.options.num_speculative_tokens,
-        )
+        schedule = vllm_config.speculative_config.num_speculative_tokens_per_batch_size
+        sizes = vllm_config.scheduler_config.max_num_seqs, self.options.num_speculative_tokens
+        # beside replicas vLLM drops it
+        quotas = None if schedule is None else build_dynamic_sd_schedule_lookup(schedule, *sizes)
         times = self.stats.times
         self.budget = None if most is None else DeviceBudget(fixed, self.steering, times, learns=False, quotas=quotas)
         self.cuts_sampled = False  # the number of nodes is chosen before the trees are sampled: any choice is lossless
