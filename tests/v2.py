@@ -28,6 +28,7 @@ SHORT: dict[str, Cases] = {  # MODEL_RUNNER -> cases
             "test_a_draft_that_rests_reads_nothing_and_catches_up",
             "test_a_head_that_rests_reads_later[eagle3-None]",
             "test_a_head_that_rests_reads_later[dflash2-ngram]",
+            "test_beside_replicas_there_is_no_quota",
             "test_no_trees_grow_where_none_is_verified",
             "test_a_crowd_decodes_without_trees[model]",
             "test_nothing_waits_for_the_device[adaptive_tree-model]",

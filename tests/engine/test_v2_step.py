@@ -623,3 +623,19 @@ def test_asynchronous_scheduling_where_it_is_asked_for(engines: Engines) -> None
     core = engines.start(tree(4)).llm_engine.engine_core.engine_core
     assert (type(core.scheduler).__name__ == "AsyncScheduler") == (os.environ["MODEL_RUNNER"] == "v2-async")
     assert (core.batch_queue is not None) == (os.environ["MODEL_RUNNER"] == "v2-async")
+
+
+def test_beside_replicas_there_is_no_quota(engines: Engines, plain: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM drops the schedule of nodes there, once the engine's own process has its configuration."""
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    init = UniProcExecutor.__init__
+
+    def dropped(self: Any, config: Any, *args: Any, **options: Any) -> None:
+        config.speculative_config.num_speculative_tokens_per_batch_size = None
+        init(self, config, *args, **options)
+
+    monkeypatch.setattr(UniProcExecutor, "__init__", dropped)
+    llm = engines.start(tree(6, budget="auto"))
+    assert runner_of(llm).budget.quotas is None
+    assert_identical(plain, generate(llm, BATCH, parameters()))
