@@ -54,12 +54,16 @@ def test_batches_of_a_trial_fit_the_cache() -> None:
     cache = SimpleNamespace(num_blocks=14, kv_cache_groups=[group])
     sizes = {"max_num_tokens": 1000, "max_num_reqs": 100, "num_speculative_steps": 3, "max_model_len": 40}
     seats = SimpleNamespace(free_indices=[0, 1, 2, 3])
-    check = trial.Trial(SimpleNamespace(kv_cache_config=cache, req_states=seats, **sizes))
+    configured = SimpleNamespace(num_lookahead_tokens=0)
+    check = trial.Trial(SimpleNamespace(kv_cache_config=cache, req_states=seats, vllm_config=configured, **sizes))
     texts = {str(number): [0] * 10 for number in range(7)}
     assert [len(names) for names in check._batches(texts)] == [3, 3, 1]
     assert [len(names) for names in check._batches(texts, more=3)] == [2, 2, 2, 1]
     assert (check.room(10, more=0), check.room(10, more=3)) == (3, 2)
     assert check._sizes(30, more=100) == [6], "no text is longer than the engine's"
+    configured.num_lookahead_tokens = 20
+    assert check._sizes(10, more=0) == [5], "a head's block of 20 is longer than the tree"
+    configured.num_lookahead_tokens = 0
     assert [len(check._take(5)), len(check._take(5)), check.room(10, more=0)] == [5, 5, 0]
     with pytest.raises(ValueError, match="14 blocks is too small.*num_speculative_tokens"):
         check._take(4)
