@@ -21,6 +21,7 @@ from benchmarks.gpu.simulated import (
     head,
     wrongly_told,
 )
+from benchmarks.gpu.simulated_chains import rates
 from vllm_adaptive_tree.budget import Budget, Plan
 from vllm_adaptive_tree.config import TreeOptions
 from vllm_adaptive_tree.engine.common.threshold_controller import ThresholdController
@@ -28,6 +29,12 @@ from vllm_adaptive_tree.engine.v2 import budget as device_budget
 from vllm_adaptive_tree.engine.v2 import phase_times
 from vllm_adaptive_tree.engine.v2.budget import DeviceBudget
 from vllm_adaptive_tree.methods import resolve
+
+
+def test_a_chain_follows_its_text() -> None:
+    """In hard text one level pays where the usual number does not: the draft does not rest."""
+    found = rates(draft, 100, 1)
+    assert found["adaptive"] > 1.05 * max(found["fixed"].values())
 
 
 @pytest.mark.parametrize("requests", [1, 8, 16])

@@ -59,6 +59,16 @@ def host() -> list[str]:
     return [f"| {part} | {one[part]:,.0f} | {many[part]:,.0f} |" for part in one]
 
 
+def whole_steps() -> list[str]:
+    requests = rows_of("host_step.json")[-1]["requests"]
+    return [
+        f"| {case} | "
+        + " | ".join(f"{of[case]['microseconds']:,.0f} | {of[case]['function calls']:,.0f}" for of in requests.values())
+        + " |"
+        for case in requests["1"]
+    ]
+
+
 def test_wrong_costs_are_those_of_the_simulation() -> None:
     assert table("Wrong costs of the start") == simulated()
     for row in rows_of("simulated.json"):
@@ -80,3 +90,9 @@ def test_prompts_have_what_was_computed() -> None:
 
 def test_host_times_are_those_of_the_last_run() -> None:
     assert table("Host time of our Python") == host()
+
+
+def test_whole_steps_are_those_of_the_last_run() -> None:
+    assert table("Host time of a whole step") == whole_steps()
+    for of in rows_of("host_step.json")[-1]["requests"].values():
+        assert min(of, key=lambda case: of[case]["microseconds"]) == "no speculation"

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from vllm_adaptive_tree.budget.acceptance_model import Calibration
 
-Step = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
-"""[R, N] value, depth and level of the trees of a step; empty slots have value 0."""
+Step = tuple[NDArray[Any], NDArray[Any], NDArray[Any], int]
+"""[R, N] value, depth and level of the trees of a step, and how many levels it drafted; empty slots have value 0."""
 TREES = 64
 """Number of trees that are remembered."""
 
@@ -24,6 +24,8 @@ class Nodes(NamedTuple):
     chance: NDArray[np.float64]
     falling: NDArray[np.float64]
     """Chance, at most that of the node before it in its tree."""
+    weight: NDArray[np.float64]
+    """One over the number of trees that were drafted as deep."""
 
 
 class PastTrees:
@@ -36,8 +38,9 @@ class PastTrees:
     def __len__(self) -> int:
         return min(self._count, TREES)
 
-    def append(self, value: NDArray[Any], depth: NDArray[Any], level: NDArray[Any]) -> None:
-        self._steps.append((value, depth, level))
+    def append(self, value: NDArray[Any], depth: NDArray[Any], level: NDArray[Any], *, levels: int) -> None:
+        """`levels`: drafted for these trees."""
+        self._steps.append((value, depth, level, levels))
         self._count += len(value)
         while self._count - len(self._steps[0][0]) >= TREES:
             self._count -= len(self._steps.popleft()[0])
@@ -49,23 +52,28 @@ class PastTrees:
         self.__dict__.pop("_columns", None)
 
     @cached_property
-    def _columns(self) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64]]:
-        """[T, N] each."""
-        widths = {value.shape[1] for value, _, _ in self._steps}
+    def _columns(self) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
+        """[T, N] each; the last: weights of nodes."""
+        widths = {step[0].shape[1] for step in self._steps}
         steps = self._steps if len(widths) == 1 else [_padded(step, max(widths)) for step in self._steps]
-        value, depth, level = (np.concatenate(parts)[-TREES:] for parts in zip(*steps, strict=True))
-        return value.astype(np.float64), depth.astype(np.int64), level.astype(np.int64)
+        *parts, levels = zip(*steps, strict=True)
+        value, depth, level = (np.concatenate(part)[-TREES:] for part in parts)
+        value, depth, level = value.astype(np.float64), depth.astype(np.int64), level.astype(np.int64)
+        drafted = np.repeat(levels, [len(step[0]) for step in steps])[-TREES:]
+        as_deep = (drafted[:, None] >= np.arange(1 + level.max(initial=0))).sum(0)
+        return value, depth, level, 1 / np.maximum(1, as_deep)[level]
 
     def nodes(self, calibration: Calibration) -> Nodes:
-        value, depth, level = self._columns
+        value, depth, level, weight = self._columns
         there, chance = value > 0, calibration.chances(value, depth)
         falling = np.minimum.accumulate(np.where(there, chance, np.inf), axis=1)
-        return Nodes(value[there], level[there], chance[there], falling[there])
+        return Nodes(value[there], level[there], chance[there], falling[there], weight[there])
 
 
 def _padded(step: Step, width: int) -> Step:
     """Trees with empty slots up to `width`."""
     if step[0].shape[1] == width:
         return step
-    value, depth, level = (np.pad(part, ((0, 0), (0, width - part.shape[1]))) for part in step)
-    return value, depth, level
+    *parts, levels = step
+    value, depth, level = (np.pad(part, ((0, 0), (0, width - part.shape[1]))) for part in parts)
+    return value, depth, level, levels

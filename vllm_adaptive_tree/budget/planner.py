@@ -170,6 +170,9 @@ class Planner(Budget):
             return resting
         levels = self._rate(self.deep, requests, greedy, range(1, 1 + DEPTHS)).levels
         drafting = self._rate(self.recent, requests, greedy, range(levels, levels + 1))
+        if math.log(drafting.price / plain_rate) < MARGIN:  # fewer may pay, before a rest
+            drafting = self._rate(self.recent, requests, greedy, range(1, levels + 1))
+            levels = drafting.levels
         rate = drafting.price
         if math.log(rate / plain_rate) < MARGIN or math.log(resting.price / rate) > MARGIN:
             return resting
@@ -225,7 +228,7 @@ class Planner(Budget):
             for past_trees, part in ((trees[kind], known), (self.lookup_trees[kind], 1 - known)):
                 if past_trees and share:
                     nodes = past_trees.nodes(calibration)
-                    parts.append((*nodes, np.full(len(nodes.value), share * part / len(past_trees))))
+                    parts.append((*nodes[:-1], share * part * nodes.weight))
         value, level, chance, falling, weight = (np.concatenate(column) for column in zip(*parts, strict=True))
         order = np.argsort(-falling, kind="stable")
         return value[order], level[order], chance[order], falling[order], weight[order]
@@ -245,15 +248,15 @@ class Planner(Budget):
             if level is not None:
                 if not lookup_trees:
                     self._forget_plans()
-                lookup_trees.append(np.where(tree[2] == 0, tree[0], 0), *tree[1:])
+                lookup_trees.append(np.where(tree[2] == 0, tree[0], 0), *tree[1:], levels=0)
             if not plan.levels:
                 continue
             self.known[kind] = min(1.0, self.known[kind] + min(count / MIN_TREES, 1 / MIN_STEPS))
             if plan.deep:
                 self._forget_plans()
-            self.recent[kind].append(*tree)
+            self.recent[kind].append(*tree, levels=plan.levels)
             if plan.deep:
-                self.deep[kind].append(*tree)
+                self.deep[kind].append(*tree, levels=plan.levels)
 
     def observe_step(
         self, rows: int, context: float, forward: float, rest: float, *, drafted: bool | None, reading: float = 0

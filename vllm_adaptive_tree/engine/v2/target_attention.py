@@ -95,6 +95,8 @@ class TargetAttention:
                 drafts = name not in self.layers
                 if drafts and (name not in self.latent or recorded):
                     continue
+                if not drafts and whole and not recorded:
+                    continue  # a replay reads the buffers alone
                 if drafts and step is None:
                     metadata[name] = self.latent[name].whole()
                     continue
