@@ -246,7 +246,7 @@ def patch_structured_outputs() -> None:
 
     @wraps(accept)
     def accept_tokens(self: Any, request: Any, new_token_ids: Any) -> Any:
-        return (advance if ours(self) else accept)(self, request, new_token_ids)
+        return (advance if request.use_structured_output and ours(self) else accept)(self, request, new_token_ids)
 
     @wraps(output)
     def get_grammar_bitmask(self: Any, scheduler_output: Any) -> Any:

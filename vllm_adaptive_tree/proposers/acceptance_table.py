@@ -173,16 +173,30 @@ def count(cell, parent, nodes, trials, hits):  # type: ignore[no-untyped-def]
 
 
 def rising(value: NDArray[np.float64], weight: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Isotonic regression along the last dimension: the greatest of all starts of the least mean that ends later."""
-    bins = value.shape[-1]
-    total = np.concatenate([np.zeros((*value.shape[:-1], 1)), (value * weight).cumsum(-1)], -1)
-    mass = np.concatenate([np.zeros((*value.shape[:-1], 1)), weight.cumsum(-1)], -1)
-    fitted = np.empty_like(value)
-    best = np.full((*value.shape[:-1], bins), -np.inf)  # greatest over the starts so far, by end
-    for start in range(bins):
-        mean = (total[..., start + 1 :] - total[..., start : start + 1]) / (
-            mass[..., start + 1 :] - mass[..., start : start + 1]
-        )
-        best[..., start:] = np.maximum(best[..., start:], mean)
-        fitted[..., start] = best[..., start:].min(-1)
+    """Isotonic regression along the last dimension; the weights are positive."""
+    rows = -1, value.shape[-1]
+    fitted: NDArray[np.float64] = pooled(*(np.ascontiguousarray(one).reshape(rows) for one in (value, weight)))
+    return fitted.reshape(value.shape)
+
+
+@njit("float64[:, ::1](float64[:, ::1], float64[:, ::1])")
+def pooled(value, weight):  # type: ignore[no-untyped-def]
+    """Pool adjacent violators in each row: [rows, bins]."""
+    rows, bins = value.shape
+    fitted = np.empty((rows, bins))
+    mean, mass, end = np.empty(bins), np.empty(bins), np.empty(bins, np.int64)  # of the pools
+    for r in range(rows):
+        last = -1
+        for at in range(bins):
+            last += 1
+            mean[last], mass[last], end[last] = value[r, at], weight[r, at], at + 1
+            while last > 0 and mean[last - 1] >= mean[last]:
+                both = mass[last - 1] + mass[last]
+                mean[last - 1] = (mean[last - 1] * mass[last - 1] + mean[last] * mass[last]) / both
+                mass[last - 1], end[last - 1] = both, at + 1
+                last -= 1
+        begin = 0
+        for pool in range(last + 1):
+            fitted[r, begin : end[pool]] = mean[pool]
+            begin = end[pool]
     return fitted

@@ -14,12 +14,15 @@ def keep_delivered(scheduler: Any, scheduled: Any, output: Any) -> None:
     """
     if not output.sampled_token_ids:
         return
+    requests, row = scheduler.requests, output.req_id_to_index
     for name in scheduled.num_scheduled_tokens:
-        request = scheduler.requests.get(name)
+        tokens = output.sampled_token_ids[row[name]]
+        if len(tokens) < 2:
+            continue
+        request = requests.get(name)
         if request is None or request.is_finished():
             continue
-        tokens = output.sampled_token_ids[output.req_id_to_index[name]]
-        if len(tokens) > 1 and may_stop(request, tokens, scheduler.max_model_len):
+        if may_stop(request, tokens, scheduler.max_model_len):
             del tokens[delivered(request, tokens, scheduler.max_model_len) :]
 
 

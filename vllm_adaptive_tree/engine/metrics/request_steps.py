@@ -36,26 +36,28 @@ class RequestSteps:
         self.alarm = _alarm_of(scheduler)
         self.accepts: dict[str, bool] = {}
         """Requests whose step says something about the draft -> True if a node at depth 1 was accepted."""
+        requests, rows, sampled = scheduler.requests, output.req_id_to_index, output.sampled_token_ids
+        drafts = scheduled.scheduled_spec_decode_tokens
         for name, count in scheduled.num_scheduled_tokens.items():
-            request, row = scheduler.requests.get(name), output.req_id_to_index[name]
-            emitted = len(output.sampled_token_ids[row]) if output.sampled_token_ids else 0
-            if request is None or request.is_finished() or _is_dropped(request) or not emitted:
+            row = rows[name]
+            emitted = len(sampled[row]) if sampled else 0
+            if not emitted or (request := requests.get(name)) is None or request.is_finished() or _is_dropped(request):
                 continue  # as vLLM does
-            places = len(scheduled.scheduled_spec_decode_tokens.get(name, ()))
+            places = len(drafts.get(name, ()))
             nodes = min(figures.rows[row], places - invalid.get(name, 0))
             if places:
                 invalid[name] = places - nodes
                 if not nodes:
                     self.undrafted.append(request)
-            options = RequestOptions.of(request.sampling_params)
-            if not request.num_output_tokens:
-                asked.update(options.names)
-            if count - places > 1 or not request.num_output_tokens:
+            decodes = request.num_output_tokens > 0
+            if not decodes:
+                asked.update(RequestOptions.of(request.sampling_params).names)
+            if count - places > 1 or not decodes:
                 continue  # it was still reading its prompt
             lengths[emitted] += 1
             if not nodes:
                 why = GRAMMAR if is_lost(request) else figures.fallback_reasons[row] or SCHEDULER
-                fallbacks[REQUEST if options.nodes == 0 else why] += 1
+                fallbacks[REQUEST if RequestOptions.of(request.sampling_params).nodes == 0 else why] += 1
             elif not figures.has_lookup_trees and is_telling(request):
                 self.accepts[name] = emitted > 1
         scheduled.num_invalid_spec_tokens = invalid
