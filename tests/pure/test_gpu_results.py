@@ -69,6 +69,15 @@ def whole_steps() -> list[str]:
     ]
 
 
+def chains() -> list[str]:
+    return [
+        f"| {row['draft']}, {row['lasting']} | {row['requests']} | "
+        + " | ".join(f"{rate:.2f}" for rate in row["fixed"].values())
+        + f" | {row['adaptive']:.2f} |"
+        for row in rows_of("simulated_chains.json")
+    ]
+
+
 def test_wrong_costs_are_those_of_the_simulation() -> None:
     assert table("Wrong costs of the start") == simulated()
     for row in rows_of("simulated.json"):
@@ -96,3 +105,12 @@ def test_whole_steps_are_those_of_the_last_run() -> None:
     assert table("Host time of a whole step") == whole_steps()
     for of in rows_of("host_step.json")[-1]["requests"].values():
         assert min(of, key=lambda case: of[case]["microseconds"]) == "no speculation"
+
+
+def test_chains_are_those_of_the_simulation() -> None:
+    """No fixed length is as good everywhere."""
+    assert table("Chains of adaptive length") == chains()
+    rows = rows_of("simulated_chains.json")
+    assert all(row["adaptive"] >= 0.97 * max(1.0, *row["fixed"].values()) for row in rows)
+    for length in rows[0]["fixed"]:
+        assert min(row["fixed"][length] / row["adaptive"] for row in rows) < 0.8
