@@ -21,7 +21,7 @@ SHORT = NONE, "opt_tree"
 
 def counted(case: str) -> float:
     command = [sys.executable, "-m", "benchmarks.gpu.host_step", "--one", case, "1"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    found = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert found.returncode == 0, found.stdout[-2000:] + found.stderr[-4000:]
     calls: float = json.loads(found.stdout.splitlines()[-1])["function calls"]
     return calls

@@ -25,7 +25,7 @@ class Nodes(NamedTuple):
     falling: NDArray[np.float64]
     """Chance, at most that of the node before it in its tree."""
     weight: NDArray[np.float64]
-    """One over the number of trees that were drafted as deep."""
+    """Number of such nodes in a tree, expected."""
 
 
 class PastTrees:
@@ -52,22 +52,41 @@ class PastTrees:
         self.__dict__.pop("_columns", None)
 
     @cached_property
-    def _columns(self) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
-        """[T, N] each; the last: weights of nodes."""
+    def _columns(self) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Value, depth and level [T, N], and the levels of each tree [T, 1]."""
         widths = {step[0].shape[1] for step in self._steps}
         steps = self._steps if len(widths) == 1 else [_padded(step, max(widths)) for step in self._steps]
         *parts, levels = zip(*steps, strict=True)
         value, depth, level = (np.concatenate(part)[-TREES:] for part in parts)
-        value, depth, level = value.astype(np.float64), depth.astype(np.int64), level.astype(np.int64)
-        drafted = np.repeat(levels, [len(step[0]) for step in steps])[-TREES:]
-        as_deep = (drafted[:, None] >= np.arange(1 + level.max(initial=0))).sum(0)
-        return value, depth, level, 1 / np.maximum(1, as_deep)[level]
+        drafted = np.repeat(levels, [len(step[0]) for step in steps])[-TREES:, None]
+        return value.astype(np.float64), depth.astype(np.int64), level.astype(np.int64), drafted
 
     def nodes(self, calibration: Calibration) -> Nodes:
-        value, depth, level, weight = self._columns
+        value, depth, level, drafted = self._columns
         there, chance = value > 0, calibration.chances(value, depth)
         falling = np.minimum.accumulate(np.where(there, chance, np.inf), axis=1)
-        return Nodes(value[there], level[there], chance[there], falling[there], weight[there])
+        own = np.broadcast_to(drafted, level.shape)[there]
+        weight = _weights(chance[there], level[there], own) / len(value)
+        return Nodes(value[there], level[there], chance[there], falling[there], weight)
+
+
+def _weights(chance: NDArray[Any], level: NDArray[Any], drafted: NDArray[Any]) -> NDArray[np.float64]:
+    """How many nodes each of these [M] stands for. A tree of few levels says nothing about deeper ones, and trees are
+    drafted deep where the text is easy: of those that end before a level, the others that are as likely until there
+    tell, as in Kaplan and Meier's estimate.
+
+    Args:
+        drafted: levels that were drafted of the node's tree.
+    """
+    most = int(level.max(initial=0))
+    by_level = np.zeros((1 + most, 1 + most))
+    np.add.at(by_level, (level, np.minimum(drafted, most)), chance)
+    at_least = by_level[:, ::-1].cumsum(1)[:, ::-1]  # [level, levels of the tree or more]
+    weight = np.ones(1 + most)
+    for deep in range(2, 1 + most):
+        ended, known = at_least[deep - 1, deep - 1 :][:2]
+        weight[deep] = weight[deep - 1] * ended / known if known else 0.0
+    return weight[level]
 
 
 def _padded(step: Step, width: int) -> Step:

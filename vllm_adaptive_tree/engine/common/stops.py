@@ -16,8 +16,7 @@ def keep_delivered(scheduler: Any, scheduled: Any, output: Any) -> None:
         return
     requests, row = scheduler.requests, output.req_id_to_index
     for name in scheduled.num_scheduled_tokens:
-        tokens = output.sampled_token_ids[row[name]]
-        if len(tokens) < 2:
+        if name not in row or len(tokens := output.sampled_token_ids[row[name]]) < 2:
             continue
         request = requests.get(name)
         if request is None or request.is_finished():
