@@ -90,7 +90,7 @@ def let_drafts_be_cheap() -> None:
     from vllm_adaptive_tree.budget import Curve
     from vllm_adaptive_tree.engine.v2 import startup_costs
 
-    startup_costs._drafts = lambda runner: (Curve([1, 2], [1e-3, 1e-3]), 0.0)
+    startup_costs._drafts = lambda runner: (Curve([1, 2], [1e-4, 1e-4]), 0.0)
 
 
 def keep_costs(llm: Any) -> None:
