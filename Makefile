@@ -2,7 +2,7 @@
 # make demo-ray    the pair in a batch job of Ray Data, on a cluster of two nodes on this machine
 # make test        ruff, mypy, import contracts, pytest with the coverage of the pure rooms; then Model Runner V2; then tests on Ray
 # make test-next   the engine tests on the newest supported vLLM; SHORT=1: a cut of them
-# make gpu-check   everything that a GPU can say, in half an hour; WHEELS=DIR: without network; REHEARSE=1: tiny, on a CPU
+# make gpu-check   everything that a GPU can say, in 25 minutes; WHEELS=DIR: without network; REHEARSE=1: tiny, on a CPU
 # make docs        the site, strictly: build/site
 # make docs-run    README's and every page's commands in a fresh environment, a line each: an hour; ONLY=docs/index.md: one page
 # make bench-short the shortest run of the benchmark that gives ratios, on the bundled pair

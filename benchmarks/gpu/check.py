@@ -1,4 +1,4 @@
-"""Everything that a GPU can say about this project, in under half an hour: `make gpu-check`.
+"""Everything that a GPU can say about this project, in 25 minutes: `make gpu-check`.
 
     python -m benchmarks.gpu.check [--wheels DIR] [--rehearse]
 
@@ -55,9 +55,9 @@ VLLM = ("torch", "triton", "vllm")
 def bench(name: str, draft: str) -> Part:
     """Tokens per second beside no speculation and vLLM's chain of the same draft, at 1 to 64 requests."""
     command = [*MODULE, "vllm_adaptive_tree", "bench", "--draft", draft, "--enlarge-to", "1B", "--dtype", "bfloat16"]
-    command += ["--concurrency", "1,8,64", "--sampled", "", "--server", "", "--chains", "3", "--minutes", "2.5"]
+    command += ["--concurrency", "1,8,64", "--sampled", "", "--server", "", "--chains", "3", "--minutes", "2"]
     return Part(
-        name, [*command, "--out", f"{{out}}/{name}"], 5, (*VLLM, "rich", "tqdm", "psutil"), f"{name}/results.json"
+        name, [*command, "--out", f"{{out}}/{name}"], 4.5, (*VLLM, "rich", "tqdm", "psutil"), f"{name}/results.json"
     )
 
 
@@ -68,8 +68,8 @@ PARTS = (
     bench("model", DRAFT),
     Part("kernels", [*MODULE, "pytest", "-q", "tests/pure/test_kernels.py", "tests/pure/test_tree_attention.py"], 2,
          ("torch", "triton", "pytest")),
-    Part("attention", ATTENTION, 3, result="attention.json"),
-    Part("operations", OPERATIONS, 2, result="tree_operations.json"),
+    Part("attention", ATTENTION, 2.5, result="attention.json"),
+    Part("operations", OPERATIONS, 1.5, result="tree_operations.json"),
 )  # fmt: skip
 """In the order of risk: does it start, is it right, what is it worth; then what explains it."""
 
