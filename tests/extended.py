@@ -121,7 +121,6 @@ EXTENDED: dict[str, tuple[str, ...]] = {
     "engine/test_tensor_parallel.py": ("test_two_ranks[head]", "test_nodes_with_other_options_or_packages_are_refused"),
     "engine/test_training.py": ("test_a_killed_run_of_type_1_goes_on", "[spechub-2]"),
     "examples/test_drafts.py": ("test_",),
-    "package/test_doctor.py": ("test_without_a_device",),
     "package/test_wheel.py": (
         "test_the_command_starts",
         "test_no_requirement_is_missing",

@@ -236,11 +236,9 @@ def test_a_chain_of_a_head_is_that_of_vllm(engines: Engines, models: dict[str, s
         generate(llm, BATCH, greedy())
         found.append([metric(llm, f"spec_decode_num_{what}_tokens") for what in ("draft", "accepted")])
     vllms, chain, wide = found
-    if V2:
-        assert chain == vllms
-    else:  # in a request's last steps V1 drafts nothing, since it is about to end
-        assert 0 <= vllms[0] - chain[0] <= 8 * len(BATCH)
-        assert 0 <= vllms[1] - chain[1] <= 2 * len(BATCH)
+    fewer = [theirs - ours for theirs, ours in zip(vllms, chain, strict=True)]
+    assert 0 <= fewer[0] <= (0 if V2 else 8 * len(BATCH)), "V1 drafts nothing for a request that is about to end"
+    assert 0 <= fewer[1] <= 2 * len(BATCH), "vLLM counts accepted tokens that max_tokens cuts off"
     assert wide[1] > chain[1] > 20
 
 

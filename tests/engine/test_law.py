@@ -103,7 +103,8 @@ if V2:
     DRAFTS["pairs of candidates, rrsw"] = ("dyspec", "rrsw", {"draft": "dflash2", "mode": "heap"}, PLAIN)
     PAIRS["dyspec, rrsw, depth first"] = PAIRS["dyspec, rrsw"]  # as the rows of large trees stand
 NODES = 6 if V2 else 14
-OF_A_RULE = {"auto": 3} if V2 else {"greedy_multi_draft": 21}  # `auto`: the target's own draw at every row
+# `auto`: the target's own draw at every row; `rrsw`: DySpec's, which grow wide where a draft is flat
+OF_A_RULE = {"auto": 3, "rrsw": 12} if V2 else {"greedy_multi_draft": 21}
 
 
 def law(params: dict[str, Any], text: str = PROMPT) -> dict[tuple[int, ...], float]:
@@ -180,8 +181,8 @@ def drawn_by(
 ) -> tuple[float, float]:
     """p value, and the share of draws with an accepted node of depth 2 or more in their first tree."""
     method, rule, options, params = pair
-    fewest = options.get("draft") == "dspark"  # V2 wants a node for each token of its block
-    nodes = NODES if fewest else OF_A_RULE.get(rule, NODES)
+    fewest = NODES if options.get("draft") == "dspark" else 0  # V2 wants a node for each token of its block
+    nodes = max(fewest, OF_A_RULE.get(rule, NODES))
     llm = engines.start(
         {
             "method": method,

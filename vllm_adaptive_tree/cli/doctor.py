@@ -238,7 +238,8 @@ def _interpreted() -> list[dict[str, Any]]:
     found = []
     for dtype in (torch.float32, torch.bfloat16):
         cache = torch.zeros(1, 2, 16, 128, dtype=dtype)
-        layer = SimpleNamespace(kv_cache=cache, num_heads=4, num_kv_heads=2, head_size=64)
+        impl = SimpleNamespace(num_heads=4, num_kv_heads=2, head_size=64)
+        layer = SimpleNamespace(kv_cache=cache, head_size=64, impl=impl)
         found.append(attention.check(layer, block_size=16, nodes=12, longest=256, scale=0.125))
     found.append(draws.check(vocabulary=1000, device=torch.device("cpu")))
     return [finding._asdict() for finding in found]
